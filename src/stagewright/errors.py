@@ -1,19 +1,19 @@
 """What can go wrong, as a tree; every error says what, which value, and what to do.
 
-    StagewrightError
-    ├── UsageError          an option or a combination of options that means nothing
-    ├── FileError           a file that is missing, damaged, or of another format or version
-    ├── ClusterError        hardware that cannot be
-    │   └── PlacementError  a placement or ratio string that cannot be read or does not fit
-    ├── ModelError          a model that cannot be ordered into layers, cut or built
-    ├── ProfileError        impossible or missing measurements
-    ├── PlanError           no plan fits, or a plan contradicts itself
-    ├── ScheduleError       a schedule that is wrong, or a request for one that cannot work
-    ├── SimulationError     a schedule, profile and cluster that do not belong together
-    ├── RecordError         a record that contradicts itself
-    ├── DataError           records, images or labels that cannot be read
-    ├── CheckpointError     a checkpoint that is torn, damaged or of another model
-    └── RunError            a run that ended early: a dead worker, a timeout, a NaN
+StagewrightError
+├── UsageError          an option or a combination of options that means nothing
+├── FileError           a file that is missing, damaged, or of another format or version
+├── ClusterError        hardware that cannot be
+│   └── PlacementError  a placement or ratio string that cannot be read or does not fit
+├── ModelError          a model that cannot be ordered into layers, cut or built
+├── ProfileError        impossible or missing measurements
+├── PlanError           no plan fits, or a plan contradicts itself
+├── ScheduleError       a schedule that is wrong, or a request for one that cannot work
+├── SimulationError     a schedule, profile and cluster that do not belong together
+├── RecordError         a record that contradicts itself
+├── DataError           records, images or labels that cannot be read
+├── CheckpointError     a checkpoint that is torn, damaged or of another model
+└── RunError            a run that ended early: a dead worker, a timeout, a NaN
 """
 
 from __future__ import annotations

@@ -1,0 +1,165 @@
+"""Layers → stages, stages → devices, weight versions, microbatches."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+from pydantic import Field
+
+from stagewright.cluster import DeviceId, Devices, format_placement
+from stagewright.errors import PlanError, StagewrightError
+from stagewright.noun import Saved, noun
+
+Route = Literal["split", "rotate"]
+Policy = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "dynamic"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+ROUTES: tuple[Route, ...] = get_args(Route)
+
+
+@noun(error=PlanError)
+class Stage:
+    """Consecutive layers, and the devices that hold a replica of them each."""
+
+    layers: tuple[str, ...] = Field(min_length=1)
+    devices: Devices = Field(min_length=1)
+    versions: int = Field(default=1, ge=1)
+    """K: forward and backward of batch n use the weights after updates 0 … n − K."""
+    recompute: bool = False
+    """Keep only the stage's input, and run forward again before backward."""
+    num_buckets: int = Field(default=1, ge=1)
+    """How many pieces its gradients are reduced in."""
+    row_weights: tuple[float, ...] | None = None
+    """How a split microbatch's rows are shared out, one weight a replica; None is evenly."""
+
+    def __post_init__(self) -> None:
+        weights = self.row_weights
+        if weights is not None and (len(weights) != len(self.devices) or min(weights) <= 0):
+            raise PlanError(
+                f"key row_weights is {list(weights)}: expected {len(self.devices)} positive numbers, one a replica"
+            )
+
+
+class Share(NamedTuple):
+    """The rows start … stop − 1 of a batch, which one replica handles."""
+
+    replica: int
+    start: int
+    stop: int
+
+
+@noun(error=PlanError)
+class Plan(Saved):
+    """How a model is trained on a cluster."""
+
+    FORMAT: ClassVar[str] = "stagewright.plan"
+    ERROR: ClassVar[type[StagewrightError]] = PlanError
+
+    model: str
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    batch: int = Field(ge=1)
+    """The rows of one optimizer step, over all devices."""
+    num_microbatches: int = Field(default=1, ge=1)
+    route: Route = "split"
+    policy: Policy = "1f1b"
+    hold: int | None = Field(default=None, ge=1)
+    """How many microbatches' activations a replica may hold; None is what the policy wants."""
+    notes: tuple[str, ...] = ()
+    """Why this plan was chosen."""
+
+    def __post_init__(self) -> None:
+        names = self.layers
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise PlanError(f"layer {twice} is in the plan twice: expected each layer once")
+        if self.num_microbatches > self.batch:
+            raise PlanError(
+                f"a batch of {self.batch} rows cannot be cut into {self.num_microbatches} microbatches",
+                f"use at most {self.batch} microbatches, or a larger batch",
+            )
+        for number, stage in enumerate(self.stages):
+            if len(set(stage.devices)) < len(stage.devices):
+                raise PlanError(f"stage {number} names a device twice: {format_placement([stage.devices])}")
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """Every layer's name, in order."""
+        return tuple(name for stage in self.stages for name in stage.layers)
+
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """How many replicas each stage has: (7, 1)."""
+        return tuple(len(stage.devices) for stage in self.stages)
+
+    @cached_property
+    def versions(self) -> tuple[int, ...]:
+        """K of each stage."""
+        return tuple(stage.versions for stage in self.stages)
+
+    @cached_property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """The devices in use, sorted; worker w runs on the w-th."""
+        return tuple(sorted({id for stage in self.stages for id in stage.devices}))
+
+    @property
+    def placement(self) -> str:
+        """The placement string."""
+        return format_placement([stage.devices for stage in self.stages])
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True when every stage keeps one version: exact training, with a flush."""
+        return all(versions == 1 for versions in self.versions)
+
+    @cached_property
+    def workers(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the worker of each of its replicas."""
+        number = {device: worker for worker, device in enumerate(self.devices)}
+        return tuple(tuple(number[device] for device in stage.devices) for stage in self.stages)
+
+    def shares(self, stage: int, microbatch: int, rows: int | None = None) -> tuple[Share, ...]:
+        """Which replica of a stage handles which rows of a microbatch; replicas without rows are left out.
+
+        `rows` is the size of the batch where it differs from the plan's (the last one of an epoch, evaluation).
+        """
+        start, stop = microbatch_rows(self.batch if rows is None else rows, self.num_microbatches, microbatch)
+        num_replicas = self.replicas[stage]
+        if start == stop:
+            return ()
+        if self.route == "rotate":
+            return (Share(microbatch % num_replicas, start, stop),)
+        edges = split_edges(stop - start, self.stages[stage].row_weights or (1.0,) * num_replicas)
+        pairs = enumerate(zip(edges, edges[1:]))
+        return tuple(Share(replica, start + low, start + high) for replica, (low, high) in pairs if low < high)
+
+
+def microbatch_rows(rows: int, num_microbatches: int, microbatch: int) -> tuple[int, int]:
+    """First row and end of a microbatch; sizes differ by one row at most."""
+    return rows * microbatch // num_microbatches, rows * (microbatch + 1) // num_microbatches
+
+
+def split_edges(rows: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """The rows at which a microbatch is cut so that the pieces stand as the weights: (0, 3, 6, 10) for 3 : 3 : 4."""
+    if len(set(weights)) == 1:
+        return tuple(rows * number // len(weights) for number in range(len(weights) + 1))
+    total, edges, passed = sum(weights), [0], 0.0
+    for weight in weights:
+        passed += weight
+        edges.append(round(rows * passed / total))
+    return (*edges[:-1], rows)
+
+
+def parse_staleness(text: str, num_stages: int) -> tuple[int, ...]:
+    """K of each stage: `0` is 1 everywhere, `ssp` num_stages − stage, `2bw` 2 everywhere, `3,2,1` itself."""
+    if text in ("0", "none"):
+        return (1,) * num_stages
+    if text == "ssp":
+        return tuple(num_stages - stage for stage in range(num_stages))
+    if text == "2bw":
+        return (2,) * num_stages
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and 0 < len(part) <= 4 and int(part) > 0 for part in parts):
+        raise PlanError(f"staleness {text!r}: expected 0, ssp, 2bw, or one number of versions a stage, such as 2,1")
+    if len(parts) != num_stages:
+        raise PlanError(f"staleness {text!r} names {len(parts)} stages, but the plan has {num_stages}")
+    return tuple(int(part) for part in parts)

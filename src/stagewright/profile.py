@@ -1,0 +1,105 @@
+"""What a model costs on one device, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from stagewright.errors import ProfileError, StagewrightError
+from stagewright.noun import Saved, noun
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+ROW_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+
+
+@noun(error=ProfileError)
+class LayerProfile:
+    """One layer; its seconds stand beside the profile's batch sizes, its bytes are for one row."""
+
+    name: str = Field(min_length=1)
+    kind: str = "layer"
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    spread: float = Field(default=0.0, ge=0)
+    """Half the distance of the quartiles, as a share of the median."""
+    weight_share: float = Field(default=0.5, ge=0, le=1)
+    """The share of backward that only the weights' gradients need, which zero-bubble orders put off."""
+    output_bytes: float = Field(ge=0)
+    """Bytes of its output, a row."""
+    saved_bytes: float = Field(ge=0)
+    """Bytes that backward needs and forward leaves behind, a row."""
+    parameter_bytes: int = Field(ge=0)
+    buffer_bytes: int = Field(default=0, ge=0)
+    workspace_bytes: float = Field(default=0.0, ge=0)
+    """Bytes that come and go while it runs, a row."""
+    flops: float = Field(default=0.0, ge=0)
+    """Operations of its forward, a row."""
+    inputs: tuple[str, ...] | None = None
+    """The layers whose outputs it reads; None is the layer before it."""
+
+    def __post_init__(self) -> None:
+        for key, seconds in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+            if any(value < 0 for value in seconds):
+                raise ProfileError(f"layer {self.name}: key {key} is {min(seconds)}: expected no negative time")
+
+
+@noun(error=ProfileError)
+class Profile(Saved):
+    """All layers of a model, in order; the last one is the loss."""
+
+    FORMAT: ClassVar[str] = "stagewright.profile"
+    ERROR: ClassVar[type[StagewrightError]] = ProfileError
+
+    model: str
+    device: str
+    """The kind of device it holds for."""
+    precision: Precision = "fp32"
+    source: Literal["measured", "analytic", "imported"]
+    batch_sizes: tuple[int, ...] = Field(min_length=1)
+    """The numbers of rows that were timed, ascending; other sizes are interpolated."""
+    layers: tuple[LayerProfile, ...] = Field(min_length=1)
+    input_bytes: float = Field(default=0.0, ge=0)
+    """Bytes of the model's input, a row."""
+    optimizer_s: float = Field(default=0.0, ge=0)
+    """One optimizer step over all parameters."""
+    model_s: tuple[float, ...] = ()
+    """Forward and backward of the whole model in one piece, at each batch size: the check on the sum of layers."""
+    versions: Mapping[str, str] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_batch_sizes(self.batch_sizes)
+        seen: set[str] = set()
+        for layer in self.layers:
+            if layer.name in seen:
+                raise ProfileError(f"layer {layer.name} appears twice: expected names that differ")
+            for key, seconds in (("forward_s", layer.forward_s), ("backward_s", layer.backward_s)):
+                if len(seconds) != len(self.batch_sizes):
+                    raise ProfileError(
+                        f"layer {layer.name}: key {key} has {len(seconds)} values: "
+                        f"expected {len(self.batch_sizes)}, one for each of the batch sizes"
+                    )
+            for name in layer.inputs or ():
+                if name not in seen:
+                    raise ProfileError(f"layer {layer.name} reads {name!r}, which is no layer before it")
+            seen.add(layer.name)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The layers' names, in order."""
+        return tuple(layer.name for layer in self.layers)
+
+    def index(self, name: str) -> int:
+        """Where the layer of this name stands."""
+        if name not in self.names:
+            raise ProfileError(f"{self.model} has no layer {name!r}", f"its layers are {', '.join(self.names[:12])} …")
+        return self.names.index(name)
+
+
+def check_batch_sizes(sizes: tuple[int, ...]) -> None:
+    """Refuses sizes that are not positive and ascending."""
+    if sizes[0] < 1 or any(later <= before for before, later in zip(sizes, sizes[1:])):
+        raise ProfileError(f"key batch_sizes is {list(sizes)}: expected positive numbers, ascending")

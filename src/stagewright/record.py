@@ -1,0 +1,145 @@
+"""What one run did: a simulation, a rehearsal and a training run all return this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from statistics import median
+from typing import ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from stagewright.errors import RecordError, StagewrightError
+from stagewright.noun import Saved, noun
+from stagewright.plan import Plan
+
+Source = Literal["simulated", "rehearsed", "measured"]
+
+MEMORY_KINDS = (
+    "weights",
+    "versions",
+    "gradients",
+    "optimizer",
+    "activations",
+    "buffers",
+    "workspace",
+    "framework",
+)
+"""What memory consists of, in the order in which reports stack it."""
+
+
+class Span(NamedTuple):
+    """A timed action: `F` of microbatch 3 of batch 0 in stage 1, from start to stop."""
+
+    worker: int
+    kind: str
+    """The action's kind, as in schedules: F, B, I, W, SF, RF, SB, RB, G, A, U …; `data` is loading."""
+    stage: int
+    batch: int
+    microbatch: int
+    start_s: float
+    stop_s: float
+    peer: int = -1
+    """The other worker of a transfer, or the bucket of a reduction."""
+
+
+@noun(error=RecordError)
+class DeviceUse:
+    """What one device did and held."""
+
+    device: str
+    """As in placements: `0:3`."""
+    stages: tuple[int, ...]
+    busy_share: float = Field(ge=0, le=1.000001)
+    """The share of the steady steps' time in which it computed."""
+    peak_bytes: int = Field(ge=0)
+    peak_parts: Mapping[str, int] = Field(default_factory=dict)
+    """What the peak consists of, by the kinds in MEMORY_KINDS."""
+    driver_bytes: int | None = Field(default=None, ge=0)
+    """What the driver showed for the device, where one was asked."""
+    memory_s: tuple[float, ...] = ()
+    memory_parts: Mapping[str, tuple[int, ...]] = Field(default_factory=dict)
+    """Memory over time: for each kind the bytes at each of `memory_s`."""
+
+
+@noun(error=RecordError)
+class Point:
+    """One figure on a curve: the loss after a step, the accuracy after an epoch."""
+
+    name: str
+    step: int = Field(ge=0)
+    epoch: float = Field(ge=0)
+    value: float
+    seconds: float = Field(default=0.0, ge=0)
+
+
+@noun(error=RecordError)
+class Record(Saved):
+    """One run, with what is needed to compare and to draw it."""
+
+    FORMAT: ClassVar[str] = "stagewright.record"
+    ERROR: ClassVar[type[StagewrightError]] = RecordError
+
+    name: str
+    source: Source
+    plan: Plan
+    cluster: str
+    precision: str = "fp32"
+    data: str = "synthetic"
+    epoch_images: int | None = Field(default=None, ge=1)
+    """How many images an epoch has, where the data has epochs."""
+    step_s: tuple[float, ...] = Field(min_length=1)
+    """Seconds of each steady step, warm-up and start-up left out."""
+    step_images: int = Field(ge=1)
+    """Rows that one step really processed."""
+    start_up_s: float = Field(default=0.0, ge=0)
+    """Time before the steady state."""
+    devices: tuple[DeviceUse, ...] = ()
+    spans: tuple[Span, ...] = ()
+    points: tuple[Point, ...] = ()
+    limit: str = ""
+    """What limited the run, in words."""
+    command: str = ""
+    environment: Mapping[str, str] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.step_s) <= 0:
+            raise RecordError(f"key step_s holds {min(self.step_s)}: expected positive seconds")
+        workers = len(self.plan.devices)
+        for span in self.spans:
+            if not 0 <= span.worker < workers:
+                raise RecordError(f"span {span.kind} names worker {span.worker}: the plan has {workers}")
+            if span.stop_s < span.start_s:
+                raise RecordError(f"span {span.kind} of worker {span.worker} stops at {span.stop_s} before it starts")
+
+    @cached_property
+    def median_step_s(self) -> float:
+        """The median of the steady steps."""
+        return median(self.step_s)
+
+    @property
+    def images_per_s(self) -> float:
+        """Images really processed, over the median step."""
+        return self.step_images / self.median_step_s
+
+    @property
+    def epoch_s(self) -> float | None:
+        """Seconds for an epoch's images, where the data has epochs."""
+        return None if self.epoch_images is None else self.epoch_images / self.images_per_s
+
+    def summary(self) -> dict[str, object]:
+        """The figures that `--json` prints."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "model": self.plan.model,
+            "placement": self.plan.placement,
+            "images_per_s": self.images_per_s,
+            "step_s": self.median_step_s,
+            "epoch_s": self.epoch_s,
+            "devices": [
+                {"device": use.device, "peak_bytes": use.peak_bytes, "busy_share": use.busy_share}
+                for use in self.devices
+            ],
+        }
