@@ -1,0 +1,127 @@
+"""Trains PyTorch models over stages of uneven device groups.
+
+model ─▶ profile ─▶ plan ─▶ schedule ─┬─▶ simulate ─┐
+           ▲          ▲               ├─▶ rehearse ─┼─▶ record ─▶ report
+        cluster ──────┘               └─▶ train    ─┘
+
+    import stagewright as sw
+
+    profile = sw.make_profile(sw.build_model("tiny-cnn"), batch_sizes=[8, 32])
+    plan = sw.fixed_plan(profile, sw.PlanOptions(placement="0:0-2.0:3", cut=("fc1",), batch=96))
+    record = sw.simulate(sw.make_schedule(plan), profile, sw.make_cluster(4))
+
+Names are loaded when they are first used, so that this module imports in a blink and only what needs torch loads it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, find_cluster, make_cluster
+    from stagewright.errors import (
+        CheckpointError,
+        ClusterError,
+        DataError,
+        FileError,
+        ModelError,
+        PlacementError,
+        PlanError,
+        ProfileError,
+        RecordError,
+        RunError,
+        ScheduleError,
+        SimulationError,
+        StagewrightError,
+        UsageError,
+    )
+    from stagewright.models import MODELS, Layered, build_model, make_layered
+    from stagewright.plan import Plan, Stage
+    from stagewright.planning import PlanOptions, fixed_plan
+    from stagewright.profile import LayerProfile, Profile
+    from stagewright.profiling.measured import make_profile
+    from stagewright.record import Point, Record, Span
+    from stagewright.report import make_report
+    from stagewright.schedule import Action, Kind, Schedule
+    from stagewright.scheduling import make_schedule
+    from stagewright.simulation import simulate
+
+__all__ = [
+    "MODELS",
+    "Action",
+    "CheckpointError",
+    "Cluster",
+    "ClusterError",
+    "DataError",
+    "Device",
+    "DeviceId",
+    "FileError",
+    "Host",
+    "Kind",
+    "LayerProfile",
+    "Layered",
+    "Link",
+    "ModelError",
+    "PlacementError",
+    "Plan",
+    "PlanError",
+    "PlanOptions",
+    "Point",
+    "Profile",
+    "ProfileError",
+    "Record",
+    "RecordError",
+    "RunError",
+    "Schedule",
+    "ScheduleError",
+    "SimulationError",
+    "Span",
+    "Stage",
+    "StagewrightError",
+    "UsageError",
+    "build_model",
+    "find_cluster",
+    "fixed_plan",
+    "make_cluster",
+    "make_layered",
+    "make_profile",
+    "make_report",
+    "make_schedule",
+    "simulate",
+]
+
+_HOMES = {
+    "cluster": "Cluster Device DeviceId Host Link find_cluster make_cluster",
+    "errors": "CheckpointError ClusterError DataError FileError ModelError PlacementError PlanError ProfileError "
+    "RecordError RunError ScheduleError SimulationError StagewrightError UsageError",
+    "models": "MODELS Layered build_model make_layered",
+    "plan": "Plan Stage",
+    "planning": "PlanOptions fixed_plan",
+    "profile": "LayerProfile Profile",
+    "profiling.measured": "make_profile",
+    "record": "Point Record Span",
+    "report": "make_report",
+    "schedule": "Action Kind Schedule",
+    "scheduling": "make_schedule",
+    "simulation": "simulate",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    """The noun or verb of this name, from the module where it lives; `__version__` from the installed package."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("stagewright")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'stagewright' has no attribute {name!r}")
+    value: object = getattr(import_module(f"stagewright.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """What the module offers, loaded or not."""
+    return sorted({*globals(), *__all__, "__version__"})

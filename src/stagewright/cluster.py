@@ -55,6 +55,9 @@ class Device:
     """What the framework itself occupies: context, libraries, workspaces."""
     step_overhead_s: float = Field(default=0.0, ge=0)
     """What every optimizer step costs beside its actions."""
+    saved_factor: float = Field(default=1.0, gt=0)
+    """What the framework really keeps for backward, against what the layers need: 2 where it keeps the input of every
+    activation function beside its output."""
 
 
 @noun(error=ClusterError)

@@ -39,6 +39,8 @@ class LayerProfile:
     """Operations of its forward, a row."""
     inputs: tuple[str, ...] | None = None
     """The layers whose outputs it reads; None is the layer before it."""
+    cuttable: bool = True
+    """Whether a stage may begin with it: not where it shares weights with a layer before it."""
 
     def __post_init__(self) -> None:
         for key, seconds in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):

@@ -14,17 +14,25 @@ What the kinds mean, for the worker whose order holds them:
 
     F, B        forward; backward (gradients of inputs and of weights)
     I, W        backward in two halves: gradients of the inputs, gradients of the weights
-    RF, RB      issue the receipt of activations from, or of gradients of them from, worker `peer`; never waits
+    RF, RB      issue the receipt of activations from, or of gradients of them from, worker `peer`; never waits. The stage
+                is the sender's here too: RF0.3<2 is what SF0.3>5 of worker 2 sends to worker 5, for its F1.3
     SF, SB      issue the sending of this stage's output, or of the gradient of its input, to `peer`; never waits
     G           issue the all-reduce (sum) of bucket `peer` of the stage's gradients; never waits. A bucket may start as
                 soon as the batch's last backward of the stage has its gradients; G stands where that backward is over
     A           all workers agree: on overflow, and on the norm of all gradients; before every update of the batch
     U           wait for the stage's reductions, then the optimizer step: version n + 1 comes from version n
     V           from here on, new forwards of the stage use the version that `U` of the same batch made
-    D           the version that this batch used is needed no more
+    D           no backward needs the version that this batch used any more, unless the next batch uses it too, as the
+                first K batches use the initial weights. It may come before the U that follows upon that version, which
+                then need not keep a copy
 
 F and B wait for what they need: receipts, and the stage before or after on the same worker (no transfer then).
-Transfers between one pair of workers are issued in the same order at both ends.
+Transfers between one pair of workers are issued in the same order at both ends. Stages with one version have no V and
+no D, stages with one replica no G.
+
+An order is written as a line, `F0.3` being forward of microbatch 3 in stage 0:
+
+    F0.0+1 SF0.0>3+1 RB1.0<3 B0.0 G0/0 D0 U0 V0
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple, Self
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import PlainSerializer, PlainValidator
 
 from stagewright.errors import ScheduleError, StagewrightError
 from stagewright.noun import Saved, noun
@@ -134,8 +142,13 @@ def format_order(order: Sequence[Action]) -> str:
     return " ".join(map(str, order))
 
 
-def _order_from_text(value: object) -> object:
-    return parse_order(value) if isinstance(value, str) else value
+def _checked_order(value: object) -> Order:
+    """The order that a line of text or a sequence of actions is; looking at each field of each would take seconds."""
+    if isinstance(value, str):
+        return parse_order(value)
+    if isinstance(value, (tuple, list)) and set(map(type, value)) <= {Action}:
+        return tuple(value)
+    raise ValueError("a line of actions such as 'F0.0 B0.0 U0'")
 
 
 def version_of(batch: int, versions: int) -> int:
@@ -151,7 +164,7 @@ class Schedule(Saved):
     ERROR: ClassVar[type[StagewrightError]] = ScheduleError
 
     plan: Plan
-    orders: tuple[Annotated[Order, BeforeValidator(_order_from_text), PlainSerializer(format_order)], ...]
+    orders: tuple[Annotated[Order, PlainValidator(_checked_order), PlainSerializer(format_order)], ...]
     agree: bool = False
     """Whether updates wait for the agreement of all workers (fp16, clipping)."""
 
@@ -171,7 +184,60 @@ class Schedule(Saved):
         """One worker's actions over a run of batches, with absolute batches, lazily."""
         low, high = self.offsets
         order, stop = self.orders[worker], first_batch + num_batches
+        if low == high == first_batch and num_batches == 1:
+            yield from order
+            return
         for turn in range(first_batch - high, stop - low):
-            for action in order:
-                if first_batch <= turn + action.batch < stop:
-                    yield action._replace(batch=turn + action.batch)
+            for kind, stage, offset, microbatch, peer in order:
+                if first_batch <= turn + offset < stop:
+                    yield Action(kind, stage, turn + offset, microbatch, peer)
+
+    @property
+    def num_batches_drawn(self) -> int:
+        """Enough batches to see a loop fill, run and drain; one where every batch ends with a flush."""
+        low, high = self.offsets
+        return 1 if low == high else high - low + 2
+
+    @property
+    def text(self) -> str:
+        """The orders as lines, worker by worker: what `parse_orders` reads."""
+        width = len(str(len(self.orders) - 1))
+        return "\n".join(f"{worker:>{width}} │ {format_order(order)}" for worker, order in enumerate(self.orders))
+
+    def grid(self, num_batches: int | None = None) -> str:
+        """Compute and updates, a row a worker, as one draws them on paper; workers that do the same share a row.
+
+        0-2 │ F0 F1 B0 U0 F2 B1 U1
+        3   │ F0 B0 U0 F1 B1 U1
+        """
+        num_batches = self.num_batches_drawn if num_batches is None else num_batches
+        rows = [" ".join(self.cells(worker, num_batches)) for worker in range(len(self.orders))]
+        starts = [number for number, row in enumerate(rows) if number == 0 or row != rows[number - 1]]
+        ends = [*starts[1:], len(rows)]
+        labels = [str(start) if end == start + 1 else f"{start}-{end - 1}" for start, end in zip(starts, ends)]
+        width = max(map(len, labels))
+        return "\n".join(f"{label:<{width}} │ {rows[start]}".rstrip() for label, start in zip(labels, starts))
+
+    def cells(self, worker: int, num_batches: int) -> Iterator[str]:
+        """What `grid` writes for one worker."""
+        for action in self.unroll(worker, num_batches):
+            if action.kind in DRAWN:
+                yield self.cell(action, num_batches)
+
+    def cell(self, action: Action, num_batches: int) -> str:
+        """An unrolled action in short: `F3`, `2:F3` with its batch, `F1.3` where workers have several stages."""
+        several_stages = len(self.plan.devices) < sum(self.plan.replicas)
+        several_microbatches, several_batches = self.plan.num_microbatches > 1, num_batches > 1
+        by_batch = several_batches and not several_microbatches
+        number = str(action.batch) if by_batch else str(action.microbatch) if action.microbatch >= 0 else ""
+        stage = str(action.stage) if several_stages and action.stage >= 0 else ""
+        head = f"{action.batch}:" if several_batches and several_microbatches else ""
+        return f"{head}{action.kind.value}{stage}{'.' if stage and number else ''}{number}"
+
+
+DRAWN = COMPUTE | {Kind.AGREE, Kind.UPDATE}
+
+
+def parse_orders(text: str) -> tuple[Order, ...]:
+    """The orders that `Schedule.text` wrote, a line a worker."""
+    return tuple(parse_order(line.partition("│")[2] if "│" in line else line) for line in text.splitlines())

@@ -1,0 +1,60 @@
+# Everything runs from .venv, which is made when it is missing and renewed when the pinned versions change.
+#
+#     make demo       the main job in small, on this machine
+#     make test       format, lint, types, import directions, tests
+#     make test-all   the slow tests too
+#
+# PYTHON chooses the interpreter, PIP_ARGS is for pip: PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# takes torch's small build for CPUs.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+EXTRAS := data,gpu,dev,foreign
+
+.PHONY: demo test test-all lint types format venv clean
+
+demo: $(VENV)/.for-use
+	@$(BIN)/python scripts/demo.py
+
+test: lint types
+	$(PYTEST) tests/test_imports.py
+	$(PYTEST) -m "not slow" --ignore tests/test_imports.py
+
+test-all: lint types
+	$(PYTEST)
+
+lint: $(VENV)/.for-tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.for-tests
+	$(BIN)/mypy
+
+format: $(VENV)/.for-tests
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+venv: $(VENV)/.for-tests
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, and this is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.for-use: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing what running needs (once, a minute or two)"
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.for-tests: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing what the tests need (once, a few minutes)"
+	@$(INSTALL) -e ".[$(EXTRAS)]"
+	@touch $(VENV)/.for-use $@

@@ -1,0 +1,147 @@
+"""The command `stagewright`: one file a verb, loaded when it is used.
+
+A verb's module has a function of the verb's name, or a Typer app called `app` where the verb has verbs of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from stagewright.errors import StagewrightError
+
+VERBS = {
+    "models": "The models that come with the library, and their layers.",
+    "schedule": "Draw, check and save who does what in which order.",
+    "simulate": "Predict the time and memory of a plan, on hardware that is not here.",
+    "train": "Train a model for real, over uneven stages.",
+    "report": "One page and one Markdown file from the records in a folder.",
+}
+"""Every verb and what it is for, in the order of the work."""
+
+USER_ERROR, OWN_ERROR, INTERRUPTED = 2, 1, 130
+
+
+class Verb(TyperCommand):
+    """A verb that is known by name and loaded when it is used or asked for help."""
+
+    def load(self) -> Any:
+        """The real command."""
+        from importlib import import_module
+
+        module = import_module(f"stagewright.cli.{self.name}")
+        app: typer.Typer | None = getattr(module, "app", None)
+        if app is None:
+            app = typer.Typer(add_completion=False)
+            app.command()(getattr(module, str(self.name)))
+        return get_command(app)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The context of the real command, which then runs instead of this one."""
+        command = self.load()
+        command.name = self.name
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+def make_command() -> TyperGroup:
+    """The whole command: its own options, and the verbs."""
+    app = typer.Typer(callback=about, no_args_is_help=True, invoke_without_command=True)
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    for name, purpose in VERBS.items():
+        group.add_command(Verb(name=name, help=purpose, callback=None))
+    return group
+
+
+def show_version(wanted: bool) -> None:
+    """Prints the version, and that is all."""
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"stagewright {version('stagewright')}")
+        raise typer.Exit
+
+
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; anywhere on the line.")
+    ] = False,
+) -> None:
+    """Train PyTorch models over stages of uneven device groups: measure, plan, simulate, train, report.
+
+    Example: stagewright simulate vgg16 --cluster titan-v-8 --placement 0:0-6.0:7 --cut fc1 --batch 224
+    """
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command and ends the process with its status: 0, or 2 for a mistake of the user."""
+    given = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in given
+    try:
+        status = make_command().main(
+            [word for word in given if word != "--debug"], "stagewright", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BrokenPipeError:
+        status = silenced()
+    except Exception as fault:
+        if debug:
+            raise
+        status = explain(fault)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def silenced() -> int:
+    """The status of a command whose reader has gone; nothing more is written, not even at the end of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OWN_ERROR
+
+
+def explain(fault: Exception) -> int:
+    """Says on stderr what went wrong and what to do; the status that goes with it."""
+    if isinstance(fault, typer.Abort):
+        return INTERRUPTED
+    if isinstance(fault, StagewrightError):
+        return say(fault.what, fault.todo)
+    if hasattr(fault, "format_message"):
+        return explain_usage(fault)
+    if isinstance(fault, OSError):
+        return say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
+    say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
+    return OWN_ERROR
+
+
+def explain_usage(fault: Any) -> int:
+    """Says what typer did not understand, or shows the help of a verb that was given nothing."""
+    context = getattr(fault, "ctx", None)
+    if type(fault).__name__ == "NoArgsIsHelpError":
+        typer.echo(fault.format_message())
+        return USER_ERROR
+    message = fault.format_message().rstrip(".")
+    todo = f"see `{context.command_path} --help`" if context is not None else None
+    return say(message[:1].lower() + message[1:], todo)
+
+
+def say(what: str, todo: str | None) -> int:
+    """Writes `error: …` and, under it, the way out.
+
+    error: placement '0:0-6.0:9' names device 9 of host 0, which has devices 0 to 7
+           write it as 0:0-6.0:7, or give a cluster file with --cluster
+    """
+    head = "error: "
+    lines = [*what.splitlines(), *(todo or "").splitlines()]
+    text = "\n".join((head if number == 0 else " " * len(head)) + line for number, line in enumerate(lines))
+    red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    typer.echo(typer.style(head, fg="red", bold=True) + text[len(head) :] if red else text, err=True)
+    return USER_ERROR

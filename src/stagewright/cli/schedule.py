@@ -1,0 +1,156 @@
+"""`stagewright schedule`: who does what in which order, as a grid, a picture or a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from stagewright.cluster import count, parse_placement
+from stagewright.errors import UsageError
+from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
+from stagewright.schedule import Schedule
+from stagewright.scheduling import check_schedule, holds, make_schedule
+from stagewright.scheduling.drawing import draw_svg, timed_grid
+from stagewright.scheduling.ideal import balanced_costs, run_ideally
+from stagewright.scheduling.sketch import parse_replicas, placed_plan, sketch_plan
+from stagewright.scheduling.torch_csv import write_csv
+
+STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magenta", "A": "magenta"}
+"""By the letter of an action."""
+
+
+def schedule(
+    plan: Annotated[Path | None, typer.Argument(help="A plan file; else give --replicas or --placement.")] = None,
+    replicas: Annotated[str | None, typer.Option(help="Replicas of each stage, such as 7,1.")] = None,
+    placement: Annotated[str | None, typer.Option(help="Devices of each stage, such as 0:0-6.0:7.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches a batch.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", "--rows", help="Rows a batch.")] = None,
+    policy: Annotated[str | None, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = None,
+    route: Annotated[str | None, typer.Option(help=f"One of {', '.join(ROUTES)}.")] = None,
+    staleness: Annotated[str | None, typer.Option(help="0, ssp, 2bw, or versions of each stage: 2,1.")] = None,
+    hold: Annotated[int | None, typer.Option(help="How many microbatches' activations a replica may hold.")] = None,
+    agree: Annotated[bool, typer.Option(help="Let all workers agree before updates, as fp16 and clipping do.")] = False,
+    batches: Annotated[int | None, typer.Option(help="How many batches to draw.")] = None,
+    times: Annotated[bool, typer.Option(help="Draw over time, a column a unit, instead of in order.")] = False,
+    actions: Annotated[bool, typer.Option(help="Write out every action, transfers too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Save a picture here.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Save torch.distributed.pipelining's CSV here.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the schedule here.")] = None,
+) -> None:
+    """Draw, check and save the schedule of a plan, or of a number of replicas a stage."""
+    made = make_schedule(
+        the_plan(plan, replicas, placement, microbatches, batch),
+        policy=cast(Policy | None, policy),
+        route=cast(Route | None, route),
+        staleness=staleness,
+        hold=hold,
+        agree=agree,
+        num_batches=batches,
+    )
+    check_schedule(made, batches)
+    saved = save(made, batches, svg, csv, out)
+    if as_json:
+        typer.echo(json.dumps(figures(made) | {"saved": saved}, ensure_ascii=False))
+    else:
+        show(made, batches, times, actions, saved)
+
+
+def the_plan(
+    file: Path | None, replicas: str | None, placement: str | None, microbatches: int | None, batch: int | None
+) -> Plan:
+    """The plan in a file, or one of the given replicas or placement, with the given sizes."""
+    given = [option for option in (file, replicas, placement) if option is not None]
+    if len(given) != 1:
+        raise UsageError(
+            f"{len(given)} of a plan file, --replicas and --placement were given: expected one of them",
+            "for example: stagewright schedule --replicas 7,1 --microbatches 14",
+        )
+    if file is not None:
+        loaded = Plan.load(file)
+        return replace(
+            loaded,
+            batch=loaded.batch if batch is None else batch,
+            num_microbatches=loaded.num_microbatches if microbatches is None else microbatches,
+        )
+    num_microbatches = 1 if microbatches is None else microbatches
+    if replicas is not None:
+        return sketch_plan(parse_replicas(replicas), num_microbatches=num_microbatches, batch=batch)
+    return placed_plan(parse_placement(placement or ""), num_microbatches=num_microbatches, batch=batch)
+
+
+def save(made: Schedule, batches: int | None, svg: Path | None, csv: Path | None, out: Path | None) -> list[str]:
+    """Writes the files that were asked for; their names."""
+    if out is not None:
+        made.save(out)
+    for path, text in ((svg, svg and draw_svg(made, batches)), (csv, csv and write_csv(made))):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(text), encoding="utf-8", newline="")
+    return [str(path) for path in (out, svg, csv) if path is not None]
+
+
+def figures(made: Schedule) -> dict[str, object]:
+    """What there is to say about a schedule in numbers."""
+    plan = made.plan
+    return {
+        "policy": plan.policy,
+        "route": plan.route,
+        "replicas": plan.replicas,
+        "num_microbatches": plan.num_microbatches,
+        "versions": plan.versions,
+        "holds": holds(plan),
+        "num_workers": len(plan.devices),
+        "num_actions": sum(map(len, made.orders)),
+        "idle_share": idle_share(made),
+    }
+
+
+def idle_share(made: Schedule) -> float:
+    """The bubble with balanced stages and free transfers: of one batch, or of one in a long run without flush."""
+    num_batches = 1 if made.plan.is_synchronous else LONG_RUN
+    return run_ideally(made, num_batches, balanced_costs(made.plan)).idle_share
+
+
+LONG_RUN = 50
+"""Batches after which filling and draining matter little."""
+
+
+def show(made: Schedule, batches: int | None, times: bool, actions: bool, saved: list[str]) -> None:
+    """Prints the grid and a line of figures."""
+    console, plan = Console(highlight=False, markup=False), made.plan
+    grid = made.text if actions else timed_grid(made, batches) if times else made.grid(batches)
+    console.print()
+    for line in grid.splitlines():
+        console.print(Text("  ") + coloured(line), soft_wrap=True)
+    held = ", ".join(map(str, holds(plan)))
+    console.print(
+        f"\n  {plan.policy}, {plan.route}, {microbatches(plan)} a batch · "
+        f"checked: {count(sum(map(len, made.orders)), 'action')}, no lock, buffered or rendezvous\n"
+        f"  idle {idle_share(made):.1%} if stages are balanced and links free · holds {held} microbatches by stage",
+        soft_wrap=True,
+    )
+    if saved:
+        console.print(f"  saved {' · '.join(saved)}", soft_wrap=True)
+
+
+def microbatches(plan: Plan) -> str:
+    """`1 microbatch`, `2 microbatches`."""
+    return "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
+
+
+def coloured(line: str) -> Text:
+    """A line of a grid with each action in the colour of its kind."""
+    head, bar, body = line.partition("│")
+    text = Text(f"{head}{bar}")
+    for word in re.split(r"(\s+)", body):
+        letter = word.rpartition(":")[2][:1]
+        text.append(word, style=STYLES.get(letter))
+    return text

@@ -1,0 +1,281 @@
+"""`stagewright simulate`: what a plan would do on hardware that is not here, and where its time would go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stagewright.cluster import Cluster, DeviceId, find_cluster, format_devices, format_placement
+from stagewright.errors import UsageError
+from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
+from stagewright.planning import PlanOptions, fixed_plan
+from stagewright.planning.options import RatioOf
+from stagewright.profile import Precision, Profile
+from stagewright.record import DeviceUse, Record
+from stagewright.report import chrome_trace, timeline_svg
+from stagewright.report.figures import rate, seconds
+from stagewright.simulation import faster_links, fastest_schedule
+from stagewright.simulation import simulate as simulate_schedule
+from stagewright.simulation.plot import plot_svg
+from stagewright.simulation.run import IMAGENET_IMAGES
+from stagewright.simulation.whatif import Point, knee, parse_counts, parse_factors
+
+BAR = 40
+GIB = 1 << 30
+
+
+def simulate(
+    what: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a model's name.")],
+    cluster: Annotated[str, typer.Option(help="A cluster's name or file.")] = "titan-v-8",
+    profile: Annotated[Path | None, typer.Option(help="A profile file; else an analytic one of the devices.")] = None,
+    placement: Annotated[str, typer.Option(help="Devices of each stage: 0:0-6.0:7; empty is data parallel.")] = "",
+    ratio: Annotated[str | None, typer.Option(help="How the stages' costs stand, such as 11:7.")] = None,
+    ratio_of: Annotated[str, typer.Option(help="What the ratio is of: time, flops, params, layers.")] = "time",
+    cut: Annotated[str | None, typer.Option(help="The layers that begin new stages, such as fc1.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Rows of a step; several, 256,512, are a sweep.")] = None,
+    batch_per_device: Annotated[int | None, typer.Option(help="Rows of a replica of the first stage.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches a batch.")] = None,
+    policy: Annotated[str | None, typer.Option("--schedule", help=f"One of {', '.join(POLICIES)}.")] = None,
+    route: Annotated[str | None, typer.Option(help=f"One of {', '.join(ROUTES)}.")] = None,
+    staleness: Annotated[str | None, typer.Option(help="0, ssp, 2bw, or versions of each stage: 2,1.")] = None,
+    hold: Annotated[int | None, typer.Option(help="Microbatches' activations a replica may hold.")] = None,
+    recompute: Annotated[bool, typer.Option(help="Run forward again before backward.")] = False,
+    buckets: Annotated[int | None, typer.Option(help="Pieces the gradients are reduced in.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    data: Annotated[str, typer.Option(help="synthetic, or records: limited by the hosts' decode rate.")] = "synthetic",
+    epoch_images: Annotated[int, typer.Option(help="Images of an epoch.")] = IMAGENET_IMAGES,
+    bandwidth: Annotated[str | None, typer.Option(help="Links ×2, or a sweep: x1,x2,x4.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Data parallel on the first n: 8, or 1,2,4,8.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Save a Chrome/Perfetto trace here.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Save a picture of the timeline (SVG) here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Save a plot of the sweep (SVG) here.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the record here.")] = None,
+) -> None:
+    """Predict time and memory.
+
+    Example: stagewright simulate vgg16 --cluster titan-v-8 --placement 0:0-6.0:7 --cut fc1 --batch 224 --staleness ssp
+    """
+    if data not in ("synthetic", "records"):
+        raise UsageError(f"--data is {data!r}: expected synthetic or records")
+    if precision not in ("fp32", "bf16", "fp16"):
+        raise UsageError(f"--precision is {precision!r}: expected fp32, bf16 or fp16")
+    options = PlanOptions(
+        batch_per_device=batch_per_device,
+        placement=placement,
+        ratio=ratio,
+        ratio_of=cast(RatioOf, ratio_of),
+        cut=tuple(cut.split(",")) if cut else (),
+        num_microbatches=microbatches,
+        staleness=staleness,
+        policy=cast("Policy | None", policy),
+        route=cast("Route | None", route),
+        hold=hold,
+        recompute=recompute,
+        num_buckets=buckets,
+    )
+    case = Case(what, find_cluster(cluster), profile, options, cast(Precision, precision), data, epoch_images)
+    points = list(sweep(case, batch, bandwidth, devices, detail=not as_json or bool(trace or timeline or out)))
+    if len(points) > 1:
+        show_sweep(points, as_json, plot)
+        return
+    record = points[0].record
+    saved = save(record, trace, timeline, out)
+    if as_json:
+        typer.echo(json.dumps(record.summary() | {"limit": record.limit, "notes": record.notes}, ensure_ascii=False))
+    else:
+        show(record, case.cluster, saved)
+
+
+class Case:
+    """What to simulate: a plan file, or a model with the options that make a plan of it."""
+
+    def __init__(
+        self,
+        what: str,
+        cluster: Cluster,
+        profile: Path | None,
+        options: PlanOptions,
+        precision: Precision,
+        data: str,
+        epoch_images: int,
+    ) -> None:
+        self.cluster, self.options, self.precision = cluster, options, precision
+        self.data, self.epoch_images = data, epoch_images
+        self.plan = Plan.load(what) if Path(what).suffix in (".json", ".yaml", ".yml") else None
+        self.model = what if self.plan is None else self.plan.model
+        self.profile = None if profile is None else Profile.load(profile)
+
+    def record(self, cluster: Cluster, options: PlanOptions, detail: bool) -> Record:
+        """The simulation of one setting."""
+        profile = self.profile or self.analytic(cluster, self.rows(cluster, options))
+        made = self.with_batch(options) if self.plan is not None else fixed_plan(profile, options, cluster)
+        agree = self.precision == "fp16" or profile.precision == "fp16"
+        schedule = fastest_schedule(made, profile, cluster, agree=agree, data=self.data)
+        return simulate_schedule(
+            schedule, profile, cluster, data=self.data, epoch_images=self.epoch_images, detail=detail
+        )
+
+    def with_batch(self, options: PlanOptions) -> Plan:
+        """The plan in the file, with the batch and the bound that were given instead of its own."""
+        assert self.plan is not None
+        batch = self.plan.batch if options.batch is None else options.batch
+        return replace(self.plan, batch=batch, hold=options.hold or self.plan.hold)
+
+    def rows(self, cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
+        """Numbers of rows to profile: a first-stage replica's, a quarter of them, and a whole microbatch."""
+        if self.plan is not None:
+            first, batch, count = self.plan.replicas[0], options.batch or self.plan.batch, self.plan.num_microbatches
+        else:
+            text = options.placement or ""
+            first = len(parse_first(text)) if text else len(cluster.device_ids)
+            batch, count = options.rows(first), options.num_microbatches or 1
+        whole = max(batch // count, 1)
+        share = max(whole // first, 1)
+        return tuple(sorted({max(share // 4, 2), max(share, 2), max(whole, 2)}))
+
+    def analytic(self, cluster: Cluster, sizes: tuple[int, ...]) -> Profile:
+        """A profile of the cluster's kind of device, from shapes alone."""
+        # Only this needs torch, which takes seconds to import.
+        from stagewright.models import build_model
+        from stagewright.profiling.analytic import make_analytic_profile
+        from stagewright.profiling.kinds import find_kind
+
+        kind = find_kind(cluster.hosts[0].devices[0].kind)
+        model = build_model(self.model, device="meta")
+        return make_analytic_profile(model, kind, batch_sizes=sizes, precision=self.precision, name=self.model)
+
+
+def parse_first(placement: str) -> tuple[DeviceId, ...]:
+    """The devices of a placement's first stage."""
+    from stagewright.cluster import parse_placement
+
+    return parse_placement(placement)[0]
+
+
+def sweep(
+    case: Case, batch: str | None, bandwidth: str | None, devices: str | None, *, detail: bool
+) -> Iterator[Point]:
+    """One point for each value of the option that has several; a single point where none has."""
+    batches = parse_counts(batch, "--batch") if batch else (None,)
+    factors = parse_factors(bandwidth) if bandwidth else (1.0,)
+    counts = parse_counts(devices, "--devices") if devices else (None,)
+    if sum(len(values) > 1 for values in (batches, factors, counts)) > 1:
+        raise UsageError(
+            "more than one of --batch, --bandwidth and --devices has several values", "sweep one at a time"
+        )
+    many = len(batches) * len(factors) * len(counts) > 1
+    for rows in batches:
+        for factor in factors:
+            for count in counts:
+                options = replace(
+                    case.options, batch=rows, batch_per_device=None if rows else case.options.batch_per_device
+                )
+                if count is not None:
+                    options = replace(options, placement=first_devices(case, count))
+                cluster = faster_links(case.cluster, factor) if factor != 1 else case.cluster
+                value = float(rows or 0) if len(batches) > 1 else float(count or 0) if len(counts) > 1 else factor
+                label = (
+                    f"batch {rows}"
+                    if len(batches) > 1
+                    else f"{count} devices"
+                    if len(counts) > 1
+                    else f"links ×{factor:g}"
+                )
+                yield Point(value, label, case.record(cluster, options, detail and not many))
+
+
+def first_devices(case: Case, count: int) -> str:
+    """Data parallelism over the cluster's first devices."""
+    if case.plan is not None or case.options.placement:
+        raise UsageError("--devices is for data parallelism", "leave --placement and the plan file out")
+    ids = case.cluster.device_ids
+    if count > len(ids):
+        raise UsageError(f"--devices {count}: {case.cluster.name} has {len(ids)}", "give another --cluster")
+    return format_placement([ids[:count]])
+
+
+def save(record: Record, trace: Path | None, timeline: Path | None, out: Path | None) -> list[str]:
+    """Writes the files that were asked for; their names."""
+    for path in (trace, timeline):
+        if path is not None:
+            text = json.dumps(chrome_trace(record)) if path is trace else timeline_svg(record)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    if out is not None:
+        record.save(out)
+    return [str(path) for path in (trace, timeline, out) if path is not None]
+
+
+def show(record: Record, cluster: Cluster, saved: list[str]) -> None:
+    """The figures, a bar a group of devices, and where the time goes."""
+    console = Console(highlight=False, markup=False)
+    epoch = f" · epoch {seconds(record.epoch_s)} ({record.epoch_images:,} images)" if record.epoch_s else ""
+    console.print(f"\n  step {seconds(record.median_step_s)} · {rate(record.images_per_s)} images/s{epoch}\n")
+    groups = [(tuple(ids), uses) for ids, uses in alike(record)]
+    width = max(len(format_devices(ids)) for ids, _ in groups)
+    for ids, use in groups:
+        bar = "█" * round(use.busy_share * BAR)
+        memory = f"{use.peak_bytes / GIB:.1f} of {cluster.device(ids[0]).memory_bytes / GIB:.1f} GiB"
+        console.print(f"  {format_devices(ids):<{width}}   {bar:<{BAR}}  {use.busy_share:>4.0%} busy   {memory}")
+    console.print()
+    for note in record.notes:
+        console.print(f"  {note}", soft_wrap=True)
+    console.print(f"  {advice(record)}", soft_wrap=True)
+    if saved:
+        console.print(f"  saved {' · '.join(saved)}", soft_wrap=True)
+
+
+def alike(record: Record) -> Iterator[tuple[list[DeviceId], DeviceUse]]:
+    """Neighbouring devices of the same stages that are about as busy and full, together."""
+
+    def likeness(use: DeviceUse) -> tuple[object, ...]:
+        return use.stages, round(use.busy_share, 2), round(use.peak_bytes / GIB, 1)
+
+    for _, uses in groupby(record.devices, key=likeness):
+        members = list(uses)
+        yield [DeviceId.parse(use.device) for use in members], members[0]
+
+
+def advice(record: Record) -> str:
+    """What would help, from what limits."""
+    limit = record.limit
+    if limit.startswith("compute"):
+        return f"limited by {limit}: more or faster devices there would help, faster links would not"
+    if limit.startswith("data"):
+        return f"limited by {limit}: more CPU cores would help, faster devices and links would not"
+    if limit.startswith(("transfer", "all-reduce")):
+        return f"limited by {limit}: faster links would help, faster devices would not"
+    return f"limited by {limit}"
+
+
+def show_sweep(points: list[Point], as_json: bool, plot: Path | None) -> None:
+    """The sweep as a table with bars, and where more stops helping."""
+    if plot is not None:
+        plot.write_text(plot_svg(points), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps([{"setting": point.label, **point.record.summary()} for point in points]))
+        return
+    console = Console(highlight=False, markup=False)
+    best = max(point.record.images_per_s for point in points)
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "step", "images/s", "", "limited by"):
+        table.add_column(title, justify="right" if title in ("step", "images/s") else "left")
+    for point in points:
+        record = point.record
+        bar = "█" * max(round(20 * record.images_per_s / best), 1)
+        table.add_row(point.label, seconds(record.median_step_s), rate(record.images_per_s), bar, record.limit)
+    console.print()
+    console.print(table)
+    turn = knee(points)
+    console.print(f"\n  {'more goes on helping' if turn is None else f'more stops helping after {turn.label}'}")
+    if plot is not None:
+        console.print(f"  saved {plot}")

@@ -1,0 +1,65 @@
+"""The order of an epoch: a list of indices from (seed, epoch), so that a place in an epoch is one integer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stagewright.data.draws import draw_bits
+from stagewright.data.source import Dataset, Indices
+from stagewright.errors import UsageError
+
+SHUFFLE_BUFFER = 16_384
+FILES, SLOTS, REST, ROWS = range(4)  # what a draw is for
+
+
+def epoch_order(
+    dataset: Dataset, *, seed: int, epoch: int, shuffle: bool = True, buffer: int = SHUFFLE_BUFFER
+) -> Indices:
+    """The indices of the dataset in the order in which this epoch reads them, every one once.
+
+    Rows with files of their own are permuted; files of records are shuffled, then their rows pass through a buffer:
+
+        files c a b  →  c0 c1 c2 … a0 a1 …  →  [ buffer ]  →  c1 a0 c0 …      reads stay near one another
+    """
+    if epoch < 0:
+        raise UsageError(f"epoch {epoch} is negative", "give an epoch from 0 up")
+    if not shuffle:
+        return np.arange(len(dataset), dtype=np.int64)
+    if not dataset.file_starts:
+        return _permutation(len(dataset), seed, epoch, ROWS)
+    return shuffle_buffer(_shuffle_files(dataset, seed, epoch), buffer, seed=seed, epoch=epoch)
+
+
+def _shuffle_files(dataset: Dataset, seed: int, epoch: int) -> Indices:
+    """All indices, file by file in random order."""
+    bounds = [*dataset.file_starts, len(dataset)]
+    files = _permutation(len(bounds) - 1, seed, epoch, FILES)
+    return np.concatenate([np.arange(bounds[file], bounds[file + 1], dtype=np.int64) for file in files])
+
+
+def shuffle_buffer(rows: Indices, buffer: int, *, seed: int, epoch: int) -> Indices:
+    """What comes out of a buffer of `buffer` rows from which a random slot is read and filled with the next row.
+
+    Step t reads slot s(t). The slot holds what the last earlier step that read it put there, row buffer + t',
+    or its first filling, row s(t), if there was none; so the whole epoch is one sort instead of a loop.
+    """
+    if buffer < 1:
+        raise UsageError(f"a shuffle buffer of {buffer} rows cannot be", "give 1 or more")
+    steps = max(0, len(rows) - buffer)
+    buffer = min(buffer, len(rows))
+    slots = (draw_bits(seed, epoch, SLOTS, num=steps)[0] % np.uint64(max(1, buffer))).astype(np.int64)
+    by_slot = np.argsort(slots, kind="stable")
+    repeats = slots[by_slot][1:] == slots[by_slot][:-1]
+    taken = slots.copy()
+    taken[by_slot[1:][repeats]] = buffer + by_slot[:-1][repeats]
+    left = np.arange(buffer, dtype=np.int64)
+    left[slots] = buffer + np.arange(steps)  # the last write to a slot stays
+    rest = left[_permutation(buffer, seed, epoch, REST)]
+    shuffled: Indices = rows[np.concatenate([taken, rest])]
+    return shuffled
+
+
+def _permutation(num: int, seed: int, epoch: int, use: int) -> Indices:
+    """A random order of 0 … num - 1."""
+    order: Indices = np.argsort(draw_bits(seed, epoch, use, num=num)[0], kind="stable").astype(np.int64)
+    return order

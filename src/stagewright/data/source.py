@@ -1,0 +1,162 @@
+"""What a dataset is: labelled images by index, with a place in some file for every one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import DataError, UsageError
+
+Indices: TypeAlias = NDArray[np.int64]
+Pixels: TypeAlias = NDArray[np.uint8]
+OnCorrupt: TypeAlias = Literal["stop", "skip"]
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+CLASS_NAMES_FILE = "classes.txt"
+MAX_RECORD_BYTES = 1 << 28
+MAX_CLASSES = 1 << 20
+
+
+class Dataset(Protocol):
+    """Labelled images by index; `label` never decodes an image."""
+
+    @property
+    def num_classes(self) -> int: ...
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes' names in the order of their labels, or () where none are known."""
+
+    @property
+    def file_starts(self) -> tuple[int, ...]:
+        """The first index in every file, or () where rows do not share files."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """One sentence for every record that was skipped."""
+
+    def __len__(self) -> int: ...
+
+    def label(self, index: int) -> int: ...
+
+    def encoded(self, index: int) -> bytes | Pixels:
+        """The image file's bytes, or pixels (height, width, 3) where there is no file."""
+
+    def where(self, index: int) -> str:
+        """Where the image lies: file, offset and record number."""
+
+
+@dataclass
+class Faults:
+    """Stops at the first fault, or keeps a sentence for each and goes on."""
+
+    on_corrupt: OnCorrupt = "stop"
+    found: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.on_corrupt not in ("stop", "skip"):
+            raise UsageError(f"on_corrupt is {self.on_corrupt!r}", "give stop or skip")
+
+    def report(self, fault: DataError) -> None:
+        """Keeps the fault where faults are skipped, raises it otherwise."""
+        if self.on_corrupt == "stop":
+            raise fault
+        self.found.append(fault.what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extents:
+    """Where the records lie: record i is `size[i]` bytes at `offset[i]` of `paths[file[i]]`, its `number[i]`-th."""
+
+    paths: tuple[Path, ...]
+    file: Indices
+    offset: Indices
+    size: Indices
+    number: Indices
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def read(self, index: int) -> bytes:
+        """The bytes of one record; the file is opened for it alone, so threads share nothing."""
+        size = int(self.size[index])
+        try:
+            with self.paths[int(self.file[index])].open("rb", buffering=0) as stream:
+                stream.seek(int(self.offset[index]))
+                data: bytes = stream.read(size)
+        except OSError as error:
+            raise DataError(f"{self.where(index)}: {error.strerror}") from error
+        if len(data) != size:
+            raise DataError(
+                f"{self.where(index)} has {len(data)} of its {size} bytes",
+                "the file was shortened since it was opened: fetch it again",
+            )
+        return data
+
+    def where(self, index: int) -> str:
+        return place(self.paths[self.file[index]], int(self.offset[index]), int(self.number[index]))
+
+    def file_starts(self) -> tuple[int, ...]:
+        """The first index of every file that holds any record."""
+        return tuple(int(start) for start in np.unique(self.file, return_index=True)[1])
+
+    def keep(self, kept: Indices) -> Extents:
+        """Only the records at these indices."""
+        return Extents(
+            paths=self.paths,
+            file=self.file[kept],
+            offset=self.offset[kept],
+            size=self.size[kept],
+            number=self.number[kept],
+        )
+
+
+def make_extents(paths: tuple[Path, ...], rows: list[tuple[int, int, int, int]]) -> Extents:
+    """Extents from (file, offset, size, number) rows."""
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    return Extents(paths=paths, file=columns[0], offset=columns[1], size=columns[2], number=columns[3])
+
+
+def place(path: Path, offset: int, number: int) -> str:
+    """`part-00003, record 17 at byte 52,113`, with the path as it was given."""
+    return f"{path}, record {number} at byte {offset:,}"
+
+
+def checked_label(value: Any, where: str, num_classes: int | None) -> int:
+    """The label as an int from 0 to num_classes - 1 (or to a million, where the number of classes is not known)."""
+    limit = MAX_CLASSES if num_classes is None else num_classes
+    if not 0 <= value < limit:
+        raise DataError(
+            f"{where} has the label {value}; labels run from 0 to {limit - 1}",
+            "give the right number of classes, or skip such records with on_corrupt='skip'",
+        )
+    return int(value)
+
+
+def read_class_names(directory: Path) -> tuple[str, ...]:
+    """The names in the directory's classes.txt, one a line in the order of the labels; () where there is none."""
+    path = directory / CLASS_NAMES_FILE
+    if not path.exists():
+        return ()
+    try:
+        names = tuple(path.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    for name in names:
+        check_class_name(name, path)
+    if len(set(names)) != len(names):
+        raise DataError(f"{path} names a class twice", "give every class its own line")
+    return names
+
+
+def check_class_name(name: str, origin: Path) -> None:
+    """Refuses a name that would not stay one folder inside the folder it is written to."""
+    if name in ("", ".", "..") or name.startswith(".") or any(char in name for char in "/\\\0\n\r"):
+        raise DataError(
+            f"{origin} names a class {name!r}, which cannot be a folder",
+            "use names without slashes that do not begin with a dot",
+        )

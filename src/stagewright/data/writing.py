@@ -1,0 +1,99 @@
+"""Labelled images into files: class folders, OFRecord parts or tar shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from stagewright.data.source import CLASS_NAMES_FILE, check_class_name
+from stagewright.data.tar import write_shard
+from stagewright.errors import DataError, UsageError
+
+Format: TypeAlias = Literal["folder", "ofrecord", "tar"]
+Sample: TypeAlias = tuple[bytes, int]
+IMAGES_PER_FILE = 1000
+SIGNATURES = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"BM", ".bmp"))
+
+
+def write_images(
+    directory: Path,
+    samples: Iterable[Sample],
+    format: Format,
+    *,
+    class_names: Sequence[str] = (),
+    images_per_file: int = IMAGES_PER_FILE,
+) -> int:
+    """Writes the (image file, label) samples to a new directory and gives their number.
+
+    folder    cat/00000000.jpg …          labels are the order of classes.txt
+    ofrecord  part-00000 …                tar    00000.tar …
+    """
+    if format not in get_args(Format):
+        raise UsageError(f"format {format!r} is not known", f"give {', '.join(get_args(Format))}")
+    if images_per_file < 1:
+        raise UsageError(f"{images_per_file} images a file cannot be", "give 1 or more")
+    _make_empty(directory)
+    for name in class_names:
+        check_class_name(name, directory)
+    if class_names:
+        (directory / CLASS_NAMES_FILE).write_text("".join(f"{name}\n" for name in class_names), encoding="utf-8")
+    if format == "folder":
+        return _write_folders(directory, samples, class_names)
+    return _write_files(directory, samples, format, images_per_file)
+
+
+def numbered_classes(num_classes: int) -> tuple[str, ...]:
+    """`000`, `001` …: names for classes without, in the order of their labels when sorted."""
+    digits = max(3, len(str(num_classes - 1)))
+    return tuple(f"{label:0{digits}d}" for label in range(num_classes))
+
+
+def image_suffix(encoded: bytes) -> str:
+    """`.jpg` and the like, by how the file begins."""
+    return next((suffix for signature, suffix in SIGNATURES if encoded.startswith(signature)), ".jpg")
+
+
+def _make_empty(directory: Path) -> None:
+    """Makes the directory; one that already holds something is left alone."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise DataError(f"{directory} is there already and not an empty directory", "name a new one")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def _write_folders(directory: Path, samples: Iterable[Sample], class_names: Sequence[str]) -> int:
+    """One subfolder a class, images numbered; no name comes from where the images came from."""
+    if not class_names:
+        raise UsageError("image folders need names for the classes", "give class_names")
+    for name in class_names:
+        (directory / name).mkdir()
+    num_images = 0
+    for encoded, label in samples:
+        path = directory / class_names[label] / f"{num_images:08d}{image_suffix(encoded)}"
+        path.write_bytes(encoded)
+        num_images += 1
+    return num_images
+
+
+def _write_files(directory: Path, samples: Iterable[Sample], format: Format, images_per_file: int) -> int:
+    """Parts or shards of so many images each."""
+    num_images = 0
+    for file, some in enumerate(_groups(samples, images_per_file)):
+        if format == "ofrecord":
+            from stagewright.data.ofrecord import encode_image, part_name, write_part  # needs protobuf
+
+            messages = (encode_image(encoded, label) for encoded, label in some)
+            num_images += write_part(directory / part_name(file), messages)
+        else:
+            keyed = enumerate(some, start=num_images)
+            shard = ((f"{key:08d}", image_suffix(encoded), encoded, label) for key, (encoded, label) in keyed)
+            num_images += write_shard(directory / f"{file:05d}.tar", shard)
+    return num_images
+
+
+def _groups(samples: Iterable[Sample], size: int) -> Iterator[Iterator[Sample]]:
+    """The samples in runs of `size`; none is empty, and only one sample is held at a time."""
+    left = iter(samples)
+    for first in left:
+        yield chain([first], islice(left, size - 1))

@@ -1,0 +1,332 @@
+"""Any module as ordered layers that can be cut.
+
+model ─▶ trace ─▶ facts ─▶ layers      Layered.stage(first, last) ─▶ StageModule
+
+conv1 │ conv2 │ fc1 │ loss             stage(0, 2), stage(2, 4): run in turn, they give the outputs and
+0       1       2     3                the gradients of the whole, bit for bit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from stagewright.errors import ModelError
+from stagewright.models.exporting import trace_exported
+from stagewright.models.layering import Flow, Layer, computing, find_flow, found_layers, named_layers
+from stagewright.models.layouts import Layout, find_layouts
+from stagewright.models.loss import LOSS, LOSS_PATH, Loss, LossModule
+from stagewright.models.operations import detached
+from stagewright.models.stage import StageGraph, StageModule, assembled
+from stagewright.models.tracing import (
+    TRACED_ROWS,
+    Sample,
+    Traced,
+    reproduces,
+    trace_sequential,
+    trace_symbolic,
+)
+from stagewright.models.values import TensorSpec, find_facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered:
+    """A model as ordered layers; a stage is any run of them between two cuts."""
+
+    model: nn.Module
+    traced: Traced
+    layers: tuple[Layer, ...]
+    num_targets: int
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The values that flow between the layers; found when first asked for."""
+        return find_flow(self.traced, find_facts(self.traced))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The layers' names in order; the last is "loss" once a loss is attached."""
+        return tuple(layer.name for layer in self.layers)
+
+    @cached_property
+    def order(self) -> tuple[fx.Node, ...]:
+        """What the layers compute, node by node."""
+        return computing(self.traced)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def has_loss(self) -> bool:
+        return self.loss is not None
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss that was attached, if one was."""
+        module = self.traced.objects.get(LOSS_PATH)
+        return module.loss if isinstance(module, LossModule) else None
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The model's inputs, in the order in which the first stage takes them."""
+        return self._carried(self._placeholders)
+
+    @property
+    def targets(self) -> tuple[TensorSpec, ...]:
+        """The targets, in the order in which the stage of the loss takes them after its inputs."""
+        return self._carried(self._target_nodes)
+
+    @property
+    def sample(self) -> tuple[Tensor, ...]:
+        """Example inputs, as many as `inputs`."""
+        return self.traced.tensors[: len(self._placeholders)]
+
+    @property
+    def sample_targets(self) -> tuple[Tensor, ...]:
+        """Example targets, as many as `targets`."""
+        return self.traced.tensors[len(self._placeholders) :]
+
+    @cached_property
+    def tied(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The parameters that several layers use, with those layers."""
+        users: dict[str, list[int]] = {}
+        for layer in range(self.num_layers):
+            for name in self._names_by_layer[layer]:
+                users.setdefault(name, []).append(layer)
+        return tuple((name, tuple(layers)) for name, layers in users.items() if len(layers) > 1)
+
+    def cuts(self) -> tuple[int, ...]:
+        """The layers that may begin a stage, apart from the first."""
+        untied = [cut for cut in range(1, self.num_layers) if self._torn_by(cut) is None]
+        return tuple(cut for cut in untied if not self.flow.stuck(self._start(cut)))
+
+    def parameter_names(self, first: int, last: int) -> tuple[str, ...]:
+        """The whole model's names of the parameters of the layers first … last-1, each once."""
+        names = [name for layer in range(first, last) for name in self._names_by_layer[layer]]
+        return tuple(dict.fromkeys(names))
+
+    def carried(self, cut: int) -> tuple[TensorSpec, ...]:
+        """The tensors that cross the cut before a layer."""
+        return self._carried(self._entering(cut))
+
+    def stage(self, first: int, last: int) -> StageModule:
+        """The layers first … last-1 as a module; it shares the model's parameters."""
+        self._check(first, last)
+        target_nodes = self._target_nodes if self.has_loss and last == self.num_layers else ()
+        entering = self._entering(first)
+        graph = StageGraph(self.traced, self.flow.facts, self._layouts, [*entering, *target_nodes])
+        for node in self.order[self._start(first) : self._start(last)]:
+            if node in self.flow.made_at:
+                graph.add(node)
+        outputs = self._finish(graph, last)
+        return StageModule(
+            graph.graph,
+            assembled(self._sorted(self._current(graph.objects())), self._persistent),
+            layer_names=self.names[first:last],
+            inputs=self._carried(entering),
+            targets=self._carried(target_nodes),
+            outputs=outputs,
+            evaluates=self.traced.evaluates,
+        )
+
+    def _finish(self, graph: StageGraph, last: int) -> tuple[TensorSpec, ...]:
+        """Ends a stage's graph: with what the next stage takes, or with the loss and the predictions."""
+        if last < self.num_layers:
+            leaving = self._entering(last)
+            graph.graph.output(tuple(tensor for node in leaving for tensor in graph.departing(node)))
+            return self._carried(leaving)
+        loss, predictions = self._results
+        made = [tensor for node in predictions for tensor in graph.tensors(node)]
+        if loss is not None:
+            made = [graph.value(loss), *(graph.graph.call_function(detached, (each,)) for each in made)]
+        graph.graph.output(tuple(made))
+        return self._carried(predictions)
+
+    @property
+    def _placeholders(self) -> tuple[fx.Node, ...]:
+        return self.traced.placeholders[: len(self.traced.placeholders) - self.num_targets]
+
+    @property
+    def _target_nodes(self) -> tuple[fx.Node, ...]:
+        return self.traced.placeholders[len(self._placeholders) :]
+
+    @property
+    def _results(self) -> tuple[fx.Node | None, list[fx.Node]]:
+        """The node of the loss, if there is one, and those of the model's outputs."""
+        nodes = _outputs(self.traced.graph)
+        return (nodes[0], nodes[1:]) if self.has_loss else (None, nodes)
+
+    def _entering(self, layer: int) -> list[fx.Node]:
+        if layer == 0:
+            return list(self._placeholders)
+        crossing = self.flow.crossing(self._start(layer))
+        return [node for node in crossing if node not in self._target_nodes]
+
+    @cached_property
+    def _layouts(self) -> dict[fx.Node, tuple[Layout, ...]]:
+        entering = [node for layer in range(1, self.num_layers) for node in self._entering(layer)]
+        return find_layouts(self.traced, list(dict.fromkeys(entering)))
+
+    def _carried(self, nodes: Sequence[fx.Node]) -> tuple[TensorSpec, ...]:
+        return tuple(spec for node in nodes for spec in self.flow.facts[node].carried)
+
+    def _start(self, layer: int) -> int:
+        return self.layers[layer].start if layer < self.num_layers else len(self.order)
+
+    def _check(self, first: int, last: int) -> None:
+        if not 0 <= first < last <= self.num_layers:
+            raise ModelError(
+                f"no stage from layer {first} to {last}: the model has layers 0 … {self.num_layers - 1}",
+                "a stage holds at least one layer",
+            )
+        for cut in {first, last} - {0, self.num_layers}:
+            if torn := self._torn_by(cut):
+                raise _separated(*torn, self.names, cut)
+            if self.flow.stuck(self._start(cut)):
+                raise _stuck_at(self.flow, self.names[cut], self._start(cut))
+
+    def _torn_by(self, cut: int) -> tuple[str, int, int] | None:
+        for name, layers in self.tied:
+            if layers[0] < cut <= layers[-1]:
+                return name, layers[0], layers[-1]
+        return None
+
+    @cached_property
+    def _names_by_layer(self) -> tuple[tuple[str, ...], ...]:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        result = []
+        for layer in range(self.num_layers):
+            used = self._parameters_in(self._start(layer), self._start(layer + 1))
+            result.append(tuple(dict.fromkeys(names[id(parameter)] for parameter in used)))
+        return tuple(result)
+
+    def _parameters_in(self, start: int, end: int) -> list[nn.Parameter]:
+        used: list[nn.Parameter] = []
+        for node in self.order[start:end]:
+            for part in (node, *node.all_input_nodes):
+                thing = self.traced.objects.get(str(part.target))
+                if part.op == "call_module" and part is node:
+                    used += self.traced.objects[str(node.target)].parameters()
+                elif part.op == "get_attr" and isinstance(thing, nn.Parameter):
+                    used.append(thing)
+        return used
+
+    @cached_property
+    def _persistent(self) -> frozenset[str]:
+        return frozenset(self.model.state_dict(keep_vars=True))
+
+    def _current(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model holds now: moving a model to another device replaces its buffers."""
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        return {path: buffers.get(path, thing) for path, thing in objects.items()}
+
+    def _sorted(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """Objects in the model's own order, so that a tied parameter keeps its first name."""
+        ranks: dict[str, int] = {}
+        for rank, (name, _) in enumerate(self.model.named_parameters(remove_duplicate=False)):
+            for path in _prefixes(name):
+                ranks.setdefault(path, rank)
+        return dict(sorted(objects.items(), key=lambda item: ranks.get(item[0], len(ranks))))
+
+
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    output = next(node for node in graph.nodes if node.op == "output")
+    return [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node)]
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: length + 1]) for length in range(len(parts))]
+
+
+def _separated(name: str, first: int, last: int, names: Sequence[str], cut: int) -> ModelError:
+    return ModelError(
+        f"a cut before '{names[cut]}' separates '{names[first]}' and '{names[last]}', which share '{name}'",
+        f"keep layers {first} to {last} in one stage, or give each its own weight",
+    )
+
+
+def make_layered(
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    targets: tuple[Tensor, ...] = (),
+    names: Mapping[str, str] | None = None,
+) -> Layered:
+    """A model as ordered layers; `sample` and `targets` are examples with any number of rows.
+
+    `loss(*outputs, *targets)` returns the sum over the rows. `names` maps the path of the module that
+    starts a layer to the layer's name; without it, the layers are found and carry the modules' paths.
+    """
+    example = Sample(args=sample, kwargs=dict(kwargs or {}))
+    traced = _trace(model, example.with_rows(TRACED_ROWS), names)
+    if loss is not None:
+        traced = _with_loss(traced, loss, targets)
+    num_targets = len(targets) if loss is not None else 0
+    if names is not None:
+        layers = named_layers(traced, names)
+        return Layered(model=model, traced=traced, layers=layers, num_targets=num_targets)
+    flow = find_flow(traced, find_facts(traced))
+    layers = found_layers(flow, model)
+    if loss is not None and layers[-1].name != LOSS:
+        raise _stuck_at(flow, LOSS, len(flow.order) - 1)
+    return Layered(model=model, traced=traced, layers=layers, num_targets=num_targets)
+
+
+def _trace(model: nn.Module, sample: Sample, names: Mapping[str, str] | None) -> Traced:
+    """The model's graph, by the first of the ways that reproduces the model."""
+    if names is not None:
+        return trace_symbolic(model, sample, list(names))
+    if isinstance(model, nn.Sequential):
+        return trace_sequential(model, sample)
+    with suppress(Exception):  # whatever a model's own code raises when it is handed a proxy
+        traced = trace_symbolic(model, sample)
+        if all(reproduces(traced, model, sample, training) for training in (True, False)):
+            return traced
+    traced = trace_exported(model, sample)
+    if not reproduces(traced, model, sample, training=True):
+        raise ModelError(
+            f"the graph of {type(model).__name__} does not give the outputs of the model itself",
+            "does its forward pass keep state, or draw numbers outside torch?",
+        )
+    return replace(traced, evaluates=reproduces(traced, model, sample, training=False))
+
+
+def _with_loss(traced: Traced, loss: Loss, targets: tuple[Tensor, ...]) -> Traced:
+    """The graph with the targets as further inputs, and `(loss, *outputs)` as its output."""
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise ModelError("the loss has parameters", "make them part of the model")
+    graph, copies = fx.Graph(), {}
+    for node in traced.placeholders:
+        copies[node] = graph.node_copy(node)
+    made = [graph.placeholder(name) for name in _target_names(len(targets))]
+    for node in traced.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, lambda old: copies[old])
+    outputs = [copies[node] for node in _outputs(traced.graph)]
+    total = graph.call_module(LOSS_PATH, (tuple(outputs), tuple(made)))
+    total.meta["layer"] = LOSS
+    graph.output((total, *outputs))
+    objects = {**traced.objects, LOSS_PATH: LossModule(loss)}
+    return replace(traced, graph=graph, objects=objects, tensors=(*traced.tensors, *targets))
+
+
+def _target_names(count: int) -> list[str]:
+    return ["target"] if count == 1 else [f"target{index}" for index in range(count)]
+
+
+def _stuck_at(flow: Flow, name: str, position: int) -> ModelError:
+    node, stuck = flow.stuck(position)[0]
+    return ModelError(
+        f"no cut before '{name}': the value '{node.name}' would cross it, and it {stuck.why}",
+        "what crosses a cut has one entry a row in its first dimension; cut before or after",
+    )

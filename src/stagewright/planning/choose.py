@@ -1,0 +1,146 @@
+"""From candidates to a choice: plans are made whole, scored, and checked against memory once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from stagewright.cost import num_buckets
+from stagewright.errors import PlanError, StagewrightError
+from stagewright.plan import Plan, Policy, Stage
+from stagewright.planning.estimate import Estimator, Shortage, estimate
+from stagewright.planning.exact import Leaders, Placed
+from stagewright.planning.fixed import row_weights
+from stagewright.planning.problem import Problem
+from stagewright.planning.reasons import bytes_text
+from stagewright.record import Record
+
+Score = Callable[[Plan], Record]
+"""What a plan does when it is simulated; the planner is handed it."""
+
+NUM_SCORED = 5
+OTHER_POLICIES: tuple[Policy, ...] = ("zero-bubble", "gpipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A plan and what it should do."""
+
+    plan: Plan
+    step_s: float
+    peak_bytes: tuple[int, ...]
+    """For each stage, on its fullest device."""
+    limit: str
+    record: Record | None = None
+
+    @property
+    def images_per_s(self) -> float:
+        """Rows of a batch over the step."""
+        return self.plan.batch / self.step_s
+
+
+def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator) -> Plan:
+    """The plan of stages that a search placed."""
+    costs, setting = problem.costs, estimator.setting
+    made = []
+    for number, placed in enumerate(stages):
+        parameters = costs.parameter_bytes(placed.first, placed.last)
+        buckets = problem.options.num_buckets or num_buckets(parameters)
+        made.append(
+            Stage(
+                layers=costs.profile.names[placed.first : placed.last],
+                devices=placed.devices,
+                versions=setting.versions(len(stages) - 1 - number) or 1,
+                recompute=placed.recompute,
+                num_buckets=buckets if len(placed.devices) > 1 else 1,
+                row_weights=row_weights(placed.devices, costs.cluster),
+            )
+        )
+    return Plan(
+        model=costs.profile.model,
+        stages=tuple(made),
+        batch=setting.batch,
+        num_microbatches=setting.num_microbatches,
+        route=setting.route,
+        policy=setting.policy,
+        hold=setting.hold,
+    )
+
+
+def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choice | None) -> list[Choice]:
+    """The leaders as choices, the fastest first; those that exceed memory when scored are left out."""
+    choices: list[Choice] = [] if rival is None else [rival]
+    for _, stages, estimator in leaders.found:
+        if score is not None and len(choices) >= NUM_SCORED:
+            break
+        plan = whole_plan(problem, stages, estimator)
+        if rival is None or plan != rival.plan:
+            found = judged(plan, problem, score)
+            choices += [found] if found is not None else []
+    if not choices:
+        raise refused(problem)
+    choices.sort(key=lambda choice: (choice.step_s, len(choice.plan.stages)))
+    best = refined(choices[0], problem, score)
+    return [best, *choices[1:]]
+
+
+def judged(plan: Plan, problem: Problem, score: Score | None) -> Choice | None:
+    """The plan's step, peaks and limit: by the score where there is one; None where it does not fit."""
+    found = estimate(plan, problem.costs, problem.shared)
+    if found.shortage is not None:
+        return None
+    peaks = tuple(part.peak_bytes for part in found.parts)
+    if score is None:
+        return Choice(plan=plan, step_s=found.step_s, peak_bytes=peaks, limit=found.limit)
+    record = score(plan)
+    held = {use.device: use.peak_bytes for use in record.devices}
+    if any(held.get(str(id), 0) > problem.costs.cluster.device(id).memory_bytes for id in plan.devices):
+        return None
+    peaks = tuple(max(held.get(str(id), 0) for id in stage.devices) for stage in plan.stages) if held else peaks
+    return Choice(
+        plan=plan, step_s=record.median_step_s, peak_bytes=peaks, limit=record.limit or found.limit, record=record
+    )
+
+
+def refined(best: Choice, problem: Problem, score: Score | None) -> Choice:
+    """The best plan in the order that suits it best, where the order is open and a score can tell."""
+    plan = best.plan
+    if score is None or problem.options.policy is not None or len(plan.stages) < 2 or plan.num_microbatches < 2:
+        return best
+    for policy in OTHER_POLICIES:
+        try:
+            other = judged(replace(plan, policy=policy), problem, score)
+        except StagewrightError:
+            continue  # an order that this plan cannot have
+        if other is not None and other.step_s < best.step_s * (1 - 1e-3):
+            best = other
+    return best
+
+
+def compare(problem: Problem, rivals: Leaders, score: Score | None) -> tuple[Choice | None, str]:
+    """Plain data parallelism as a choice, or why it cannot be."""
+    for _, stages, estimator in rivals.found:
+        found = judged(whole_plan(problem, stages, estimator), problem, score)
+        if found is not None:
+            return found, ""
+    devices = problem.costs.cluster.device_ids
+    short = problem.data_parallel_shortage(devices)
+    return None, "" if short is None else f"does not fit: {describe(short, problem)}"
+
+
+def describe(short: Shortage, problem: Problem) -> str:
+    """`layers fc1 … loss need 2.3 GiB on 0:7, which has 1.0 GiB`."""
+    names = problem.costs.profile.names[short.first : short.last]
+    layers = f"layer {names[0]} needs" if len(names) == 1 else f"layers {names[0]} … {names[-1]} need"
+    need, has = bytes_text(short.need_bytes), bytes_text(short.has_bytes)
+    return f"{layers} {need} on {short.device}, which has {has}"
+
+
+def refused(problem: Problem) -> PlanError:
+    """The error for a model that fits in no way, with the stage that came closest."""
+    short = problem.shortage
+    why = "" if short is None else f"; closest: {describe(short, problem)}"
+    return PlanError(
+        f"no plan of {problem.costs.profile.model} for {problem.batch} rows fits on {problem.costs.cluster.name}{why}",
+        "use a smaller --batch, more --microbatches, --recompute, or more or larger devices",
+    )

@@ -1,0 +1,165 @@
+"""What a search needs to know of groups of devices, and the setting that all stages share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from stagewright.cluster import DeviceId
+from stagewright.cost import Costs
+from stagewright.plan import Policy, Route, parse_staleness, split_edges
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all stages of a plan share."""
+
+    batch: int
+    num_microbatches: int = 1
+    route: Route = "split"
+    policy: Policy = "1f1b"
+    hold: int | None = None
+    recompute: bool | None = None
+    """None: in the stages that would not fit otherwise."""
+    staleness: str = "0"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest microbatch."""
+        return -(-self.batch // self.num_microbatches)
+
+    @cached_property
+    def listed_versions(self) -> tuple[int, ...] | None:
+        """Versions that are given stage by stage."""
+        known = self.staleness in ("0", "none", "ssp", "2bw")
+        return None if known else parse_staleness(self.staleness, self.staleness.count(",") + 1)
+
+    def versions(self, later: int) -> int | None:
+        """K of a stage with so many stages after it; None where none is given."""
+        if self.listed_versions is not None:
+            return self.listed_versions[-1 - later] if later < len(self.listed_versions) else None
+        return parse_staleness(self.staleness, later + 1)[0]
+
+    def is_flushed(self, num_stages: int) -> bool:
+        """Whether every stage keeps one version."""
+        return all(self.versions(later) == 1 for later in range(num_stages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """How a microbatch falls on some devices."""
+
+    kinds: tuple[tuple[int, DeviceId], ...]
+    """The distinct (rows, device) pairs, the most rows first; devices without rows are left out."""
+    edges: tuple[float, ...]
+    """Where the rows are cut, as shares of a microbatch."""
+    microbatches: int
+    """How many microbatches of a batch one replica handles."""
+    slowest: float
+
+
+def make_group(
+    costs: Costs, setting: Setting, devices: tuple[DeviceId, ...], weights: tuple[float, ...] | None = None
+) -> Group:
+    """The group of some devices; rows go with speed where no weights are given."""
+    speeds = tuple(costs.cluster.device(id).speed for id in devices)
+    weights = weights or speeds
+    if setting.route == "rotate":
+        rows: list[int] = [setting.rows] * len(devices)
+        share = -(-setting.num_microbatches // len(devices))
+    else:
+        cut = split_edges(setting.rows, weights)
+        rows = [high - low for low, high in zip(cut, cut[1:])]
+        share = setting.num_microbatches
+    kinds: dict[tuple[int, object], tuple[int, DeviceId]] = {}
+    for count, id in zip(rows, devices):
+        if count:
+            kinds.setdefault((count, costs.cluster.device(id)), (count, id))
+    total = sum(weights)
+    edges = tuple(sum(weights[:number]) / total for number in range(len(weights) + 1))
+    ordered = tuple(sorted(kinds.values(), key=lambda kind: (-kind[0], kind[1])))
+    return Group(kinds=ordered, edges=edges, microbatches=share, slowest=min(speeds))
+
+
+class Shared:
+    """What estimators of one cluster share, whatever their settings: twins, and rates between groups of devices."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.twins = Twins(costs)
+        self._rates: dict[tuple[object, ...], tuple[float, float, float]] = {}
+
+    def split_rates(
+        self, sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...], left: Group, right: Group
+    ) -> tuple[float, float, float]:
+        """Latency, and seconds a byte of a microbatch and of a batch, where replicas hold shares of the rows."""
+        key = (sources, targets, left.edges, right.edges)
+        if key not in self._rates:
+            moves = overlaps(sources, targets, left.edges, right.edges)
+            latency = self.costs.exchange_s((source, target, 0.0) for source, target, _ in moves)
+            unit = self.costs.exchange_s(moves) - latency
+            self._rates[key] = (latency, unit, unit)
+        return self._rates[key]
+
+    def rotate_rates(
+        self, sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...], num_microbatches: int
+    ) -> tuple[float, float, float]:
+        """The same, where whole microbatches go round the replicas: the slowest pair, and all pairs together."""
+        count = min(num_microbatches, math.lcm(len(sources), len(targets)))
+        key = (sources, targets, count)
+        if key not in self._rates:
+            wires = self.costs.wires
+            pairs = [(sources[n % len(sources)], targets[n % len(targets)]) for n in range(count)]
+            latency = max(wires.latency_s(*pair) for pair in pairs)
+            slowest = max(1 / wires.rate(*pair) for pair in pairs)
+            every = wires.exchange_s((*pair, 1 / count) for pair in pairs) - latency
+            self._rates[key] = (latency, slowest, every)
+        return self._rates[key]
+
+
+def overlaps(
+    sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...], left: tuple[float, ...], right: tuple[float, ...]
+) -> list[tuple[DeviceId, DeviceId, float]]:
+    """For one byte of a split microbatch, which replica sends which share of it to which."""
+    moves: list[tuple[DeviceId, DeviceId, float]] = []
+    here = there = 0
+    while here < len(sources) and there < len(targets):
+        low, high = max(left[here], right[there]), min(left[here + 1], right[there + 1])
+        if high > low:
+            moves.append((sources[here], targets[there], high - low))
+        here, there = here + (left[here + 1] <= high), there + (right[there + 1] <= high)
+    return moves
+
+
+class Twins:
+    """Devices that are wired alike, so that one group of them stands for many."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.of = find_twins(costs)
+        self._found: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
+
+    def lowest(self, devices: tuple[DeviceId, ...]) -> tuple[DeviceId, ...]:
+        """The group that is wired alike and has the lowest numbers."""
+        found = self._found.get(devices)
+        if found is None:
+            taken: dict[tuple[DeviceId, ...], int] = {}
+            for id in devices:
+                taken[self.of[id]] = taken.get(self.of[id], 0) + 1
+            members = (id for twins, count in taken.items() for id in twins[:count])
+            found = self._found[devices] = tuple(sorted(members))
+        return found
+
+
+def find_twins(costs: Costs) -> dict[DeviceId, tuple[DeviceId, ...]]:
+    """For each device those that could take its place: of one kind, with equal wires to the same nodes."""
+    cluster = costs.cluster
+    looks: dict[object, list[DeviceId]] = {}
+    wires: dict[str, list[tuple[str, float, float]]] = {}
+    for link in cluster.wires:
+        for here, there in (link.ends, link.ends[::-1]):
+            wires.setdefault(here, []).append((there, link.bytes_per_s, link.latency_s))
+    for id in cluster.device_ids:
+        look = (id.host, cluster.device(id), tuple(sorted(wires.get(str(id), []))))
+        looks.setdefault(look, []).append(id)
+    return {id: tuple(twins) for twins in looks.values() for id in twins}

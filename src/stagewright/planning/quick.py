@@ -1,0 +1,240 @@
+"""Good plans for many layers and devices: a balanced split first, then small changes for as long as they help.
+
+Neither step is exact. The first ignores fill, drain and memory, so that whole tables are added at once:
+
+    best[stages, devices, cut] = min over the next cut and its replicas of max(this stage, best[stages − 1, …])
+
+The second asks the estimate itself, so a plan that it returns is priced as exactly as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from stagewright.cost import Costs
+from stagewright.planning.estimate import Estimator
+from stagewright.planning.exact import Leaders, Placed
+from stagewright.planning.groups import Setting
+from stagewright.planning.spaces import Devices
+
+MAX_STAGES = 12
+HIDDEN_SHARE = 0.7
+"""The share of backward behind which a reduction is taken to hide, while balancing."""
+MAX_ROUNDS = 60
+
+Estimators = Callable[[Setting], Estimator]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Cuts, the devices between them, and a setting."""
+
+    edges: tuple[int, ...]
+    groups: tuple[Devices, ...]
+    setting: Setting
+
+
+def thin_cuts(costs: Costs, cuts: Sequence[int], most: int) -> tuple[int, ...]:
+    """At most so many cuts: the compute is divided evenly, and each piece keeps its cut with the least to carry."""
+    if len(cuts) <= most:
+        return tuple(cuts)
+    sums = costs.row_sums(float(costs.profile.batch_sizes[-1]))
+    passed = [sums.forward[cut] + sums.backward[cut] for cut in cuts]
+    kept = {cuts[0], cuts[-1]}
+    pieces: dict[int, list[int]] = {}
+    for cut, seconds in zip(cuts[1:-1], passed[1:-1]):
+        share = seconds / passed[-1] if passed[-1] > 0 else cut / cuts[-1]
+        pieces.setdefault(min(int(share * (most - 2)), most - 3), []).append(cut)
+    kept.update(min(piece, key=lambda cut: (costs.crossings[cut], cut)) for piece in pieces.values())
+    return tuple(sorted(kept))
+
+
+def balanced(
+    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], max_stages: int = MAX_STAGES
+) -> list[Candidate]:
+    """For each number of stages the plan whose slowest stage is fastest, on neighbours in the order."""
+    count, points = len(order), len(cuts)
+    tables = stage_tables(estimator, cuts, order, sizes)
+    best = np.full((count + 1, points), np.inf)
+    best[:, points - 1] = 0.0
+    found: list[Candidate] = []
+    ways: list[dict[tuple[int, int], tuple[int, int]]] = []
+    for _ in range(min(max_stages, count, points - 1)):
+        best, way = _one_more(best, tables, count, points)
+        ways.append(way)
+        used = int(np.argmin(best[:, 0]))
+        if np.isfinite(best[used, 0]):
+            found.append(_trace(ways, used, cuts, order, estimator.setting))
+    return found
+
+
+def _one_more(
+    best: np.ndarray, tables: dict[tuple[int, int], np.ndarray], count: int, points: int
+) -> tuple[np.ndarray, dict[tuple[int, int], tuple[int, int]]]:
+    """The best with one stage more in front, and how: (devices used, cut) → (replicas, next cut)."""
+    fresh = np.full_like(best, np.inf)
+    way: dict[tuple[int, int], tuple[int, int]] = {}
+    rows = np.arange(points)
+    for (stop, size), table in tables.items():
+        used = count - stop
+        total = np.maximum(table, best[used][None, :])
+        place = total.argmin(axis=1)
+        seconds = total[rows, place]
+        for cut in np.flatnonzero(seconds < fresh[used + size]):
+            fresh[used + size, cut] = seconds[cut]
+            way[used + size, int(cut)] = (size, int(place[cut]))
+    return fresh, way
+
+
+def _trace(
+    ways: Sequence[dict[tuple[int, int], tuple[int, int]]],
+    used: int,
+    cuts: Sequence[int],
+    order: Devices,
+    setting: Setting,
+) -> Candidate:
+    edges, groups, cut = [0], [], 0
+    for way in reversed(ways):
+        size, cut = way[used, cut]
+        first = len(order) - used
+        groups.append(tuple(sorted(order[first : first + size])))
+        edges.append(cuts[cut])
+        used -= size
+    return Candidate(tuple(edges), tuple(groups), setting)
+
+
+def stage_tables(
+    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int]
+) -> dict[tuple[int, int], np.ndarray]:
+    """The table of each run of devices, by where it ends and its size; runs that are wired alike share one."""
+    twins = estimator.twins
+    known: dict[tuple[Devices, Devices], np.ndarray] = {}
+    tables: dict[tuple[int, int], np.ndarray] = {}
+    for stop in range(1, len(order) + 1):
+        for size in sizes:
+            if size <= stop:
+                devices, after = tuple(sorted(order[stop - size : stop])), order[stop : stop + 1]
+                key = (twins.lowest(devices), twins.lowest(after))
+                if key not in known:
+                    known[key] = stage_table(estimator, cuts, devices, after)
+                tables[stop, size] = known[key]
+    return tables
+
+
+def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, after: Devices) -> np.ndarray:
+    """Seconds a batch of a stage from each cut to each later one on some devices; infinite where there is no stage."""
+    costs, setting, group = estimator.costs, estimator.setting, estimator.group(devices)
+    picked = np.asarray(cuts)
+    forward, backward = np.zeros((len(cuts),) * 2), np.zeros((len(cuts),) * 2)
+    for rows, id in group.kinds:
+        sums, speed = costs.row_sums(rows), costs.cluster.device(id).speed
+        forward = np.maximum(forward, _between(np.asarray(sums.forward)[picked]) / speed)
+        backward = np.maximum(backward, _between(np.asarray(sums.backward)[picked]) / speed)
+    seconds = group.microbatches * (forward + backward)
+    weights = _between(np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float))
+    if len(devices) > 1:
+        reduction = weights * costs.reduce_s(2**30, estimator.twins.lowest(devices), 64) / 2**30
+        exposed = np.maximum(0.0, reduction - HIDDEN_SHARE * backward)
+        seconds = seconds + exposed if setting.staleness == "0" else np.maximum(seconds, reduction)
+    if after:
+        crossing = np.array([estimator.crossing(cut, devices, after).all_s for cut in cuts]) / 2
+        seconds = np.maximum(seconds, crossing[None, :])
+    seconds[np.tril_indices(len(cuts))] = np.inf
+    return np.asarray(seconds)
+
+
+def _between(sums: np.ndarray) -> np.ndarray:
+    return np.asarray(sums[None, :] - sums[:, None])
+
+
+def price(candidate: Candidate, estimator: Estimator) -> tuple[float, tuple[Placed, ...]] | None:
+    """The estimate of a candidate, or None where it does not fit."""
+    label, stages, replicas = None, (), 0
+    placed: tuple[Placed, ...] = stages
+    for number in reversed(range(len(candidate.groups))):
+        first, last, devices = candidate.edges[number], candidate.edges[number + 1], candidate.groups[number]
+        part = estimator.part(first, last, devices, len(placed), replicas)
+        if part is None:
+            return None
+        if label is None:
+            label = estimator.begin(part)
+        else:
+            label = estimator.extend(label, estimator.crossing(last, devices, placed[0].devices), part)
+        placed = (Placed(first, last, devices, part.recompute), *placed)
+        replicas += len(devices)
+    assert label is not None
+    return estimator.total(label, len(placed)), placed
+
+
+def improve(
+    start: Candidate, estimators: Estimators, cuts: Sequence[int], settings: Sequence[Setting], leaders: Leaders
+) -> None:
+    """Changes a candidate little by little while the estimate falls, and offers every step to the leaders."""
+    here = start
+    priced = price(here, estimators(here.setting))
+    now = priced[0] if priced else float("inf")
+    if priced:
+        leaders.offer(*priced, estimators(here.setting))
+    for _ in range(MAX_ROUNDS):
+        best: Candidate | None = None
+        for other in neighbours(here, cuts, settings):
+            found = price(other, estimators(other.setting))
+            if found is None:
+                continue
+            leaders.offer(*found, estimators(other.setting))
+            if found[0] < now * (1 - 1e-9):
+                now, best = found[0], other
+        if best is None:
+            return
+        here = best
+
+
+def neighbours(here: Candidate, cuts: Sequence[int], settings: Sequence[Setting]) -> Iterator[Candidate]:
+    """The candidate with one thing changed: a cut, a device's stage, two stages joined, the setting."""
+    yield from _moved_cuts(here, cuts)
+    yield from _moved_devices(here)
+    yield from _joined(here)
+    yield from _other_settings(here, settings)
+
+
+def _moved_cuts(here: Candidate, cuts: Sequence[int]) -> Iterator[Candidate]:
+    place = {cut: number for number, cut in enumerate(cuts)}
+    for number in range(1, len(here.edges) - 1):
+        at = place.get(here.edges[number])
+        for move in (-8, -3, -1, 1, 3, 8) if at is not None else ():
+            assert at is not None
+            if 0 < at + move < len(cuts) - 1:
+                edges = (*here.edges[:number], cuts[at + move], *here.edges[number + 1 :])
+                if all(low < high for low, high in pairwise(edges)):
+                    yield replace(here, edges=edges)
+
+
+def _moved_devices(here: Candidate) -> Iterator[Candidate]:
+    for number in range(len(here.groups) - 1):
+        left, right = here.groups[number], here.groups[number + 1]
+        pairs = []
+        for few in (1, 2, 4, 8):
+            if len(left) > few:
+                pairs.append((left[:-few], (*left[-few:], *right)))
+            if len(right) > few:
+                pairs.append(((*left, *right[:few]), right[few:]))
+        for pair in pairs:
+            tidy = tuple(tuple(sorted(group)) for group in pair)
+            yield replace(here, groups=(*here.groups[:number], *tidy, *here.groups[number + 2 :]))
+
+
+def _joined(here: Candidate) -> Iterator[Candidate]:
+    for number in range(len(here.groups) - 1):
+        joined = tuple(sorted((*here.groups[number], *here.groups[number + 1])))
+        groups = (*here.groups[:number], joined, *here.groups[number + 2 :])
+        yield Candidate((*here.edges[: number + 1], *here.edges[number + 2 :]), groups, here.setting)
+
+
+def _other_settings(here: Candidate, settings: Sequence[Setting]) -> Iterator[Candidate]:
+    for setting in settings:
+        if setting != here.setting and setting.staleness == here.setting.staleness:
+            yield replace(here, setting=setting)

@@ -1,0 +1,166 @@
+"""The best plan for a profile and a cluster, with its rivals and the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from stagewright.cluster import Cluster
+from stagewright.cost import Costs
+from stagewright.planning.choose import Choice, Score, choose, compare, refused
+from stagewright.planning.estimate import Estimator
+from stagewright.planning.exact import Leaders, Placed, search_exactly
+from stagewright.planning.groups import Setting
+from stagewright.planning.options import PlanOptions
+from stagewright.planning.problem import Problem, make_problem
+from stagewright.planning.quick import Candidate, balanced, improve, price, thin_cuts
+from stagewright.planning.reasons import explain, shape
+from stagewright.planning.spaces import Given, Runs, Space, Subsets, device_orders, group_sizes
+from stagewright.profile import Profile
+
+EXACT_DEVICES = 6
+EXACT_LAYERS = 12
+"""Up to here every cut and every group of devices is looked at; beyond, plans are balanced and then improved."""
+EXACT_CUTS = 64
+"""Up to here every cut is looked at where a placement gives the devices."""
+QUICK_CUTS = 40
+NUM_STARTS = 2
+MAX_STARTS = 8
+"""How many plans of each number of stages, and of all numbers, are improved."""
+NUM_POLISHED = 2
+NUM_LEADERS = 12
+NUM_OTHERS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The best plan, the runners-up, and plain data parallelism to compare with."""
+
+    best: Choice
+    others: tuple[Choice, ...]
+    data_parallel: Choice | None
+    why_no_data_parallel: str
+    reason: str
+    num_plans: int
+    seconds: float
+    is_exact: bool
+    """Whether every cut and every group of devices was looked at."""
+
+
+def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None) -> Search:
+    """The fastest plan that fits: by the estimate, and among the best of those by the score."""
+    begin = perf_counter()
+    problem = make_problem(Costs(profile, cluster), options)
+    leaders, rivals = Leaders(most=NUM_LEADERS), Leaders(most=1)
+    search_data_parallel(problem, rivals)
+    is_exact = search(problem, leaders, rivals)
+    if not leaders.found:
+        raise refused(problem)
+    rival, why_not = compare(problem, rivals, score)
+    choices = choose(problem, leaders, score, rival if _is_free(problem) else None)
+    best = choices[0]
+    reason = explain(
+        best.plan, best.step_s, problem.costs, rival.plan if rival else None, rival.step_s if rival else 0.0
+    )
+    others = [c for c in choices[1:] if shape(c.plan) != shape(best.plan) and (rival is None or len(c.plan.stages) > 1)]
+    return Search(
+        best=replace(best, plan=replace(best.plan, notes=(reason,))),
+        others=tuple(others[:NUM_OTHERS]),
+        data_parallel=rival,
+        why_no_data_parallel=why_not,
+        reason=reason,
+        num_plans=leaders.looked_at + rivals.looked_at,
+        seconds=perf_counter() - begin,
+        is_exact=is_exact,
+    )
+
+
+def _is_free(problem: Problem) -> bool:
+    return problem.groups is None and not problem.every_cut
+
+
+def search_data_parallel(problem: Problem, rivals: Leaders) -> None:
+    """Offers one stage on every device, with each number of microbatches; plain means exact training."""
+    whole = (0, len(problem.costs.profile.layers))
+    devices = problem.costs.cluster.device_ids
+    for setting in problem.plain_settings():
+        search_exactly(problem.estimator(setting), whole, Given((devices,)), rivals)
+
+
+def search(problem: Problem, leaders: Leaders, rivals: Leaders) -> bool:
+    """Fills the leaders; True where nothing in the space was left out."""
+    devices = problem.costs.cluster.device_ids
+    small = len(devices) <= EXACT_DEVICES and len(problem.cuts) - 1 <= EXACT_LAYERS
+    if not _is_free(problem):
+        return _search_given(problem, leaders, small)
+    for entry in rivals.found:
+        leaders.offer(*entry)
+    search_quickly(problem, leaders)
+    if small:
+        _search_all(problem, problem.cuts, [Subsets(problem.costs, devices)], leaders)
+    return small
+
+
+def _search_given(problem: Problem, leaders: Leaders, small: bool) -> bool:
+    """Where the cuts or the devices are given, only the other is searched, and mostly exactly."""
+    costs, devices = problem.costs, problem.costs.cluster.device_ids
+    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, EXACT_CUTS)
+    if problem.groups is not None:
+        _search_all(problem, cuts, [Given(problem.groups)], leaders)
+        return len(cuts) == len(problem.cuts)
+    spaces: list[Space] = [Subsets(costs, devices)]
+    if not small:
+        spaces = [Runs(order, group_sizes(len(devices))) for order in device_orders(costs, devices)]
+    _search_all(problem, cuts, spaces, leaders)
+    return small
+
+
+def _search_all(problem: Problem, cuts: Sequence[int], spaces: Sequence[Space], leaders: Leaders) -> None:
+    for setting in problem.settings():
+        for space in spaces:
+            search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
+
+
+def search_quickly(problem: Problem, leaders: Leaders) -> None:
+    """Balanced plans for a few settings; the best of them are improved."""
+    costs, devices = problem.costs, problem.costs.cluster.device_ids
+    cuts, sizes = thin_cuts(costs, problem.cuts, QUICK_CUTS), group_sizes(len(devices))
+    starts: dict[int, Leaders] = {}
+    for setting in _few_settings(problem):
+        for order in device_orders(costs, devices):
+            for start in balanced(problem.estimator(setting), cuts, order, sizes):
+                _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=NUM_STARTS)))
+    leaders.looked_at += sum(each.looked_at for each in starts.values())
+    entries = sorted((entry for each in starts.values() for entry in each.found), key=lambda entry: entry[:2])
+    for entry in entries[:MAX_STARTS]:
+        improve(_candidate(entry), problem.estimator, problem.cuts, problem.settings(), leaders)
+    polish(problem, leaders)
+
+
+def polish(problem: Problem, leaders: Leaders) -> None:
+    """Finds the best cuts for the devices and the setting of the best few plans."""
+    cuts = thin_cuts(problem.costs, problem.cuts, EXACT_CUTS)
+    for _, stages, estimator in leaders.found[:NUM_POLISHED]:
+        search_exactly(estimator, cuts, Given(tuple(stage.devices for stage in stages)), leaders)
+
+
+def _candidate(entry: tuple[float, tuple[Placed, ...], Estimator]) -> Candidate:
+    _, stages, estimator = entry
+    edges = (*(stage.first for stage in stages), stages[-1].last)
+    return Candidate(edges, tuple(stage.devices for stage in stages), estimator.setting)
+
+
+def _few_settings(problem: Problem) -> list[Setting]:
+    counts = problem.counts
+    few = sorted({counts[0], counts[len(counts) // 2]})
+    return [problem.setting(count, problem.routes[0], wish) for wish in problem.stalenesses for count in few]
+
+
+def _offer_start(start: Candidate, problem: Problem, starts: Leaders) -> None:
+    for setting in problem.settings():
+        if setting.staleness == start.setting.staleness:
+            estimator = problem.estimator(setting)
+            priced = price(start, estimator)
+            if priced is not None:
+                starts.offer(*priced, estimator)

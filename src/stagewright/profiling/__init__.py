@@ -1,0 +1,1 @@
+"""Profiles and clusters: measured, analytic, imported, read from topology text."""

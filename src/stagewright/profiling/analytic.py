@@ -1,0 +1,71 @@
+"""Profiles of devices that are not at hand: a roofline for every operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stagewright.models.layered import Layered
+from stagewright.profile import Precision, Profile
+from stagewright.profiling.facts import find_facts, layer_profiles
+from stagewright.profiling.kinds import DeviceKind
+from stagewright.profiling.layers import make_pieces
+from stagewright.profiling.operators import UnitWork, Work, record_work
+
+OPTIMIZER_PASSES = 5
+"""SGD with momentum reads weight, gradient and momentum, and writes weight and momentum."""
+
+
+def make_analytic_profile(
+    model: Layered,
+    kind: DeviceKind,
+    *,
+    batch_sizes: Sequence[int],
+    precision: Precision = "fp32",
+    name: str | None = None,
+) -> Profile:
+    """The profile that a kind of device should show, from shapes alone."""
+    pieces = make_pieces(model, precision)
+    facts = find_facts(pieces)
+    tables = [record_work(pieces, rows) for rows in batch_sizes]
+    forward = [[seconds(table[unit].forward, kind, precision) for table in tables] for unit in range(len(facts))]
+    backward = [[seconds(table[unit].backward, kind, precision) for table in tables] for unit in range(len(facts))]
+    return Profile(
+        model=name or type(model.model).__name__.lower(),
+        device=kind.name,
+        precision=precision,
+        source="analytic",
+        batch_sizes=tuple(batch_sizes),
+        layers=layer_profiles(model, facts, forward, backward),
+        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
+        optimizer_s=optimizer_seconds(sum(fact.parameter_bytes for fact in facts), kind),
+        versions={"torch": str(torch.__version__)},
+        notes=(f"roofline of {kind.name}: {', '.join(f'{k} {v:g}' for k, v in kind.efficiency.items())}", *kind.notes),
+    )
+
+
+def operator_seconds(work: Work, kind: DeviceKind, precision: Precision) -> float:
+    """One operator: launch + max(operations / rate of its kind, bytes / memory rate).
+
+    Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", 2009, section 3.
+    """
+    moving = work.num_bytes / kind.rate("memory", precision)
+    computing = work.flops / kind.rate(work.kind, precision) if work.flops else 0.0
+    return kind.launch_s + max(moving, computing)
+
+
+def seconds(works: Sequence[Work], kind: DeviceKind, precision: Precision) -> float:
+    """Some operators, one after the other."""
+    return sum(operator_seconds(work, kind, precision) for work in works)
+
+
+def optimizer_seconds(parameter_bytes: int, kind: DeviceKind) -> float:
+    """The optimizer's passes over the weights' memory."""
+    return OPTIMIZER_PASSES * parameter_bytes / kind.rate("memory", "fp32") + kind.launch_s
+
+
+def step_seconds(table: Sequence[UnitWork], parameter_bytes: int, kind: DeviceKind, precision: Precision) -> float:
+    """One optimizer step of the whole model on one device."""
+    works = [work for unit in table for work in (*unit.forward, *unit.backward)]
+    return seconds(works, kind, precision) + optimizer_seconds(parameter_bytes, kind) + kind.step_overhead_s

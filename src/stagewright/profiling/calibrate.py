@@ -1,0 +1,112 @@
+"""Fits a kind of device's few efficiencies to single-device figures such as images/s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from stagewright.errors import ProfileError
+from stagewright.models.layered import Layered
+from stagewright.profile import Precision
+from stagewright.profiling.analytic import seconds, step_seconds
+from stagewright.profiling.kinds import DeviceKind
+from stagewright.profiling.layers import make_pieces
+from stagewright.profiling.operators import UnitWork, record_work
+
+WORKS = ("conv", "matmul", "memory")
+RANGE = (0.05, 3.0)
+"""Efficiencies outside of it mean that the peak rates are wrong."""
+PULL = 0.05
+"""How much an efficiency's distance from the file's own weighs against a measurement's error, both as logarithms:
+it decides only what the measurements leave open."""
+ROUNDS = 60
+HARDLY = 0.1
+"""A kind of work that takes a smaller share of every measurement than this cannot be told from them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One device trained this model at so many images a second."""
+
+    model: Layered
+    batch: int
+    images_per_s: float
+    precision: Precision = "fp32"
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or not 0 < self.images_per_s < math.inf:
+            raise ProfileError(
+                f"{self.name}: {self.images_per_s} images/s at batch {self.batch}: expected positive numbers"
+            )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measurement with what its operators do."""
+
+    measurement: Measurement
+    table: tuple[UnitWork, ...]
+    parameter_bytes: int
+
+    def error(self, kind: DeviceKind) -> float:
+        """The logarithm of predicted over measured seconds."""
+        made = self.measurement
+        predicted = step_seconds(self.table, self.parameter_bytes, kind, made.precision)
+        return math.log(predicted * made.images_per_s / made.batch)
+
+    def share(self, work: str, kind: DeviceKind) -> float:
+        """The share of the step that one kind of work takes."""
+        precision = self.measurement.precision
+        every = [each for unit in self.table for each in (*unit.forward, *unit.backward)]
+        return seconds([each for each in every if each.kind == work], kind, precision) / seconds(every, kind, precision)
+
+
+def calibrate_device(kind: DeviceKind, measurements: Sequence[Measurement]) -> DeviceKind:
+    """The kind with efficiencies that minimise Σ error² + PULL · Σ (log of change)², errors being logarithms."""
+    if not measurements:
+        raise ProfileError("nothing to calibrate with", "give at least one measured images/s")
+    samples = [_sample(measurement) for measurement in measurements]
+    keys = sorted({_key(kind, work, s.measurement) for s in samples for work in WORKS if s.share(work, kind) > HARDLY})
+    fitted = dict(kind.efficiency)
+    for round_number in range(ROUNDS):
+        step = 0.2 * 0.85**round_number
+        fitted = min(_moves(fitted, keys, step), key=lambda efficiency: _loss(efficiency, kind, samples))
+    return _changed(kind, {key: float(f"{value:.3g}") for key, value in fitted.items()}, _notes(kind, measurements))
+
+
+def _moves(fitted: dict[str, float], keys: Sequence[str], step: float) -> Iterator[dict[str, float]]:
+    """The point itself, and its neighbours in all directions, diagonals included."""
+    for signs in product((0, -1, 1), repeat=len(keys)):
+        moved = (fitted[key] * math.exp(sign * step) for key, sign in zip(keys, signs))
+        yield {**fitted, **{key: min(max(value, RANGE[0]), RANGE[1]) for key, value in zip(keys, moved)}}
+
+
+def _sample(measurement: Measurement) -> Sample:
+    pieces = make_pieces(measurement.model, measurement.precision)
+    sizes = [p.numel() * p.element_size() for p in measurement.model.model.parameters()]
+    return Sample(measurement, record_work(pieces, measurement.batch), sum(sizes))
+
+
+def _key(kind: DeviceKind, work: str, measurement: Measurement) -> str:
+    narrow = f"{work}.{measurement.precision}"
+    return narrow if narrow in kind.efficiency else work
+
+
+def _loss(efficiency: dict[str, float], kind: DeviceKind, samples: Sequence[Sample]) -> float:
+    changed = _changed(kind, efficiency, kind.notes)
+    moved = (math.log(efficiency[key] / kind.efficiency[key]) ** 2 for key in efficiency)
+    return sum(sample.error(changed) ** 2 for sample in samples) + PULL**2 * sum(moved)
+
+
+def _changed(kind: DeviceKind, efficiency: dict[str, float], notes: tuple[str, ...]) -> DeviceKind:
+    return replace(kind, efficiency=efficiency, notes=notes)
+
+
+def _notes(kind: DeviceKind, measurements: Sequence[Measurement]) -> tuple[str, ...]:
+    figures = "; ".join(
+        f"{m.name} {m.images_per_s:g} images/s at batch {m.batch} in {m.precision}" for m in measurements
+    )
+    return (*kind.notes, f"Efficiencies fitted to one device's figures: {figures}.")

@@ -1,0 +1,109 @@
+"""The cluster of the machine itself: its GPUs where a driver shows some, else its CPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stagewright.cluster import Cluster, Device, Host, Link, make_cluster
+from stagewright.errors import ClusterError
+from stagewright.profiling.kinds import find_kind, kind_called, plain_name, relative_speed
+from stagewright.profiling.topology import (
+    DECODE_IMAGES_PER_S_A_THREAD,
+    LINK_CLASSES,
+    join_hosts,
+    make_host,
+    parse_table,
+)
+
+Asker = Callable[[Sequence[str]], str | None]
+
+LOCAL_BYTES_PER_S = 2e9
+LOCAL_LATENCY_S = 1e-4
+"""Between two processes of one machine over the loopback device, as gloo moves tensors."""
+FRAMEWORK_BYTES = 600 << 20
+"""A CUDA context with its libraries, where the kind of device does not say otherwise."""
+
+
+def ask(command: Sequence[str]) -> str | None:
+    """What a command prints; None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def detect_cluster(num_devices: int | None = None, ask: Asker = ask) -> Cluster:
+    """The machine's GPUs and their wires; without GPUs, its CPU cores as `num_devices` workers."""
+    listing = ask(("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"))
+    if listing is not None and listing.strip():
+        return _gpu_cluster(listing, ask(("nvidia-smi", "topo", "-m")))
+    return cpu_cluster(num_devices or max(1, num_cores()))
+
+
+def _gpu_cluster(listing: str, topology: str | None) -> Cluster:
+    devices = read_gpus(listing)
+    note = "detected by nvidia-smi; rates are defaults by link class until measured"
+    if topology is None or len(devices) == 1:
+        host = Host(devices=devices, links=_hub(len(devices)), decode_images_per_s=_decode_rate())
+    else:
+        host = make_host(parse_table(topology, "nvidia-smi topo -m"), devices)
+    return join_hosts([host], "local", notes=[note])
+
+
+def read_gpus(listing: str) -> tuple[Device, ...]:
+    """The devices in the lines `name, MiB` that nvidia-smi prints; speeds stand against the first one's."""
+    devices: list[Device] = []
+    reference = None
+    for number, line in enumerate(listing.strip().splitlines(), 1):
+        name, _, memory = line.rpartition(",")
+        if not name or not memory.strip().isdecimal():
+            raise ClusterError(f"nvidia-smi, line {number}: {line!r}: expected a name and MiB of memory")
+        kind = kind_called(name)
+        reference = reference or kind
+        devices.append(
+            Device(
+                kind=kind.name if kind else plain_name(name),
+                memory_bytes=int(memory) << 20,
+                speed=relative_speed(kind, reference) if kind and reference else 1.0,
+                framework_bytes=kind.framework_bytes if kind else FRAMEWORK_BYTES,
+            )
+        )
+    return tuple(devices)
+
+
+def cpu_cluster(num_devices: int, name: str = "local") -> Cluster:
+    """One host whose workers are processes on its CPUs; they share its memory evenly."""
+    kind = find_kind("cpu")
+    device = Device(
+        kind="cpu", memory_bytes=max(1, memory_bytes() // num_devices), framework_bytes=kind.framework_bytes
+    )
+    made = make_cluster(num_devices, name=name, device=device, bytes_per_s=LOCAL_BYTES_PER_S, latency_s=LOCAL_LATENCY_S)
+    host = Host(devices=made.hosts[0].devices, links=made.hosts[0].links, decode_images_per_s=_decode_rate())
+    return Cluster(name=name, hosts=(host,), notes=("CPU workers; rates are those of gloo over loopback",))
+
+
+def _hub(num_devices: int) -> tuple[Link, ...]:
+    pci = LINK_CLASSES["PHB"]
+    ends = ((str(device), "cpu0") for device in range(num_devices))
+    return tuple(Link(ends=pair, kind="PHB", bytes_per_s=pci.bytes_per_s, latency_s=pci.latency_s) for pair in ends)
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """The machine's memory, or the limit of the control group it runs in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdecimal() else total
+
+
+def _decode_rate() -> float:
+    return num_cores() * DECODE_IMAGES_PER_S_A_THREAD

@@ -1,0 +1,159 @@
+"""What a model's layers are, whatever they run on: bytes, operations, and which layer reads which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stagewright.models.layered import Layered
+from stagewright.models.values import TensorSpec
+from stagewright.profile import LayerProfile, Precision
+from stagewright.profiling.layers import Pieces, Unit
+from stagewright.profiling.operators import UnitWork, Work, float_bytes, record_work
+
+FEW, MANY = 2, 4
+"""Numbers of rows whose difference tells what grows with rows and what does not; batch norm refuses one row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitFacts:
+    """One unit's figures; bytes and operations are for one row."""
+
+    unit: Unit
+    kind: str
+    output_bytes: float
+    saved_bytes: float
+    parameter_bytes: int
+    buffer_bytes: int
+    flops: float
+    weight_share: float
+    inputs: tuple[str, ...] | None
+
+
+def find_facts(pieces: Pieces) -> tuple[UnitFacts, ...]:
+    """The facts of every unit of a model."""
+    few, many = record_work(pieces, FEW), record_work(pieces, MANY)
+    outputs, inputs = read_crossings(pieces)
+    seen: set[int] = set()
+    facts = []
+    for number, unit in enumerate(pieces.units):
+        own = [parameter for parameter in unit.module.parameters() if id(parameter) not in seen]
+        seen.update(map(id, own))
+        flops = sum(work.flops for work in many[number].forward) / MANY
+        facts.append(
+            UnitFacts(
+                unit=unit,
+                kind="loss" if unit.module.has_loss and unit.last - unit.first == 1 else kind_of(many[number].forward),
+                output_bytes=outputs[number],
+                saved_bytes=max(0.0, (many[number].saved_bytes - few[number].saved_bytes) / (MANY - FEW)),
+                parameter_bytes=num_bytes(own),
+                buffer_bytes=num_bytes(list(unit.module.buffers())),
+                flops=flops,
+                weight_share=weight_share(unit, many[number]),
+                inputs=inputs[number],
+            )
+        )
+    return tuple(facts)
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def kind_of(works: Sequence[Work]) -> str:
+    """The kind of work that most operations go into."""
+    totals = {kind: sum(work.flops for work in works if work.kind == kind) for kind in ("conv", "matmul")}
+    return max(totals, key=lambda kind: totals[kind]) if any(totals.values()) else "memory"
+
+
+def weight_share(unit: Unit, work: UnitWork) -> float:
+    """The share of backward that only weights need: what forward's operations are of backward's.
+
+    A convolution or matrix product costs as much again for each of its two gradients.
+    """
+    if not any(parameter.requires_grad for parameter in unit.module.parameters()):
+        return 0.0
+    if not any(spec.needs_grad for spec in unit.module.inputs):
+        return 1.0
+    forward, backward = (sum(each.flops for each in works) for works in (work.forward, work.backward))
+    return min(0.5, forward / backward) if backward else 0.0
+
+
+def read_crossings(pieces: Pieces) -> tuple[list[float], list[tuple[str, ...] | None]]:
+    """For each unit the bytes a row of what it makes, and the layers that it is the last to read.
+
+    cut 3 carries {a, b}, cut 4 carries {b, c}:  unit 3 is the last to read a, and makes c
+    """
+    model, edges = pieces.model, [unit.first for unit in pieces.units]
+    crossing = [_named(model, edge) for edge in edges]
+    makers: dict[str, int] = {}
+    outputs, inputs = [0.0] * len(edges), [list[int]() for _ in edges]
+    for number in range(1, len(edges)):
+        for name, spec in crossing[number].items():
+            if name not in makers and name not in crossing[0]:
+                makers[name] = number - 1
+                outputs[number - 1] += _row_bytes(spec, pieces.precision)
+        later = crossing[number + 1] if number + 1 < len(edges) else {}
+        inputs[number] = sorted({makers[name] for name in crossing[number] if name in makers and name not in later})
+    names = [model.names[unit.last - 1] for unit in pieces.units]
+    read = (None if each == [n - 1] or not n else tuple(names[i] for i in each) for n, each in enumerate(inputs))
+    return outputs, list(read)
+
+
+def _named(model: Layered, cut: int) -> dict[str, TensorSpec]:
+    return {spec.name: spec for spec in model.carried(cut)}
+
+
+def _row_bytes(spec: TensorSpec, precision: Precision) -> float:
+    plain = float(spec.bytes_per_row)
+    return plain * float_bytes(precision) / 4 if spec.dtype.is_floating_point else plain
+
+
+def layer_profiles(
+    model: Layered,
+    facts: Sequence[UnitFacts],
+    forward_s: Sequence[Sequence[float]],
+    backward_s: Sequence[Sequence[float]],
+    spread: Sequence[float] | None = None,
+) -> tuple[LayerProfile, ...]:
+    """One entry a layer; where a unit has several, the last has the figures, and no stage may begin after the first."""
+    zeros = (0.0,) * len(forward_s[0])
+    layers: list[LayerProfile] = []
+    for number, fact in enumerate(facts):
+        names = model.names[fact.unit.first : fact.unit.last]
+        for place, name in enumerate(names[:-1]):
+            layers.append(_silent(name, zeros, fact.inputs if place == 0 else None, cuttable=place == 0))
+        layers.append(
+            LayerProfile(
+                name=names[-1],
+                kind=fact.kind,
+                forward_s=tuple(forward_s[number]),
+                backward_s=tuple(backward_s[number]),
+                spread=0.0 if spread is None else spread[number],
+                weight_share=fact.weight_share,
+                output_bytes=fact.output_bytes,
+                saved_bytes=fact.saved_bytes,
+                parameter_bytes=fact.parameter_bytes,
+                buffer_bytes=fact.buffer_bytes,
+                flops=fact.flops,
+                inputs=fact.inputs if len(names) == 1 else None,
+                cuttable=len(names) == 1,
+            )
+        )
+    return tuple(layers)
+
+
+def _silent(name: str, zeros: tuple[float, ...], inputs: tuple[str, ...] | None, *, cuttable: bool) -> LayerProfile:
+    return LayerProfile(
+        name=name,
+        forward_s=zeros,
+        backward_s=zeros,
+        output_bytes=0.0,
+        saved_bytes=0.0,
+        parameter_bytes=0,
+        inputs=inputs,
+        cuttable=cuttable,
+    )

@@ -1,0 +1,113 @@
+"""Kinds of device: small files of peak rates, memory rate and efficiencies, one file a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from stagewright.cluster import Device
+from stagewright.errors import ClusterError, StagewrightError
+from stagewright.noun import Saved, noun, parse_plain
+from stagewright.profile import Precision
+
+WorkKind = Literal["conv", "matmul", "memory"]
+"""What an operator is limited by: convolution, matrix product, or moving bytes."""
+NOT_IN_NAMES = ("nvidia", "tesla", "geforce", "graphics", "quadro")
+
+
+@noun(error=ClusterError)
+class DeviceKind(Saved):
+    """What one kind of device can do: peaks from its data sheet, efficiencies from measurements."""
+
+    FORMAT: ClassVar[str] = "stagewright.device"
+    ERROR: ClassVar[type[StagewrightError]] = ClusterError
+
+    name: str
+    names: tuple[str, ...] = ()
+    """How drivers call it, in lower case; the first file with a name in the driver's name is meant."""
+    memory_bytes: int = Field(gt=0)
+    framework_bytes: int = Field(default=0, ge=0)
+    peak_flops: Mapping[Precision, float]
+    """Operations a second by the data sheet."""
+    memory_bytes_per_s: float = Field(gt=0)
+    efficiency: Mapping[str, float]
+    """`conv`, `matmul`, `memory`, or one precision of them such as `conv.fp16`: the share of the peak that is
+    reached. Above 1 where an algorithm saves operations that FLOPs count: Winograd convolutions do."""
+    launch_s: float = Field(default=0.0, ge=0)
+    """What an operator costs beside its work."""
+    step_overhead_s: float = Field(default=0.0, ge=0)
+    notes: tuple[str, ...] = ()
+    """What the figures were taken or fitted from."""
+
+    def __post_init__(self) -> None:
+        for key, value in (*self.peak_flops.items(), *self.efficiency.items()):
+            if value <= 0:
+                raise ClusterError(f"device kind {self.name}: key {key} is {value}: expected more than zero")
+        for work in ("conv", "matmul", "memory"):
+            if work not in self.efficiency:
+                raise ClusterError(f"device kind {self.name}: key efficiency.{work} is missing")
+
+    def rate(self, work: WorkKind, precision: Precision) -> float:
+        """Operations, or bytes, a second that this kind of work reaches."""
+        share = self.efficiency.get(f"{work}.{precision}", self.efficiency[work])
+        return share * (self.memory_bytes_per_s if work == "memory" else self.peak(precision))
+
+    def peak(self, precision: Precision) -> float:
+        """The peak in a precision; one that the file leaves out runs as fp32 does."""
+        return self.peak_flops.get(precision, self.peak_flops["fp32"])
+
+    def device(self, reference: DeviceKind | None = None, precision: Precision = "fp32") -> Device:
+        """One such device; its speed stands against the reference kind's convolutions and matrix products."""
+        return Device(
+            kind=self.name,
+            memory_bytes=self.memory_bytes,
+            speed=1.0 if reference is None else relative_speed(self, reference, precision),
+            framework_bytes=self.framework_bytes,
+            step_overhead_s=self.step_overhead_s,
+        )
+
+
+def relative_speed(kind: DeviceKind, reference: DeviceKind, precision: Precision = "fp32") -> float:
+    """How many times as fast as the reference: the geometric mean over convolutions, matrix products and memory."""
+    works: tuple[WorkKind, ...] = ("conv", "matmul", "memory")
+    product = 1.0
+    for work in works:
+        product *= kind.rate(work, precision) / reference.rate(work, precision)
+    return float(round(product ** (1 / len(works)), 4))
+
+
+def known_kinds() -> tuple[str, ...]:
+    """The kinds that come with the package, by name."""
+    files = resources.files("stagewright") / "devices"
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in files.iterdir() if file.name.endswith(".yaml")))
+
+
+def find_kind(name_or_file: str) -> DeviceKind:
+    """The kind in a file, or the one of that name that comes with the package."""
+    if Path(name_or_file).suffix in (".yaml", ".yml", ".json"):
+        return DeviceKind.load(name_or_file)
+    if name_or_file not in known_kinds():
+        raise ClusterError(
+            f"no kind of device is named {name_or_file!r}; known: {', '.join(known_kinds())}",
+            "give one of these names, or a device file that ends in .yaml or .json",
+        )
+    file = resources.files("stagewright") / "devices" / f"{name_or_file}.yaml"
+    plain = parse_plain(file.read_text(encoding="utf-8"), is_yaml=True, where=file.name)
+    return DeviceKind.from_dict(plain, where=file.name)
+
+
+def kind_called(driver_name: str) -> DeviceKind | None:
+    """The kind that a driver calls by this name, such as `Tesla V100-SXM2-16GB`."""
+    lowered = driver_name.lower()
+    kinds = (find_kind(name) for name in known_kinds())
+    return next((kind for kind in kinds if any(part in lowered for part in kind.names)), None)
+
+
+def plain_name(driver_name: str) -> str:
+    """A driver's name as a word: `NVIDIA GeForce RTX 4090` becomes `rtx-4090`."""
+    words = driver_name.lower().replace("_", " ").split()
+    return "-".join(word for word in words if word not in NOT_IN_NAMES) or "gpu"

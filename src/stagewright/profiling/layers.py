@@ -1,0 +1,142 @@
+"""A layered model's layers as modules that run one after the other, forward and then backward.
+
+forward    x ─▶ conv1 ─▶ │ ─▶ conv2 ─▶ │ ─▶ loss      at every │ the tensors are cut off from what made them,
+backward     ◀─ conv1 ◀─ │ ◀─ conv2 ◀─ │ ◀─ loss      so that backward stops there and is handed on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stagewright.errors import ProfileError
+from stagewright.models.layered import Layered
+from stagewright.models.stage import StageModule
+from stagewright.profile import Precision
+
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Mark = Callable[[int, bool], None]
+"""Called when a unit's forward or backward is over: (unit, whether backward)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Layers first … last − 1 that no cut may separate: most often one layer."""
+
+    first: int
+    last: int
+    module: StageModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """A model as units, and the inputs and targets that it was traced with."""
+
+    model: Layered
+    units: tuple[Unit, ...]
+    precision: Precision
+
+    def rows(self, rows: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Inputs and targets with so many rows: the sample's, repeated."""
+        return tuple(_repeat(t, rows) for t in self.model.sample), tuple(
+            _repeat(t, rows) for t in self.model.sample_targets
+        )
+
+
+def _repeat(tensor: Tensor, rows: int) -> Tensor:
+    times = -(-rows // tensor.size(0))
+    return torch.cat([tensor] * times)[:rows]
+
+
+def make_pieces(model: Layered, precision: Precision = "fp32") -> Pieces:
+    """The model in the smallest units that can be cut from one another."""
+    if not model.has_loss:
+        raise ProfileError(
+            "the model has no loss, so that its backward cannot run",
+            "give make_layered a loss and targets",
+        )
+    edges = (0, *model.cuts(), model.num_layers)
+    units = (Unit(first=a, last=b, module=model.stage(a, b)) for a, b in zip(edges, edges[1:]))
+    return Pieces(model=model, units=tuple(units), precision=precision)
+
+
+def running(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """The setting in which a model computes in a precision."""
+    dtype = DTYPES.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def run_units(
+    pieces: Pieces,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    mark: Mark,
+    *,
+    start: Callable[[int], None] = lambda unit: None,
+    accumulate: bool = True,
+) -> None:
+    """Runs every unit forward, then every unit backward in the opposite order; `start` opens each forward."""
+    kept: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
+    tensors: Sequence[Tensor] = inputs
+    with running(pieces.precision, inputs[0].device):
+        for number, unit in enumerate(pieces.units):
+            specs = unit.module.inputs
+            entering = [t.detach().requires_grad_(spec.needs_grad) for t, spec in zip(tensors, specs)]
+            start(number)
+            tensors = unit.module(*entering, *(targets if unit.module.has_loss else ()))
+            kept.append((entering, tuple(tensors)))
+            mark(number, False)
+    del tensors
+    gradients: list[Tensor | None] = [None] * len(kept[-1][1])
+    for number in reversed(range(len(kept))):
+        entering, outputs = kept.pop()
+        gradients = run_backward(pieces.units[number], entering, outputs, gradients, accumulate)
+        del entering, outputs
+        mark(number, True)
+
+
+def run_backward(
+    unit: Unit,
+    entering: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    accumulate: bool,
+) -> list[Tensor | None]:
+    """The gradients of what entered a unit, from those of its outputs."""
+    pairs = [(out, grad) for out, grad in zip(outputs, gradients) if out.requires_grad]
+    if unit.module.has_loss:
+        pairs = [(outputs[0], None)]
+    if not pairs:
+        return [None] * len(entering)
+    roots, seeds = [out for out, _ in pairs], [grad for _, grad in pairs]
+    if accumulate:
+        torch.autograd.backward(roots, seeds)
+        return [tensor.grad for tensor in entering]
+    wanted = [t for t in (*entering, *unit.module.parameters()) if t.requires_grad]
+    found = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if wanted else ())
+    return [next(found) if tensor.requires_grad else None for tensor in entering]
+
+
+@contextmanager
+def undisturbed(pieces: Pieces) -> Iterator[None]:
+    """Profiling leaves buffers, gradients, random numbers and the model's mode as they were."""
+    model = pieces.model.model
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    was_training = model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(enabled=True):
+            yield
+    finally:
+        model.train(was_training)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,215 @@
+"""Profiles measured here: every layer timed in its place, between its neighbours."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from statistics import median, quantiles
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from stagewright.errors import ProfileError
+from stagewright.models.layered import Layered
+from stagewright.profile import Precision, Profile
+from stagewright.profiling.facts import find_facts, layer_profiles
+from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units, undisturbed
+
+Progress = Callable[[int, int], None]
+"""Called with how many repeats are done, and of how many."""
+
+WARM_UP = 2
+REPEATS = 7
+LEARNING_RATE = 0.0
+"""The optimizer's step is timed, and moves nothing."""
+
+
+class Clock:
+    """Notes moments on the CPU, or in a GPU's own stream of work, and gives the seconds between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.moments: list[float | torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Notes this moment."""
+        if self.device.type != "cuda":
+            self.moments.append(perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self.moments.append(event)
+
+    def gaps_s(self) -> list[float]:
+        """The seconds between the moments noted."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return [_between(first, second) for first, second in pairwise(self.moments)]
+
+
+def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
+    if isinstance(first, float) and isinstance(second, float):
+        return second - first
+    assert isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event)
+    return float(first.elapsed_time(second)) / 1e3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one batch size, repeat by repeat."""
+
+    forward: list[list[float]]
+    backward: list[list[float]]
+    whole: list[float]
+
+
+def make_profile(
+    model: Layered,
+    *,
+    batch_sizes: Sequence[int],
+    precision: Precision = "fp32",
+    name: str | None = None,
+    repeats: int = REPEATS,
+    progress: Progress | None = None,
+) -> Profile:
+    """The profile of a model on the device where it is, its sample repeated to each batch size."""
+    check_request(batch_sizes, repeats)
+    pieces = make_pieces(model, precision)
+    whole = Pieces(model=model, units=(_whole(model),), precision=precision)
+    device = model.sample[0].device
+    facts = find_facts(pieces)
+    total, done = len(batch_sizes) * (WARM_UP + repeats), 0
+    timings = []
+    with undisturbed(pieces):
+        for rows in batch_sizes:
+            timing = Timing([], [], [])
+            for number in range(WARM_UP + repeats):
+                kept = timing if number >= WARM_UP else Timing([], [], [])
+                time_once(pieces, whole, rows, device, kept)
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            timings.append(timing)
+        optimizer_s = time_optimizer(model, device, repeats)
+    forward = [[_middle(t.forward, unit) for t in timings] for unit in range(len(facts))]
+    backward = [[_middle(t.backward, unit) for t in timings] for unit in range(len(facts))]
+    return Profile(
+        model=name or type(model.model).__name__.lower(),
+        device=device_name(device),
+        precision=precision,
+        source="measured",
+        batch_sizes=tuple(batch_sizes),
+        layers=layer_profiles(model, facts, forward, backward, [_spread(timings[-1], n) for n in range(len(facts))]),
+        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
+        optimizer_s=optimizer_s,
+        model_s=tuple(median(timing.whole) for timing in timings),
+        versions=versions(device),
+        notes=(f"median of {repeats} repeats after {WARM_UP}; {torch.get_num_threads()} CPU threads",),
+    )
+
+
+def check_request(batch_sizes: Sequence[int], repeats: int) -> None:
+    """Refuses a batch of zero, sizes out of order, and no repeats."""
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise ProfileError(f"batch sizes {list(batch_sizes)}: expected 1 row or more", "give --batch ROWS")
+    if repeats < 1:
+        raise ProfileError(f"{repeats} repeats: expected 1 or more")
+
+
+def _whole(model: Layered) -> Unit:
+    return Unit(first=0, last=model.num_layers, module=model.stage(0, model.num_layers))
+
+
+def time_once(pieces: Pieces, whole: Pieces, rows: int, device: torch.device, timing: Timing) -> None:
+    """Times the layers and, right after, the whole model, so that both see the same machine."""
+    inputs, targets = pieces.rows(rows)
+    gaps = timed_run(pieces, inputs, targets, device)
+    timing.forward.append(gaps[: len(pieces.units)])
+    timing.backward.append(gaps[len(pieces.units) :][::-1])
+    timing.whole.append(sum(timed_run(whole, inputs, targets, device)))
+
+
+def timed_run(pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device) -> list[float]:
+    """Seconds of each unit's forward in order, then of each backward in the opposite order."""
+    pieces.model.model.zero_grad(set_to_none=True)
+    clock = Clock(device)
+    run_units(pieces, inputs, targets, lambda unit, is_backward: clock.mark(), start=lambda unit: clock.mark())
+    gaps, units = clock.gaps_s(), len(pieces.units)
+    # marks stand before and after each forward, so that every second gap is what cutting itself costs
+    own_s = backward_call_s() if device.type == "cpu" else 0.0
+    return [*gaps[: 2 * units : 2], *(max(gap - own_s, 0.0) for gap in gaps[2 * units - 1 :])]
+
+
+@cache
+def backward_call_s() -> float:
+    """What one call of backward costs on the CPU beside its work; a stage pays it once, a profile a layer."""
+    gaps = []
+    for _ in range(101):
+        leaf = torch.zeros(1, requires_grad=True)
+        made = leaf.view(1)
+        begin = perf_counter()
+        torch.autograd.backward([made], [leaf.detach()])
+        gaps.append(perf_counter() - begin)
+    return median(gaps)
+
+
+def time_optimizer(model: Layered, device: torch.device, repeats: int) -> float:
+    """Seconds of one SGD-with-momentum step over all parameters; the weights stay as they are."""
+    parameters = [parameter for parameter in model.model.parameters() if parameter.requires_grad]
+    if not parameters:
+        return 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+    gaps = []
+    for _ in range(WARM_UP + repeats):
+        clock = Clock(device)
+        clock.mark()
+        optimizer.step()
+        clock.mark()
+        gaps += clock.gaps_s()
+    return median(gaps[WARM_UP:])
+
+
+def _middle(runs: Sequence[Sequence[float]], unit: int) -> float:
+    return median(run[unit] for run in runs)
+
+
+def _spread(timing: Timing, unit: int) -> float:
+    sums = [forward[unit] + backward[unit] for forward, backward in zip(timing.forward, timing.backward)]
+    if len(sums) < 2 or median(sums) <= 0:
+        return 0.0
+    low, _, high = quantiles(sums, n=4)
+    return max(0.0, (high - low) / 2 / median(sums))
+
+
+def device_name(device: torch.device) -> str:
+    """The kind of a torch device: `h200`, `cpu`."""
+    from stagewright.profiling.kinds import kind_called, plain_name
+
+    if device.type != "cuda":
+        return device.type
+    called = torch.cuda.get_device_name(device)
+    kind = kind_called(called)
+    return kind.name if kind is not None else plain_name(called)
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What the figures depend on."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
+    if device.type == "cuda":
+        found |= {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+    return found
+
+
+def layers_against_model(profile: Profile) -> tuple[float, ...]:
+    """For each batch size the sum of the layers over the whole model in one piece: 1 is perfect."""
+    sums = (
+        sum(layer.forward_s[size] + layer.backward_s[size] for layer in profile.layers)
+        for size in range(len(profile.batch_sizes))
+    )
+    return tuple(total / whole for total, whole in zip(sums, profile.model_s))

@@ -1,0 +1,278 @@
+"""`nvidia-smi topo -m` text → hosts and links.
+
+The table names for each pair the worst crossing between them; a tree of junctions gives the same crossings:
+
+    GPU0 ─ switch0 ─ cpu0 ─ cpu1 ─ switch2 ─ GPU4        PIX under one switch, PHB under one cpu, SYS between cpus
+    GPU1 ─┘         ┌─┘
+    GPU2 ─ switch1 ─┘       NV#: a wire of its own, # × the rate of one NVLink
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from stagewright.cluster import Cluster, Device, Host, Link, count
+from stagewright.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class LinkClass:
+    """What one class of wire carries in each direction, where nothing was measured."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+LINK_CLASSES: Mapping[str, LinkClass] = {
+    "PIX": LinkClass(12e9, 1e-6),  # PCIe 3.0 ×16: 15.75 GB/s on the wire, about 12 GB/s of payload
+    "PXB": LinkClass(12e9, 1e-6),
+    "PHB": LinkClass(11e9, 1e-6),
+    "NODE": LinkClass(10e9, 1e-6),
+    "SYS": LinkClass(8e9, 2e-6),  # through QPI or UPI
+    "NV": LinkClass(22e9, 1e-6),  # one NVLink: 25 GB/s on the wire
+    "net": LinkClass(1.15e9, 1e-5),  # 10 Gb/s Ethernet
+}
+DECODE_IMAGES_PER_S_A_THREAD = 215.0
+"""JPEG images of ImageNet's size decoded and cropped a second by one hardware thread of a 2017 server CPU."""
+
+RANKS: Mapping[str, int] = {"X": 0, "PIX": 1, "PXB": 2, "PHB": 3, "NODE": 4, "SYS": 5}
+"""The classes from the tightest to the widest."""
+JUNCTIONS: Mapping[str, str] = {"PIX": "switch", "PXB": "tree", "PHB": "bridge", "NODE": "node", "SYS": "root"}
+"""What a junction is called whose members meet at a class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One host's table: GPUs first, then network cards."""
+
+    names: tuple[str, ...]
+    cells: tuple[tuple[str, ...], ...]
+    affinity: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name.startswith("GPU"))
+
+    @property
+    def nics(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if not name.startswith("GPU"))
+
+    def crossing(self, first: str, second: str) -> str:
+        """The class between two of them, or NV#."""
+        return self.cells[self.names.index(first)][self.names.index(second)]
+
+
+def parse_table(text: str, where: str = "the topology") -> Table:
+    """The table in the text that `nvidia-smi topo -m` prints; a damaged one is refused with its line."""
+    lines = [(number, clean.split()) for number, clean in enumerate(map(_plain, text.splitlines()), 1) if clean.strip()]
+    if not lines or not lines[0][1][0].startswith("GPU"):
+        raise ClusterError(f"{where}, line 1: expected the header GPU0 GPU1 …", "give what `nvidia-smi topo -m` prints")
+    header = lines[0][1]
+    names = tuple(header[: next((n for n, word in enumerate(header) if word in ("CPU", "NUMA")), len(header))])
+    rows: dict[str, tuple[int, list[str]]] = {}
+    for number, words in lines[1:]:
+        if words[0] == "Legend:":
+            break
+        if words[0] not in names:
+            raise ClusterError(f"{where}, line {number}: row {words[0]!r} is no column of the header")
+        rows[words[0]] = (number, words[1:])
+    cells = tuple(_row(name, rows, names, where) for name in names)
+    affinity = {name: words[len(names)] for name, (_, words) in rows.items() if len(words) > len(names)}
+    _check_symmetric(names, cells, rows, where)
+    return Table(names=names, cells=cells, affinity=affinity)
+
+
+def _plain(line: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", line)  # the header comes underlined
+
+
+def _row(name: str, rows: Mapping[str, tuple[int, list[str]]], names: Sequence[str], where: str) -> tuple[str, ...]:
+    if name not in rows:
+        raise ClusterError(f"{where}: column {name} has no row: the table is not square")
+    number, words = rows[name]
+    if len(words) < len(names):
+        raise ClusterError(
+            f"{where}, line {number}: row {name} has {len(words)} of {len(names)} entries: the table is not square"
+        )
+    for word in words[: len(names)]:
+        if word not in RANKS and not re.fullmatch(r"NV[1-9]\d?", word):
+            raise ClusterError(
+                f"{where}, line {number}: row {name} holds the unknown link class {word!r}",
+                f"known: {', '.join(RANKS)}, and NV1, NV2 …",
+            )
+    return tuple(words[: len(names)])
+
+
+def _check_symmetric(
+    names: Sequence[str], cells: Sequence[Sequence[str]], rows: Mapping[str, tuple[int, list[str]]], where: str
+) -> None:
+    for (row, first), (column, second) in combinations(enumerate(names), 2):
+        there, back = cells[row][column], cells[column][row]
+        if there != back:
+            raise ClusterError(
+                f"{where}, line {rows[second][0]}: {second} to {first} is {back}, but {first} to {second} is {there}"
+            )
+
+
+def make_host(
+    table: Table,
+    devices: Sequence[Device],
+    classes: Mapping[str, LinkClass] = LINK_CLASSES,
+    decode_images_per_s: float | None = None,
+) -> Host:
+    """The host of a table; its devices are the table's GPUs, in order."""
+    if len(devices) != len(table.gpus):
+        raise ClusterError(f"the table has {count(len(table.gpus), 'GPU')}, but {len(devices)} devices are given")
+    if decode_images_per_s is None:
+        threads = sum(num_threads(text) for text in set(table.affinity.values()))
+        decode_images_per_s = threads * DECODE_IMAGES_PER_S_A_THREAD or None
+    links = (*nvlinks(table, classes), *pci_links(table, classes))
+    return Host(devices=tuple(devices), links=links, decode_images_per_s=decode_images_per_s)
+
+
+def num_threads(affinity: str) -> int:
+    """How many hardware threads `0-13,28-41` names."""
+    total = 0
+    for part in affinity.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
+        if match is not None:
+            total += int(match[2] or match[1]) - int(match[1]) + 1
+    return total
+
+
+def nvlinks(table: Table, classes: Mapping[str, LinkClass] = LINK_CLASSES) -> Iterator[Link]:
+    """One wire a pair; or one wire a GPU to the switch, where every pair has all the links of its GPUs."""
+    pairs = {(a, b): table.crossing(a, b) for a, b in combinations(table.gpus, 2)}
+    counts = {int(cell[2:]) if cell.startswith("NV") else 0 for cell in pairs.values()}
+    if len(table.gpus) > 2 and len(counts) == 1 and 0 not in counts:
+        for gpu in table.gpus:
+            yield _link(node_of(gpu, table), "nvswitch", f"NV{min(counts)}", classes)
+        return
+    for (first, second), cell in pairs.items():
+        if cell.startswith("NV"):
+            yield _link(node_of(first, table), node_of(second, table), cell, classes)
+
+
+def pci_links(table: Table, classes: Mapping[str, LinkClass] = LINK_CLASSES) -> Iterator[Link]:
+    """The tree of PCIe switches, host bridges and sockets that the table's classes describe."""
+    sockets = grouped(table, table.names, "NODE")
+    junctions: Counter[str] = Counter()
+    for number, socket in enumerate(sockets):
+        kind = "PHB" if len(grouped(table, socket, "PHB")) == 1 else "NODE"
+        yield from _below(table, socket, f"cpu{number}", kind, junctions, classes)
+    for first, second in combinations(range(len(sockets)), 2):
+        yield _link(f"cpu{first}", f"cpu{second}", "SYS", classes)
+    if not table.nics:
+        yield _link("cpu0", "nic", "PHB", classes)
+
+
+def _below(
+    table: Table,
+    names: Sequence[str],
+    parent: str,
+    kind: str,
+    junctions: Counter[str],
+    classes: Mapping[str, LinkClass],
+) -> Iterator[Link]:
+    """The links under a junction whose members meet by crossing `kind`; those that meet below it share a junction."""
+    tighter = next(name for name, rank in RANKS.items() if rank == RANKS[kind] - 1)
+    for group in grouped(table, names, tighter):
+        if len(group) == 1:
+            yield _link(node_of(group[0], table), parent, kind, classes)
+            continue
+        inner = worst_of(table, group)
+        word = JUNCTIONS[inner]
+        node = f"{word}{junctions[word]}"
+        junctions[word] += 1
+        yield from _below(table, group, node, inner, junctions, classes)
+        yield _link(node, parent, kind, classes)
+
+
+def grouped(table: Table, names: Sequence[str], level: str) -> list[tuple[str, ...]]:
+    """Those of the names that meet at this class or a tighter one, together, in the table's order.
+
+    NVLink hides the PCIe class of a pair; GPUs next to the same CPU cores are then taken to share its socket.
+    """
+    groups: list[set[str]] = [{name} for name in names]
+    for first, second in combinations(names, 2):
+        if _meets(table, first, second, level):
+            one, other = (next(group for group in groups if name in group) for name in (first, second))
+            if one is not other:
+                one |= other
+                groups.remove(other)
+    return [tuple(name for name in names if name in group) for group in groups]
+
+
+def _meets(table: Table, first: str, second: str, level: str) -> bool:
+    cell = table.crossing(first, second)
+    if cell in RANKS:
+        return RANKS[cell] <= RANKS[level]
+    near = table.affinity.get(first)
+    return level == "NODE" and (near is None or near == table.affinity.get(second))
+
+
+def worst_of(table: Table, names: Sequence[str]) -> str:
+    """The worst known crossing among some of the names."""
+    cells = {table.crossing(first, second) for first, second in combinations(names, 2)}
+    return max(cells & RANKS.keys(), key=lambda cell: RANKS[cell])
+
+
+def node_of(name: str, table: Table) -> str:
+    """A table's name as a node of the host: `3` for GPU3, `nic`, `nic1` … for network cards."""
+    if name.startswith("GPU"):
+        return str(table.gpus.index(name))
+    return f"nic{table.nics.index(name) or ''}"
+
+
+def _link(first: str, second: str, kind: str, classes: Mapping[str, LinkClass]) -> Link:
+    many = int(kind[2:]) if kind.startswith("NV") else 1
+    known = classes["NV" if kind.startswith("NV") else kind]
+    return Link(ends=(first, second), kind=kind, bytes_per_s=known.bytes_per_s * many, latency_s=known.latency_s)
+
+
+def join_hosts(
+    hosts: Sequence[Host], name: str, classes: Mapping[str, LinkClass] = LINK_CLASSES, notes: Sequence[str] = ()
+) -> Cluster:
+    """The hosts on one network: every network card is wired to the junction `net`."""
+    wide = []
+    for number, host in enumerate(hosts if len(hosts) > 1 else ()):
+        cards = sorted({end for link in host.links for end in link.ends if end.startswith("nic")})
+        wide += [_link(f"{number}:{card}", "net", "net", classes) for card in cards]
+    return Cluster(name=name, hosts=tuple(hosts), links=tuple(wide), notes=tuple(notes))
+
+
+def with_rates(rates: Mapping[str, float]) -> Mapping[str, LinkClass]:
+    """The default classes with some rates, in bytes a second, replaced."""
+    for key, rate in rates.items():
+        if key not in LINK_CLASSES or not 0 < rate < float("inf"):
+            raise ClusterError(
+                f"rate {key}={rate}: expected bytes a second for one of {', '.join(LINK_CLASSES)}",
+                "write it like SYS=3.5e9",
+            )
+    changed = {key: LinkClass(rate, LINK_CLASSES[key].latency_s) for key, rate in rates.items()}
+    return {**LINK_CLASSES, **changed}
+
+
+def read_topology(
+    texts: Sequence[str],
+    device: Device | Sequence[Device],
+    *,
+    name: str = "cluster",
+    rates: Mapping[str, float] | None = None,
+    decode_images_per_s: float | None = None,
+    notes: Sequence[str] = (),
+) -> Cluster:
+    """The cluster of one table a host; `device` is what each GPU is, or one host's devices in order."""
+    classes = with_rates(rates or {})
+    hosts = []
+    for number, text in enumerate(texts):
+        table = parse_table(text, f"the topology of host {number}")
+        devices = (device,) * len(table.gpus) if isinstance(device, Device) else tuple(device)
+        hosts.append(make_host(table, devices, classes, decode_images_per_s))
+    if not hosts:
+        raise ClusterError("no topology was given", "give what `nvidia-smi topo -m` prints, one text a host")
+    return join_hosts(hosts, name, classes, notes)

@@ -1,0 +1,221 @@
+"""Records as cases: one setting, all its repetitions, and the figures that tables and charts show of it.
+
+A folder of results is read at any depth:
+
+    out/
+      cluster.yaml                  the hardware, for the drawing (also NAME.cluster.yaml)
+      vgg16-7-1.1.record.json       ┐ one case, two repetitions: the same name inside, files that differ
+      vgg16-7-1.2.record.json       ┘
+      vgg16-7-1.1.log               shown as the log of the record beside it (also .zip)
+      vgg16-dp.failure.json         a case that gave no record, with its reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import ClassVar, NamedTuple
+
+from stagewright.cluster import Cluster
+from stagewright.errors import FileError, RecordError, StagewrightError, UsageError
+from stagewright.noun import Saved, noun
+from stagewright.plan import Plan, parse_staleness
+from stagewright.record import DeviceUse, Record, Source
+
+RECORD_END, FAILURE_END = ".record.json", ".failure.json"
+SOURCES: tuple[Source, ...] = ("measured", "rehearsed", "simulated")
+"""The strongest evidence first."""
+
+
+@noun(error=RecordError)
+class Failure(Saved):
+    """A case that gave no record, and why."""
+
+    FORMAT: ClassVar[str] = "stagewright.failure"
+    ERROR: ClassVar[type[StagewrightError]] = RecordError
+
+    name: str
+    reason: str
+    model: str = ""
+    placement: str = ""
+    source: Source = "measured"
+    """What the case was to be."""
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One setting and its repetitions, which all did the same work under the same plan."""
+
+    records: tuple[Record, ...]
+    files: tuple[Path | None, ...]
+
+    @cached_property
+    def record(self) -> Record:
+        """The repetition in the middle, which stands for the case in drawings."""
+        ranked = sorted(self.records, key=lambda record: record.images_per_s)
+        return ranked[(len(ranked) - 1) // 2]
+
+    @property
+    def name(self) -> str:
+        """The case's name."""
+        return self.records[0].name
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that all repetitions ran."""
+        return self.records[0].plan
+
+    @property
+    def source(self) -> Source:
+        """Simulated, rehearsed or measured."""
+        return self.records[0].source
+
+    @cached_property
+    def rates(self) -> tuple[float, ...]:
+        """Images a second of each repetition, in the order in which they ran."""
+        return tuple(record.images_per_s for record in self.records)
+
+    @property
+    def images_per_s(self) -> float:
+        """The median of the repetitions."""
+        return median(self.rates)
+
+    @property
+    def step_s(self) -> float:
+        """The median step of the repetitions."""
+        return median(record.median_step_s for record in self.records)
+
+    @property
+    def epochs_s(self) -> tuple[float, ...]:
+        """Seconds of an epoch in each repetition, where the data has epochs."""
+        return tuple(record.epoch_s for record in self.records if record.epoch_s is not None)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the plan uses."""
+        return len(self.plan.devices)
+
+    @property
+    def rows_per_device(self) -> float:
+        """The rows of one replica of the first stage."""
+        return self.plan.batch / self.plan.replicas[0]
+
+    @cached_property
+    def stage_uses(self) -> tuple[DeviceUse | None, ...]:
+        """For each stage the device that held most, over all repetitions."""
+        uses = [use for record in self.records for use in record.devices]
+        stages = range(len(self.plan.stages))
+        found = ([use for use in uses if stage in use.stages] for stage in stages)
+        return tuple(max(those, key=lambda use: use.peak_bytes, default=None) for those in found)
+
+    @property
+    def busiest_share(self) -> float:
+        """The busy share of the busiest device; 0 where no device was watched."""
+        return max((use.busy_share for use in self.record.devices), default=0.0)
+
+    @property
+    def limit_images_per_s(self) -> float | None:
+        """Images a second if the busiest device never waited."""
+        share = min(self.busiest_share, 1.0)
+        return self.images_per_s / share if share > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What a report is made from."""
+
+    cases: tuple[Case, ...]
+    failures: tuple[Failure, ...] = ()
+    clusters: tuple[Cluster, ...] = ()
+
+
+def make_cases(records: Iterable[Record], files: Iterable[Path | None] = ()) -> tuple[Case, ...]:
+    """Cases in the order of their first record; what differs in name, source, plan or work is another case."""
+    groups: dict[object, list[tuple[Record, Path | None]]] = {}
+    remaining = iter(files)
+    for record in records:
+        groups.setdefault(case_key(record), []).append((record, next(remaining, None)))
+    return tuple(
+        Case(records=tuple(record for record, _ in pairs), files=tuple(file for _, file in pairs))
+        for pairs in groups.values()
+    )
+
+
+def in_order(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Cases of one work and then of one name together, the strongest evidence first; else as they were."""
+    works = list(dict.fromkeys(work_key(case.record)._replace(rows=0) for case in cases))
+    names = list(dict.fromkeys(case.name for case in cases))
+
+    def rank(case: Case) -> tuple[int, int, int]:
+        work = work_key(case.record)._replace(rows=0)
+        return works.index(work), names.index(case.name), SOURCES.index(case.source)
+
+    return tuple(sorted(cases, key=rank))
+
+
+def case_key(record: Record) -> object:
+    """What two repetitions of one case have in common."""
+    return record.name, record.source, record.cluster, plan_key(record.plan), work_key(record), record.epoch_images
+
+
+def plan_key(plan: Plan) -> object:
+    """What a plan does, without the notes on why it was chosen."""
+    return plan.stages, plan.num_microbatches, plan.route, plan.policy, plan.hold
+
+
+class Work(NamedTuple):
+    """What one step does; figures of different works do not compare."""
+
+    model: str
+    rows: int
+    data: str
+    precision: str
+
+
+def work_key(record: Record) -> Work:
+    """The work of a record's steps."""
+    return Work(record.plan.model, record.step_images, record.data, record.precision)
+
+
+def strategy(plan: Plan) -> str:
+    """The plan's type, in the words of the tables: `one device`, `data parallel`, `pipeline`, `ssp` …"""
+    if len(plan.stages) == 1 and plan.is_synchronous:
+        return "one device" if len(plan.devices) == 1 else "data parallel"
+    if plan.is_synchronous:
+        return "pipeline"
+    for name in ("ssp", "2bw"):
+        if plan.versions == parse_staleness(name, len(plan.stages)):
+            return name
+    return "stale " + ",".join(map(str, plan.versions))
+
+
+def read_results(folder: Path, clusters: Sequence[Cluster] = ()) -> Results:
+    """Every record, failure and cluster file under a folder."""
+    if not folder.is_dir():
+        raise FileError(f"{folder}: no such folder", "give the folder that holds the *.record.json files")
+    files = sorted(folder.rglob(f"*{RECORD_END}"))
+    failures = tuple(map(Failure.load, sorted(folder.rglob(f"*{FAILURE_END}"))))
+    if not files and not failures:
+        raise UsageError(
+            f"{folder} holds no *{RECORD_END} and no *{FAILURE_END}",
+            "run `stagewright bench SUITE -o DIR`, or save a record there as NAME.record.json",
+        )
+    found = [*folder.rglob("cluster.yaml"), *folder.rglob("*.cluster.yaml")]
+    return Results(
+        cases=in_order(make_cases(map(Record.load, files), files)),
+        failures=failures,
+        clusters=(*clusters, *map(Cluster.load, sorted(found))),
+    )
+
+
+def log_of(file: Path | None) -> Path | None:
+    """The log or archive beside a record's file, or the record itself."""
+    if file is None:
+        return None
+    stem = file.name.removesuffix(RECORD_END)
+    beside = (file.with_name(stem + end) for end in (".log", ".zip"))
+    return next((path for path in beside if path.is_file()), file)

@@ -1,0 +1,63 @@
+"""Figures as people read them: seconds, bytes, images a second, ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+GAP = "–"
+"""What stands where there is no figure."""
+
+
+def seconds(value: float) -> str:
+    """`149.2 ms`, `3.41 s`, `14 min 13 s`, `2 h 05 min`."""
+    if value < 1e-3:
+        return f"{value * 1e6:.1f} µs"
+    if value < 1:
+        return f"{value * 1e3:.1f} ms"
+    if value < 60:
+        return f"{value:.2f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(value / 60)
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def size(value: float) -> str:
+    """`6.9 GiB`, `56.0 MiB`, `812 B`."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= factor:
+            return f"{value / factor:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(value: float) -> str:
+    """`1,503`, `48.2`, `3.41`: more digits where the figure is small."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def times(ratio: float) -> str:
+    """`2.1 ×`, never broken over two lines; two digits behind the point where one would hide the difference from 1."""
+    return f"{ratio:.1f}\u00a0×" if ratio >= 1.2 else f"{ratio:.2f}\u00a0×"
+
+
+def percent(share: float) -> str:
+    """`+3.1 %`, `−0.4 %`."""
+    text = f"{share * 100:+.1f} %".replace("-", "−")
+    return text.replace("−0.0", "0.0").replace("+0.0", "0.0")
+
+
+def span_of(values: Sequence[float]) -> str:
+    """`1,466–1,495`, or one figure where they read the same."""
+    low, high = rate(min(values)), rate(max(values))
+    return low if low == high else f"{low}–{high}"
+
+
+def plus(replicas: Sequence[int]) -> str:
+    """`7 + 1` for the replicas of two stages."""
+    return " + ".join(map(str, replicas))
+
+
+def rows_of(value: float) -> str:
+    """`32`, or `26.7` where a batch does not divide evenly."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"

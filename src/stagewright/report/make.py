@@ -1,0 +1,103 @@
+"""Results → files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from stagewright.cluster import Cluster
+from stagewright.errors import FileError, UsageError
+from stagewright.record import Record
+from stagewright.report.cases import Failure, Results, in_order, make_cases, read_results
+from stagewright.report.page import render_page, tables_of
+from stagewright.report.summary import sentences
+from stagewright.report.tables import Table, markdown_table, markdown_text
+
+
+class ReportPaths(NamedTuple):
+    """Where a report lies, and what it says first."""
+
+    page: Path
+    markdown: Path
+    headline: str
+
+
+def make_report(
+    results: Iterable[Record] | str | Path,
+    out: str | Path,
+    *,
+    failures: Sequence[Failure] = (),
+    clusters: Sequence[Cluster] = (),
+) -> ReportPaths:
+    """Writes `report.html` and `report.md` into the folder `out`, from records or from a folder of them."""
+    folder = Path(out)
+    found = gather(results, tuple(failures), tuple(clusters))
+    page = write(folder / "report.html", render_page(found, folder))
+    markdown = write(folder / "report.md", render_markdown(found, folder))
+    return ReportPaths(page, markdown, sentences(found)[0])
+
+
+def gather(
+    results: Iterable[Record] | str | Path, failures: tuple[Failure, ...], clusters: Sequence[Cluster]
+) -> Results:
+    """Cases, failures and clusters, wherever they come from."""
+    if isinstance(results, (str, Path)):
+        read = read_results(Path(results), clusters)
+        return Results(cases=read.cases, failures=read.failures + failures, clusters=read.clusters)
+    cases = in_order(make_cases(results))
+    if not cases and not failures:
+        raise UsageError("a report needs at least one record or one failure, and none was given")
+    return Results(cases=cases, failures=failures, clusters=tuple(clusters))
+
+
+def write(path: Path, text: str) -> Path:
+    """The file, written whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(text, encoding="utf-8")
+        return part.replace(path)
+    except OSError as fault:
+        raise FileError(f"{path}: {fault.strerror}", "give a folder that can be written with --out") from None
+
+
+def render_markdown(results: Results, folder: Path | None = None) -> str:
+    """The sentence, the tables of the series, the failures, and how it was measured."""
+    first, *further = map(markdown_text, sentences(results))
+    parts = ["# Report\n", f"{first}\n", *(f"- {line}" for line in further), ""]
+    for table in tables_of(results, folder).values():
+        parts += [f"## {table.title}\n", *notes_lines(table), markdown_table(table)]
+    parts += ["## How it was measured\n", *environment_lines(results)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def notes_lines(table: Table) -> list[str]:
+    """The sentences above a table: the first as a paragraph, the others as a list."""
+    if not table.notes:
+        return []
+    return [markdown_text(table.notes[0]), "", *(f"- {markdown_text(note)}" for note in table.notes[1:]), ""]
+
+
+def environment_lines(results: Results) -> list[str]:
+    """The environments and the commands, as lists."""
+    lines = [
+        "Images a second are images really processed, over the median of the steady steps. ● was measured on real "
+        "devices, ◐ rehearsed on emulated hosts, ◇ simulated: nothing ran. ✕ failed.\n"
+    ]
+    environments = dict.fromkeys(
+        tuple(sorted(record.environment.items())) for case in results.cases for record in case.records
+    )
+    for environment in environments:
+        lines += [*(f"- {markdown_text(key)}: {markdown_text(value)}" for key, value in environment), ""]
+    commands = [" ".join(case.record.command.split()) for case in results.cases if case.record.command]
+    return [*lines, *fenced(dict.fromkeys(commands))]
+
+
+def fenced(lines: Iterable[str]) -> list[str]:
+    """Lines as a block of code that none of them can end; nothing for no lines."""
+    held = list(lines)
+    longest = max((len(run) for line in held for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(longest + 1, 3)
+    return [fence, *held, fence] if held else []

@@ -1,0 +1,148 @@
+"""The cluster as a drawing: a picture a host, its devices above the junctions that join them.
+
+┌0:0┐ ┌0:1┐ ┌0:2┐ ┌0:3┐
+  └──┬──┘     └──┬──┘
+  switch0     switch1
+     └─────┬─────┘
+          nic ── net
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from stagewright.cluster import Cluster, Host, Link
+from stagewright.report.figures import size
+
+DEVICE_WIDTH, DEVICE_HEIGHT, COLUMN, LEVEL, MARGIN, PER_ROW = 52, 40, 62, 62, 14, 8
+
+
+class Spot(NamedTuple):
+    """Where a node's middle stands."""
+
+    x: float
+    y: float
+
+
+class HostDrawing(NamedTuple):
+    """A host's picture and the words beneath it."""
+
+    title: str
+    svg: str
+    facts: tuple[str, ...]
+
+
+def draw_cluster(cluster: Cluster) -> tuple[HostDrawing, ...]:
+    """A drawing for each host; devices carry `data-device`, so that the page can put stages on them."""
+    return tuple(draw_host(host, number) for number, host in enumerate(cluster.hosts))
+
+
+def draw_host(host: Host, number: int) -> HostDrawing:
+    """One host: devices in rows, junctions beneath them, lines for links."""
+    spots = place(host)
+    width = max(spot.x for spot in spots.values()) + DEVICE_WIDTH / 2 + MARGIN
+    height = max(spot.y for spot in spots.values()) + DEVICE_HEIGHT / 2 + MARGIN
+    shape = f"width:min(100%,{width:.0f}px);min-width:min({width:.0f}px,26rem)"
+    parts = [f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="{shape}" role="img">']
+    parts.append(f"<title>host {number}</title>")
+    parts += (draw_link(link, spots) for link in host.links)
+    parts += (draw_node(name, spot, number) for name, spot in spots.items())
+    title = f"host {number}" + (f" · {host.address}" if host.address else "")
+    return HostDrawing(title, "".join([*parts, "</svg>"]), tuple(host_facts(host)))
+
+
+def place(host: Host) -> dict[str, Spot]:
+    """A spot for each device and junction: a junction stands as deep as its links are from the devices."""
+    count = len(host.devices)
+    spots = {str(index): device_spot(index) for index in range(count)}
+    base = max(spot.y for spot in spots.values())
+    for level, names in enumerate(levels(host), start=1):
+        wanted = sorted(names, key=lambda name: middle(name, host.links, spots))
+        xs = apart([middle(name, host.links, spots) for name in wanted])
+        spots |= {name: Spot(x, base + LEVEL * level) for name, x in zip(wanted, xs)}
+    return spots
+
+
+def device_spot(index: int) -> Spot:
+    """Devices stand eight to a row."""
+    x = MARGIN + DEVICE_WIDTH / 2 + COLUMN * (index % PER_ROW)
+    return Spot(x, MARGIN + DEVICE_HEIGHT / 2 + (DEVICE_HEIGHT + 16) * (index // PER_ROW))
+
+
+def levels(host: Host) -> Iterator[list[str]]:
+    """The junctions, by how many links they are away from the nearest device."""
+    known = {str(index) for index in range(len(host.devices))}
+    edges = [link.ends for link in host.links]
+    while True:
+        near = {b if a in known else a for a, b in edges if (a in known) != (b in known)}
+        if not near:
+            break
+        known |= near
+        yield sorted(near)
+    lost = {end for ends in edges for end in ends} - known
+    if lost:
+        yield sorted(lost)
+
+
+def middle(name: str, links: Sequence[Link], spots: dict[str, Spot]) -> float:
+    """The mean place of a junction's neighbours that already stand."""
+    ends = [link.ends for link in links if name in link.ends]
+    near = [spots[a if b == name else b].x for a, b in ends if (a if b == name else b) in spots]
+    return sum(near) / len(near) if near else MARGIN + DEVICE_WIDTH / 2
+
+
+def apart(xs: Sequence[float]) -> list[float]:
+    """The places, ascending, moved right where two would overlap."""
+    placed: list[float] = []
+    for x in xs:
+        placed.append(max(x, placed[-1] + COLUMN) if placed else x)
+    return placed
+
+
+def draw_link(link: Link, spots: dict[str, Spot]) -> str:
+    """A line between two nodes, or an arc above two devices; thicker where the link is faster."""
+    first, second = (spots[end] for end in link.ends)
+    thick = 1.0 if link.bytes_per_s < 2e9 else 1.8 if link.bytes_per_s < 2e10 else 2.8
+    title = f"<title>{escape(link.kind)}, {rate_text(link)}</title>"
+    shape = f"M{first.x:.1f} {first.y:.1f}L{second.x:.1f} {second.y:.1f}"
+    if first.y == second.y:
+        lift = DEVICE_HEIGHT / 2 + 10
+        shape = f"M{first.x:.1f} {first.y:.1f}Q{(first.x + second.x) / 2:.1f} {first.y - 2 * lift:.1f} "
+        shape += f"{second.x:.1f} {second.y:.1f}"
+    return f'<path class="wire" stroke-width="{thick}" d="{shape}">{title}</path>'
+
+
+def draw_node(name: str, spot: Spot, host: int) -> str:
+    """A device as a box for its stages, a junction as a pill with its name."""
+    if not name.isdecimal():
+        width = max(7.2 * len(name) + 14, 34)
+        box = f'x="{spot.x - width / 2:.1f}" y="{spot.y - 10:.1f}" width="{width:.1f}" height="20" rx="10"'
+        return f'<rect class="junction" {box}/><text class="small" x="{spot.x:.1f}" y="{spot.y + 4:.1f}">{name}</text>'
+    left, top = spot.x - DEVICE_WIDTH / 2, spot.y - DEVICE_HEIGHT / 2
+    return (
+        f'<g class="device" data-device="{host}:{name}" transform="translate({left:.1f} {top:.1f})">'
+        f'<rect class="box" width="{DEVICE_WIDTH}" height="{DEVICE_HEIGHT}" rx="6"/><g class="stages"></g>'
+        f'<text x="{DEVICE_WIDTH / 2}" y="17">{host}:{name}</text><text class="small stage-name" '
+        f'x="{DEVICE_WIDTH / 2}" y="32"></text></g>'
+    )
+
+
+def host_facts(host: Host) -> Iterator[str]:
+    """`8 × TITAN V, 11.8 GiB` for each kind of device; `PCIe 12.0 GB/s` for each kind of link."""
+    kinds = [(device.kind, device.memory_bytes) for device in host.devices]
+    for kind, memory in dict.fromkeys(kinds):
+        yield f"{kinds.count((kind, memory))} × {kind}, {size(memory)}"
+    yield from dict.fromkeys(f"{link.kind} {rate_text(link)}" for link in host.links)
+
+
+def link_facts(cluster: Cluster) -> tuple[str, ...]:
+    """The links between hosts, in words: `0:nic – net: Ethernet 1.2 GB/s`."""
+    return tuple(f"{link.ends[0]} – {link.ends[1]}: {link.kind} {rate_text(link)}" for link in cluster.links)
+
+
+def rate_text(link: Link) -> str:
+    """`12.0 GB/s`, `125 MB/s`: decimal, as network and bus rates are told."""
+    giga = link.bytes_per_s / 1e9
+    return f"{giga:.1f} GB/s" if giga >= 1 else f"{giga * 1e3:.0f} MB/s"

@@ -1,0 +1,168 @@
+"""One page that carries everything: text, tables, figures, charts and the library that draws them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from stagewright.cluster import Cluster, count, ready_made_clusters
+from stagewright.errors import StagewrightError
+from stagewright.report.cases import Case, Results
+from stagewright.report.charts import chart_data, run_data, span_limit
+from stagewright.report.comparison import find_pairs
+from stagewright.report.map import draw_cluster, link_facts
+from stagewright.report.summary import find_hero, sentences
+from stagewright.report.tables import SOURCE_MARKS, Table, case_table, pair_table, scaling_table
+
+SCRIPTS = ("base.js", "tables.js", "charts.js", "timeline.js")
+
+
+def render_page(results: Results, folder: Path | None = None) -> str:
+    """The report as one HTML file that needs nothing else and asks for nothing from anywhere."""
+    library, script = read_part("vendor/echarts.min.js"), wrap_script([read_part(f"page/{name}") for name in SCRIPTS])
+    told = sentences(results)
+    page: str = page_template().render(
+        title=title_of(results),
+        policy=security_policy(library, script),
+        style=Markup(read_part("page/page.css")),
+        library=Markup(library),
+        script=Markup(script),
+        headline=told[0],
+        further=told[1:],
+        facts=facts_of(results),
+        marks=SOURCE_MARKS,
+        tables=tables_of(results, folder),
+        runs=runs_of(results.cases),
+        drawings=drawings_of(results),
+        environments=environments_of(results.cases),
+        commands=commands_of(results),
+        failures=results.failures,
+        charts=as_json(chart_data(results.cases, find_pairs(results.cases))),
+    )
+    return page
+
+
+@cache
+def read_part(name: str) -> str:
+    """A file that comes with this package."""
+    return files("stagewright.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def page_template() -> Any:
+    """The page's template; every value is escaped unless it is marked as safe here."""
+    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
+        read_part("page/page.html")
+    )
+
+
+def wrap_script(parts: Sequence[str]) -> str:
+    """The page's scripts as one, with nothing left lying about in the window."""
+    return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();"
+
+
+def security_policy(*scripts: str) -> str:
+    """A policy under which only these scripts run, and no request leaves the page."""
+    digests = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+
+
+def as_json(plain: object) -> Markup:
+    """JSON that no text inside it can end early."""
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def title_of(results: Results) -> str:
+    """The models, in the order of their appearance."""
+    models = [*dict.fromkeys(case.plan.model for case in results.cases)] or ["no results"]
+    return ", ".join(models)
+
+
+def facts_of(results: Results) -> tuple[str, ...]:
+    """`● 4 measured cases`, `✕ 1 failed`: what the page is made from."""
+    sources = [case.source for case in results.cases]
+    told = [f"{mark} {sources.count(source)} {source}" for source, mark in SOURCE_MARKS.items() if source in sources]
+    if results.failures:
+        told.append(f"{SOURCE_MARKS['failed']} {len(results.failures)} failed")
+    runs = sum(len(case.records) for case in results.cases)
+    clusters = dict.fromkeys(case.record.cluster for case in results.cases)
+    return (count(runs, "run"), *told, *(f"on {name}" for name in clusters))
+
+
+def tables_of(results: Results, folder: Path | None) -> dict[str, Table]:
+    """The page's tables, by the section that they stand in; those without rows are left out."""
+    found = {"cases": case_table(results, folder), "scaling": scaling_table(results)}
+    pairs = find_pairs(results.cases)
+    return {**found, "pairs": pair_table(pairs)} if pairs else found
+
+
+def runs_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """A run for each case, the one that the summary is about first; each with its own block of data."""
+    hero = find_hero(cases) if cases else None
+    limit = span_limit(cases)
+    ranked = sorted(cases, key=lambda case: case is not hero)
+    drawn = [case for case in ranked if case.record.spans] + [case for case in ranked if not case.record.spans]
+    return [
+        {
+            "label": f"{SOURCE_MARKS[case.source]} {case.name} ({case.source})",
+            "cluster": case.record.cluster,
+            "data": as_json(run_data(case, limit)),
+        }
+        for case in drawn
+    ]
+
+
+def drawings_of(results: Results) -> list[dict[str, Any]]:
+    """The clusters that the cases ran on, as far as their files are known."""
+    wanted = dict.fromkeys(case.record.cluster for case in results.cases)
+    given = {cluster.name: cluster for cluster in results.clusters}
+    found = (given.get(name) or ready_made(name) for name in wanted)
+    return [
+        {"name": cluster.name, "hosts": safe_hosts(cluster), "links": link_facts(cluster), "notes": cluster.notes}
+        for cluster in found
+        if cluster is not None
+    ]
+
+
+def ready_made(name: str) -> Cluster | None:
+    """The cluster of this name that comes with the package, if there is one and it can be read."""
+    path = ready_made_clusters().get(name)
+    try:
+        return Cluster.load(path) if path else None
+    except StagewrightError:
+        # A drawing is a courtesy: a report must not fail because a cluster file is of another version.
+        return None
+
+
+def safe_hosts(cluster: Cluster) -> list[dict[str, Any]]:
+    """The hosts' drawings, which are made here and escape what they hold."""
+    drawings = draw_cluster(cluster)
+    return [{"title": drawn.title, "svg": Markup(drawn.svg), "facts": drawn.facts} for drawn in drawings]
+
+
+def environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Each environment once, with the cases that ran in it."""
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for case in cases:
+        for record in case.records:
+            names = groups.setdefault(tuple(sorted(record.environment.items())), [])
+            label = f"{SOURCE_MARKS[case.source]} {case.name}"
+            names.extend([label] if label not in names else [])
+    return [{"facts": facts, "cases": names} for facts, names in groups.items() if facts]
+
+
+def commands_of(results: Results) -> list[Mapping[str, str]]:
+    """The command of each case, failed ones included."""
+    pairs = [(f"{SOURCE_MARKS[case.source]} {case.name}", case.record.command) for case in results.cases]
+    pairs += [(f"{SOURCE_MARKS['failed']} {failure.name}", failure.command) for failure in results.failures]
+    return [{"name": name, "command": command} for name, command in pairs if command]

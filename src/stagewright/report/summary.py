@@ -1,0 +1,93 @@
+"""The results in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stagewright.cluster import count
+from stagewright.report.cases import SOURCES, Case, Results, strategy
+from stagewright.report.comparison import AS_PREDICTED, differences, families, find_prediction
+from stagewright.report.figures import percent, plus, rate, times
+
+VERBS = {
+    "measured": "trains",
+    "rehearsed": "trains, rehearsed on emulated hosts,",
+    "simulated": "would train, by simulation,",
+}
+
+
+def sentences(results: Results) -> tuple[str, ...]:
+    """One sentence for each model, data and precision; the strongest evidence and the largest gain first."""
+    if not results.cases:
+        return (f"{count(len(results.failures), 'case')} failed, and none gave a result.",)
+    told = [(find_hero(family), family) for family in families(results.cases)]
+    told.sort(key=lambda pair: (SOURCES.index(pair[0].source), -gain(*pair)))
+    return tuple(sentence(hero, family, results.cases) for hero, family in told)
+
+
+def find_hero(family: Sequence[Case]) -> Case:
+    """The case a sentence is about: of the strongest evidence, the fastest with stages, or the fastest."""
+    best = min(SOURCES.index(case.source) for case in family)
+    strong = [case for case in family if SOURCES.index(case.source) == best]
+    staged = [case for case in strong if len(case.plan.stages) > 1]
+    return max(staged or strong, key=lambda case: case.images_per_s)
+
+
+def find_rival(hero: Case, family: Sequence[Case]) -> Case | None:
+    """Data parallelism over as many devices, or one device; with the least that differs."""
+    others = [case for case in family if case.source == hero.source and case is not hero]
+    peers = [case for case in others if strategy(case.plan) == "data parallel" and case.num_devices == hero.num_devices]
+    single = [case for case in others if strategy(case.plan) == "one device"]
+    pool = peers if len(hero.plan.stages) > 1 and peers else single
+    return min(pool, key=lambda case: (len(differences(hero, case)), -case.images_per_s), default=None)
+
+
+def gain(hero: Case, family: Sequence[Case]) -> float:
+    """How many times as fast the hero is as its rival; 0 without one."""
+    rival = find_rival(hero, family)
+    return 0.0 if rival is None else hero.images_per_s / rival.images_per_s
+
+
+def sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case]) -> str:
+    """`VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,488 against 702 images/s …`"""
+    rival = find_rival(hero, family)
+    device = "device" if hero.num_devices == 1 else "devices"
+    start = f"{hero.plan.model} over {plus(hero.plan.replicas)} {device} {VERBS[hero.source]}"
+    if rival is None:
+        told = f"at {rate(hero.images_per_s)} images/s{median_of(hero)}"
+    else:
+        told = f"{against(hero, rival)} ({rate(hero.images_per_s)} against {rate(rival.images_per_s)} images/s"
+        told += f"{median_of(hero, comma=True)}{though(hero, rival)})"
+    return f"{start} {told}{prophecy(hero, cases)}."
+
+
+def against(hero: Case, rival: Case) -> str:
+    """`2.1 × as fast as data parallelism`; runs whose spreads overlap are not told apart."""
+    name = "one device" if strategy(rival.plan) == "one device" else "data parallelism"
+    if min(hero.rates) <= max(rival.rates) and min(rival.rates) <= max(hero.rates):
+        return f"as fast as {name} to within the spread"
+    return f"{times(hero.images_per_s / rival.images_per_s)} as fast as {name}"
+
+
+def median_of(case: Case, *, comma: bool = False) -> str:
+    """`, median of 7` or ` (median of 7)`; nothing for a single run."""
+    if len(case.records) == 1:
+        return ""
+    text = f"median of {len(case.records)}"
+    return f", {text}" if comma else f" ({text})"
+
+
+def though(hero: Case, rival: Case) -> str:
+    """What differs between the two works, where something does."""
+    found = differences(hero, rival)
+    return f"; not the same work: {', '.join(found)}" if found else ""
+
+
+def prophecy(hero: Case, cases: Sequence[Case]) -> str:
+    """`, as predicted (1,501)`, or how far off the prediction was; nothing where there was none."""
+    predicted = find_prediction(hero, cases)
+    if predicted is None or predicted.record.cluster != hero.record.cluster:
+        return ""
+    error = predicted.images_per_s / hero.images_per_s - 1
+    told = rate(predicted.images_per_s)
+    return f", as predicted ({told})" if abs(error) <= AS_PREDICTED else f"; predicted were {told} ({percent(error)})"

@@ -1,0 +1,315 @@
+"""The tables of a report, made once and shown twice: on the page and in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os.path import relpath
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from stagewright.record import DeviceUse
+from stagewright.report.cases import Case, Failure, Results, Work, log_of, strategy, work_key
+from stagewright.report.comparison import (
+    Pair,
+    differences,
+    families,
+    find_base,
+    work_sign,
+    work_text,
+    works,
+)
+from stagewright.report.figures import GAP, percent, rate, rows_of, seconds, size, span_of, times
+
+SOURCE_MARKS: Mapping[str, str] = {"measured": "●", "rehearsed": "◐", "simulated": "◇", "failed": "✕"}
+"""A shape beside the word, so that no one has to tell rows apart by colour."""
+
+
+class Cell(NamedTuple):
+    """One figure or word, what it sorts by, and what stands small beneath it."""
+
+    text: str
+    sort: float | str = ""
+    note: str = ""
+    href: str = ""
+
+
+class Row(NamedTuple):
+    """The cells of one case; `kind` is its source, or `failed`, and then there is a reason."""
+
+    kind: str
+    cells: tuple[Cell, ...]
+    reason: str = ""
+
+
+class Column(NamedTuple):
+    """A heading, and the side its cells lean to."""
+
+    title: str
+    align: Literal["left", "right"] = "left"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Headings and rows, with the sentences that must be read with them."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+
+EMPTY = Cell(GAP, -1.0)
+
+
+def number(value: float, text: str, note: str = "") -> Cell:
+    """A cell that sorts by its value."""
+    return Cell(text, value, note)
+
+
+def word(text: str, note: str = "") -> Cell:
+    """A cell that sorts by its text."""
+    return Cell(text or GAP, text.lower(), note)
+
+
+def source_cell(kind: str) -> Cell:
+    """`● measured`: a mark and a word."""
+    return word(f"{SOURCE_MARKS[kind]} {kind}")
+
+
+CASE_COLUMNS = (
+    Column("case"),
+    Column("source"),
+    Column("work"),
+    Column("type"),
+    Column("data"),
+    Column("stages"),
+    Column("static order"),
+    Column("images/s", "right"),
+    Column("step", "right"),
+    Column("memory first / last stage", "right"),
+    Column("epoch time", "right"),
+    Column("limited by"),
+    Column("log"),
+)
+
+
+def case_table(results: Results, folder: Path | None = None) -> Table:
+    """Every case a row: type, data, stages, order, throughput with its spread, memory, epoch, log."""
+    known = works(results.cases)
+    signs = {work: work_sign(index) for index, work in enumerate(known)}
+    rows = [case_row(case, signs[work_key(case.record)], folder) for case in results.cases]
+    rows += [failure_row(failure, CASE_COLUMNS) for failure in results.failures]
+    return Table(title="All cases", columns=CASE_COLUMNS, rows=tuple(rows), notes=work_notes(known, signs))
+
+
+EPOCH_NOTE = "An epoch's time is that of the images named beneath it, computed from the median step."
+
+
+def work_notes(known: Sequence[Work], signs: Mapping[Work, str]) -> tuple[str, ...]:
+    """The warning that rows of different letters are not to be set against one another, and what the letters mean."""
+    if len(known) < 2:
+        return tuple(f"All rows do the same work: {work_text(work)}. {EPOCH_NOTE}" for work in known)
+    head = "These rows do different work. Compare images/s and times only among rows of the same letter:"
+    return head, *(f"{signs[work]}: {work_text(work)}" for work in known), EPOCH_NOTE
+
+
+def case_row(case: Case, sign: str, folder: Path | None) -> Row:
+    """One case as a row."""
+    plan, record = case.plan, case.record
+    cells = (
+        word(case.name, "; ".join(record.notes)),
+        source_cell(case.source),
+        word(sign),
+        word(strategy(plan), f"K = {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
+        word(record.data),
+        word("-".join(map(str, plan.replicas)), plan.placement),
+        word("no" if plan.policy == "dynamic" else "yes", plan.policy),
+        number(case.images_per_s, rate(case.images_per_s), spread_text(case)),
+        number(case.step_s, seconds(case.step_s)),
+        memory_cell(case),
+        epoch_cell(case),
+        word(record.limit),
+        log_cell(case, folder),
+    )
+    return Row(case.source, cells)
+
+
+def spread_text(case: Case) -> str:
+    """`1,466–1,495 in 7 runs`, or how many steps a single run has."""
+    if len(case.records) > 1:
+        return f"{span_of(case.rates)} in {len(case.records)} runs"
+    steps = len(case.record.step_s)
+    return f"1 run, {steps:,} step{'s' * (steps != 1)}"
+
+
+def memory_cell(case: Case) -> Cell:
+    """The peaks of the fullest device of the first and the last stage, and what their drivers showed."""
+    uses = [use for use in outer_uses(case) if use is not None]
+    if not uses:
+        return EMPTY
+    driver = [use.driver_bytes for use in uses if use.driver_bytes]
+    return number(uses[0].peak_bytes, memory_text(case), f"driver {short_sizes(driver)}" if driver else "")
+
+
+def epoch_cell(case: Case) -> Cell:
+    """Up to three repetitions' epochs, or their median and range; always with the images that an epoch covers."""
+    times_s = case.epochs_s
+    if not times_s:
+        return EMPTY
+    covers = f"{case.record.epoch_images:,} images"
+    middle = sorted(times_s)[len(times_s) // 2]
+    if len(times_s) <= 3:
+        return number(middle, " · ".join(map(seconds, times_s)), covers)
+    return number(middle, seconds(middle), f"{seconds(min(times_s))} to {seconds(max(times_s))}; {covers}")
+
+
+def log_cell(case: Case, folder: Path | None) -> Cell:
+    """A link to the log of the repetition that stands for the case."""
+    path = log_of(case.files[case.records.index(case.record)])
+    if path is None:
+        return word("")
+    shown = relpath(path, folder) if folder else str(path)
+    return Cell(path.name, path.name, href=Path(shown).as_posix())
+
+
+def failure_row(failure: Failure, columns: Sequence[Column]) -> Row:
+    """A case that failed, with its reason where the figures would stand."""
+    told = {"case": word(failure.name), "source": Cell("✕ failed", "failed", f"was to be {failure.source}")}
+    told |= {"stages": word(failure.placement), "limited by": word(failure.reason), "model": word(failure.model)}
+    told |= {"against": word(failure.reason)}
+    return Row("failed", tuple(told.get(column.title, EMPTY) for column in columns), failure.reason)
+
+
+SCALING_COLUMNS = (
+    Column("case"),
+    Column("source"),
+    Column("model"),
+    Column("num_nodes", "right"),
+    Column("gpu_num_per_node", "right"),
+    Column("batch_size_per_device", "right"),
+    Column("precision"),
+    Column("throughput", "right"),
+    Column("speedup", "right"),
+    Column("against"),
+)
+
+
+def scaling_table(results: Results) -> Table:
+    """Hosts, devices, rows a device, throughput, and speedup against the smallest run of the same kind."""
+    rows = [scaling_row(case, family) for family in families(results.cases) for case in family]
+    rows += [failure_row(failure, SCALING_COLUMNS) for failure in results.failures]
+    notes = (
+        "Throughput is images really processed, over the median step. A speedup is told only against a run with the "
+        "same model, data, precision and source; what else differs stands beneath it.",
+    )
+    return Table(title="Scaling", columns=SCALING_COLUMNS, rows=tuple(rows), notes=notes)
+
+
+def scaling_row(case: Case, family: Sequence[Case]) -> Row:
+    """One case as a row of the scaling table."""
+    hosts = per_host(case)
+    even = str(hosts[0]) if len(set(hosts)) == 1 else ", ".join(map(str, hosts))
+    base = find_base(case, family)
+    cells = (
+        word(case.name),
+        source_cell(case.source),
+        word(case.plan.model),
+        number(len(hosts), str(len(hosts))),
+        number(max(hosts), even),
+        number(case.rows_per_device, rows_of(case.rows_per_device), f"batch {case.plan.batch:,}"),
+        word(case.record.precision),
+        number(case.images_per_s, f"{rate(case.images_per_s)} images/s"),
+        EMPTY if base is None else number(speedup(case, base), times(speedup(case, base))),
+        word("") if base is None else word("itself" if base is case else base.name, "; ".join(differences(case, base))),
+    )
+    return Row(case.source, cells)
+
+
+def per_host(case: Case) -> tuple[int, ...]:
+    """How many devices of each host the plan uses."""
+    hosts = [device.host for device in case.plan.devices]
+    return tuple(hosts.count(host) for host in sorted(set(hosts)))
+
+
+def speedup(case: Case, base: Case) -> float:
+    """How many times as fast a case is as its base."""
+    return case.images_per_s / base.images_per_s
+
+
+PAIR_COLUMNS = (
+    Column("case"),
+    Column("held against"),
+    Column("predicted", "right"),
+    Column("found", "right"),
+    Column("error", "right"),
+    Column("memory predicted", "right"),
+    Column("memory found", "right"),
+    Column("memory error", "right"),
+)
+
+
+def pair_table(pairs: Sequence[Pair]) -> Table:
+    """Each prediction beside what a rehearsal or a measurement found."""
+    notes = ("The error is (predicted − found) / found. Memory is first / last stage, its error that of the peak.",)
+    rows = tuple(Row(pair.found.source, pair_cells(pair)) for pair in pairs)
+    return Table(title="Predicted against measured", columns=PAIR_COLUMNS, rows=rows, notes=notes)
+
+
+def pair_cells(pair: Pair) -> tuple[Cell, ...]:
+    """A pair's figures; what makes it less than fair stands beneath the name."""
+    predicted, found, memory = pair.predicted, pair.found, pair.memory_error
+    doubts = [] if pair.same_cluster else [f"predicted for {predicted.record.cluster}, run on {found.record.cluster}"]
+    doubts += [] if pair.same_plan else ["the two plans differ"]
+    return (
+        word(found.name, "; ".join(doubts)),
+        source_cell(found.source),
+        number(predicted.images_per_s, f"{rate(predicted.images_per_s)} images/s", seconds(predicted.step_s)),
+        number(found.images_per_s, f"{rate(found.images_per_s)} images/s", seconds(found.step_s)),
+        number(pair.rate_error, percent(pair.rate_error)),
+        word(memory_text(predicted)),
+        word(memory_text(found)),
+        EMPTY if memory is None else number(memory, percent(memory)),
+    )
+
+
+def memory_text(case: Case) -> str:
+    """`6.9 / 3.1 GiB`: the first and the last stage, or one figure for one stage."""
+    return short_sizes([use.peak_bytes for use in outer_uses(case) if use is not None]) or GAP
+
+
+def short_sizes(values: Sequence[int]) -> str:
+    """Sizes with their unit once, where they share it: `6.9 / 3.1 GiB`."""
+    texts = [size(value).split(" ") for value in values]
+    if len({unit for _, unit in texts}) == 1:
+        return " / ".join(figure for figure, _ in texts) + f" {texts[0][1]}"
+    return " / ".join(" ".join(text) for text in texts)
+
+
+def outer_uses(case: Case) -> tuple[DeviceUse | None, ...]:
+    """What the fullest devices of the first and the last stage held; one where there is one stage."""
+    return (case.stage_uses[0], case.stage_uses[-1])[: len(case.plan.stages)]
+
+
+def markdown_table(table: Table) -> str:
+    """The table in Markdown; notes stand in brackets behind their figure, and nothing in a cell breaks the row."""
+    heads = " | ".join(markdown_text(column.title) for column in table.columns)
+    rules = " | ".join("---:" if column.align == "right" else "---" for column in table.columns)
+    lines = [f"| {heads} |", f"| {rules} |"]
+    lines += ("| " + " | ".join(map(markdown_cell, row.cells)) + " |" for row in table.rows)
+    return "\n".join(lines) + "\n"
+
+
+def markdown_cell(cell: Cell) -> str:
+    """`1,488 (1,466–1,495 in 7 runs)`."""
+    text = markdown_text(cell.text)
+    if cell.href:
+        text = f"[{text}](<{cell.href.replace('<', '%3C').replace('>', '%3E').replace('|', '%7C')}>)"
+    return f"{text} ({markdown_text(cell.note)})" if cell.note else text
+
+
+def markdown_text(text: str) -> str:
+    """Text that Markdown shows as it is: no HTML, no links, no new cells or lines."""
+    escaped = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,162 @@
+"""Spans as rows and lanes: what the page, the terminal, the pictures and the trace viewer all draw.
+
+worker 0 │ compute        F0 ─ F1 ── B0 ─── U        one lane: a worker computes one thing at a time
+         │ communication     SF ─ SF    RB           up to three lanes: transfers and reductions overlap
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from stagewright.record import Record, Span
+from stagewright.schedule import Action, Kind
+
+NUM_COMMUNICATION_LANES = 3
+ACTION_KINDS = frozenset(Kind)
+
+
+class Family(NamedTuple):
+    """Kinds of actions that are drawn alike."""
+
+    name: str
+    kinds: tuple[str, ...]
+    colour: str
+    """Told apart under protanopia, deuteranopia and tritanopia, on white and on black; a test computes it."""
+    mark: str
+    """What stands for it in a terminal, where colour may be missing."""
+
+
+FAMILIES = (
+    Family("forward", ("F",), "#2f7fd0", "█"),
+    Family("backward", ("B", "I", "W"), "#f08a24", "▓"),
+    Family("update", ("U", "V", "D"), "#b3368f", "▌"),
+    Family("transfer", ("SF", "RF", "SB", "RB"), "#0f9d7a", "─"),
+    Family("reduction", ("G", "A"), "#7a5c2e", "═"),
+    Family("loading", ("data",), "#8e8e99", "░"),
+)
+COMPUTE_FAMILIES = ("forward", "backward", "update")
+IDLE_MARK = "·"
+
+WORDS: Mapping[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, gradients of the inputs",
+    "W": "backward, gradients of the weights",
+    "SF": "sending activations",
+    "RF": "receiving activations",
+    "SB": "sending gradients",
+    "RB": "receiving gradients",
+    "G": "reducing gradients",
+    "A": "agreement of all workers",
+    "U": "update of the weights",
+    "V": "switch to the new weights",
+    "D": "release of old weights",
+    "data": "loading data",
+}
+"""What each kind of action is called when a person asks."""
+
+
+def family_of(kind: str) -> Family:
+    """The family of a kind of action; what is unknown is drawn as loading is."""
+    return next((family for family in FAMILIES if kind in family.kinds), FAMILIES[-1])
+
+
+def is_compute(span: Span) -> bool:
+    """Whether a span stands in the compute lane."""
+    return family_of(span.kind).name in COMPUTE_FAMILIES
+
+
+def action_text(span: Span) -> str:
+    """The action as schedules write it: `F0.3`, `SF0.3>5`, `U1`; the batch is told apart."""
+    if span.kind not in ACTION_KINDS:
+        return span.kind
+    return str(Action(Kind(span.kind), span.stage, 0, span.microbatch, span.peer))
+
+
+def lanes(spans: Sequence[Span]) -> tuple[int, ...]:
+    """A lane for each span: 0 computes, 1 … 3 communicate, each span in the first lane that is free.
+
+    More overlap than there are lanes falls into the last one.
+    """
+    free: dict[tuple[int, int], float] = {}
+    chosen = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda index: spans[index].start_s):
+        span = spans[index]
+        if is_compute(span):
+            continue
+        open_lanes = (lane for lane in LANE_RANGE if free.get((span.worker, lane), span.start_s) <= span.start_s)
+        lane = next(open_lanes, NUM_COMMUNICATION_LANES)
+        free[span.worker, lane] = max(span.stop_s, free.get((span.worker, lane), 0.0))
+        chosen[index] = lane
+    return tuple(chosen)
+
+
+LANE_RANGE = range(1, NUM_COMMUNICATION_LANES + 1)
+
+
+class Window(NamedTuple):
+    """A stretch of time."""
+
+    start_s: float
+    stop_s: float
+
+
+def whole(spans: Iterable[Span]) -> Window:
+    """From the first start to the last stop."""
+    edges = [(span.start_s, span.stop_s) for span in spans]
+    return Window(min(start for start, _ in edges), max(stop for _, stop in edges))
+
+
+def one_step(spans: Sequence[Span]) -> Window:
+    """From the start to the end of the batch in the middle: a step in the steady state."""
+    batches = sorted({span.batch for span in spans if is_compute(span)} or {span.batch for span in spans})
+    middle = batches[len(batches) // 2]
+    return whole(span for span in spans if span.batch == middle)
+
+
+def inside(spans: Iterable[Span], window: Window) -> tuple[Span, ...]:
+    """The spans that a window touches."""
+    return tuple(span for span in spans if span.stop_s > window.start_s and span.start_s < window.stop_s)
+
+
+def thin(spans: Sequence[Span], limit: int) -> tuple[Span, ...]:
+    """At most about `limit` spans: whole batches around the middle one, so that what remains is complete."""
+    if len(spans) <= limit:
+        return tuple(spans)
+    batches = sorted({span.batch for span in spans})
+    middle = batches[len(batches) // 2]
+    ranked = sorted(batches, key=lambda batch: abs(batch - middle))
+    sizes = dict.fromkeys(batches, 0)
+    for span in spans:
+        sizes[span.batch] += 1
+    kept, total = set(ranked[:1]), sizes[middle]
+    for batch in ranked[1:]:
+        total += sizes[batch]
+        if total > limit:
+            break
+        kept.add(batch)
+    return tuple(span for span in spans if span.batch in kept)
+
+
+def row_names(record: Record) -> tuple[str, ...]:
+    """For each worker its device and stages: `0:7 · stage 1`."""
+    names = []
+    for worker, device in enumerate(record.plan.devices):
+        stages = [str(stage) for stage, workers in enumerate(record.plan.workers) if worker in workers]
+        names.append(f"{device} · stage {'+'.join(stages)}")
+    return tuple(names)
+
+
+def busy_shares(record: Record) -> tuple[float | None, ...]:
+    """For each worker the share of time in which it computed, as the record says, or as its spans do."""
+    told = {use.device: use.busy_share for use in record.devices}
+    shares = [told.get(str(device)) for device in record.plan.devices]
+    if record.spans and None in shares:
+        window = whole(record.spans)
+        length = window.stop_s - window.start_s
+        sums = [0.0] * len(shares)
+        for span in filter(is_compute, record.spans):
+            sums[span.worker] += span.stop_s - span.start_s
+        shares = [min(total / length, 1.0) if share is None and length else share for share, total in zip(shares, sums)]
+    return tuple(shares)

@@ -1,0 +1,1 @@
+"""Real training over uneven stages: workers that run their orders."""

@@ -1,0 +1,99 @@
+"""Spans: when each action ran, by the host's clock or by events on the card."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from stagewright.record import Span
+from stagewright.schedule import Action
+
+
+class Clock:
+    """Notes when actions start and stop while it is on; costs nothing while it is off."""
+
+    def __init__(self, worker: int, device: torch.device, offset_s: float = 0.0) -> None:
+        self.worker = worker
+        self.on = False
+        self.offset_s = offset_s
+        """What to add to this host's clock to get worker 0's."""
+        self._spans: list[Span] = []
+        self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+        self._zero: tuple[torch.cuda.Event, float] | None = None
+
+    def start(self) -> None:
+        """Begins to note spans."""
+        self.on = True
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            event = new_event()
+            event.record()
+            event.synchronize()
+            self._zero = (event, time.perf_counter())
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        """Notes the time between entering and leaving, on the card for a card."""
+        if not self.on:
+            yield
+            return
+        if self._is_cuda:
+            first, last = (new_event() for _ in range(2))
+            first.record()
+            yield
+            last.record()
+            self._events.append((action, first, last))
+            return
+        start = time.perf_counter()
+        yield
+        self.add(action, start, time.perf_counter())
+
+    def mark(self) -> None:
+        """Notes that a step is over: a moment on the host, or on the card's stream."""
+        if self._is_cuda:
+            event = new_event()
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def step_s(self) -> list[float]:
+        """Seconds between the marks."""
+        if not self._is_cuda:
+            stamps = [mark for mark in self._marks if isinstance(mark, float)]
+            return [later - before for before, later in pairwise(stamps)]
+        torch.cuda.synchronize()
+        events = [mark for mark in self._marks if not isinstance(mark, float)]
+        return [before.elapsed_time(later) / 1e3 for before, later in pairwise(events)]
+
+    def add(self, action: Action, start_s: float, stop_s: float) -> None:
+        """Notes an action whose times are known."""
+        peer = action.peer
+        self._spans.append(
+            Span(
+                self.worker, action.kind.value, action.stage, action.batch, action.microbatch,
+                start_s + self.offset_s, stop_s + self.offset_s, peer,
+            )
+        )  # fmt: skip
+
+    def spans(self) -> list[Span]:
+        """All spans noted, in the order they started."""
+        if self._events and self._zero is not None:
+            torch.cuda.synchronize()
+            zero, host_s = self._zero
+            for action, first, last in self._events:
+                start, stop = (host_s + zero.elapsed_time(event) / 1e3 for event in (first, last))
+                self.add(action, start, stop)
+            self._events.clear()
+        return sorted(self._spans, key=lambda span: span.start_s)
+
+
+def new_event() -> torch.cuda.Event:
+    """An event that keeps the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

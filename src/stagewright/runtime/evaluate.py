@@ -1,0 +1,73 @@
+"""Evaluation through the same stages: forward only, batches of any size, the newest weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.plan import Plan
+from stagewright.runtime.feed import Feed
+from stagewright.runtime.worker import Worker
+from stagewright.schedule import Kind, Schedule
+from stagewright.scheduling import make_schedule
+
+FORWARD_ONLY = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
+
+
+def forward_schedule(plan: Plan, rows: int) -> Schedule:
+    """The forwards and transfers of a batch of `rows` rows over the plan's stages."""
+    stages = tuple(replace(stage, versions=1) for stage in plan.stages)
+    microbatches = min(plan.num_microbatches, rows)
+    policy = "1f1b" if plan.policy == "dynamic" else plan.policy
+    whole = make_schedule(
+        replace(plan, stages=stages, batch=rows, num_microbatches=microbatches, policy=policy, hold=None)
+    )
+    orders = tuple(tuple(action for action in order if action.kind in FORWARD_ONLY) for order in whole.orders)
+    return replace(whole, orders=orders)
+
+
+@torch.no_grad()
+def evaluate(worker: Worker, feed: Feed, num_rows: int, batch: int) -> Tensor:
+    """Loss and metric over all rows, as means; every worker gets them."""
+    share_buffers(worker)
+    total: Tensor | None = None
+    for module in worker.current_modules():
+        module.eval()
+    sizes = [(batch, num_rows // batch)] + ([(num_rows % batch, 1)] if num_rows % batch else [])
+    done = 0
+    for rows, num_batches in sizes:
+        if num_batches:
+            sums = run_forward(worker, feed, rows, num_batches, done)
+            total = sums if total is None else total + sums
+            done += num_batches
+    for module in worker.current_modules():
+        module.train()
+    if total is None:
+        raise ValueError("evaluation needs at least one row")
+    return total / num_rows
+
+
+def run_forward(worker: Worker, feed: Feed, rows: int, num_batches: int, first_batch: int) -> Tensor:
+    """The sums of loss and metric over some batches of one size."""
+    helper = worker.for_evaluation(forward_schedule(worker.plan, rows), feed)
+    helper.run(num_batches, first_batch)
+    width = 1 + (worker.num_metrics if worker.metric else 0)
+    sums = torch.zeros(width, dtype=torch.float64)
+    for figures in helper.figures.values():
+        sums += figures.cpu()
+    if worker.world.control is not None:
+        dist.all_reduce(sums, group=worker.world.control)
+    return sums
+
+
+def share_buffers(worker: Worker) -> None:
+    """Gives every replica the first replica's buffers: running statistics follow each replica's own rows."""
+    for here in worker.hosted.values():
+        group = here.reducer.group
+        if group is not None:
+            source = worker.plan.workers[here.stage][0]
+            for buffer in here.weights.modules[0].buffers():
+                dist.broadcast(buffer, source, group=group)

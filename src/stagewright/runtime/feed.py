@@ -1,0 +1,75 @@
+"""Where rows come from: any worker can ask for any rows of any batch, and every worker gets the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stagewright.models import TensorSpec
+
+
+class Feed(Protocol):
+    """Rows of batches, by number."""
+
+    def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        """The model's inputs for rows start … stop − 1 of a batch."""
+
+    def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        """The loss's targets for the same rows."""
+
+
+class FunctionFeed:
+    """Rows from a function of (batch, start, stop) that returns (inputs, targets)."""
+
+    def __init__(self, rows: Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+        self._rows = rows
+
+    def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return self._rows(batch, start, stop)[0]
+
+    def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return self._rows(batch, start, stop)[1]
+
+
+class SyntheticFeed:
+    """Random rows that are made once, on the device, and served for every batch."""
+
+    def __init__(
+        self, inputs: Sequence[TensorSpec], targets: Sequence[TensorSpec], *,
+        num_classes: int, seed: int, device: torch.device, channels_last: bool = False,
+    ) -> None:  # fmt: skip
+        self._specs = {"inputs": tuple(inputs), "targets": tuple(targets)}
+        self._num_classes, self._seed, self._device = num_classes, seed, device
+        self._channels_last = channels_last
+        self._made: dict[tuple[str, int, int], list[Tensor]] = {}
+
+    def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return self._get("inputs", start, stop)
+
+    def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return self._get("targets", start, stop)
+
+    def _get(self, which: str, start: int, stop: int) -> list[Tensor]:
+        key = (which, start, stop)
+        if key not in self._made:
+            rows = [self._row(which, row) for row in range(start, stop)]
+            tensors = [torch.stack(parts).to(self._device) for parts in zip(*rows)]
+            self._made[key] = [self._laid_out(tensor) for tensor in tensors]
+        return self._made[key]
+
+    def _row(self, which: str, row: int) -> list[Tensor]:
+        # Each row has a generator of its own, so that it does not depend on who asks for which range.
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + row * 2 + (which == "targets"))
+        return [self._values(spec, generator) for spec in self._specs[which]]
+
+    def _values(self, spec: TensorSpec, generator: torch.Generator) -> Tensor:
+        if spec.dtype.is_floating_point:
+            return torch.randn(spec.shape_per_row, generator=generator).to(spec.dtype)
+        return torch.randint(self._num_classes, spec.shape_per_row, generator=generator, dtype=spec.dtype)
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
+        layout = torch.channels_last if self._channels_last and tensor.dim() == 4 else torch.contiguous_format
+        return tensor.contiguous(memory_format=layout)

@@ -1,0 +1,69 @@
+"""The flight recorder: each worker's last actions, in a file that outlives it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import time
+from pathlib import Path
+
+from stagewright.schedule import Action, Kind
+
+ENTRY = struct.Struct("<dBhiih")
+"""time, kind, stage, batch, microbatch, peer"""
+NUM_ENTRIES = 64
+KINDS = list(Kind)
+
+
+class Flight:
+    """Notes actions in a ring of fixed size; a note costs about a microsecond and survives `kill -9`."""
+
+    def __init__(self, folder: Path, worker: int) -> None:
+        self._file = path_of(folder, worker).open("w+b")
+        self._file.truncate(8 + ENTRY.size * NUM_ENTRIES)
+        self._map = mmap.mmap(self._file.fileno(), 0)
+        self._count = 0
+
+    def note(self, action: Action) -> None:
+        """Notes that an action begins."""
+        kind, stage, batch, microbatch, peer = action
+        place = 8 + ENTRY.size * (self._count % NUM_ENTRIES)
+        entry = (time.time(), KINDS.index(kind), stage, batch & 0x7FFFFFFF, microbatch, peer)
+        ENTRY.pack_into(self._map, place, *entry)
+        self._count += 1
+        struct.pack_into("<q", self._map, 0, self._count)
+
+    def close(self) -> None:
+        """Lets the file go."""
+        self._map.close()
+        self._file.close()
+
+
+def path_of(folder: Path, worker: int) -> Path:
+    """The file of one worker's recorder."""
+    return folder / f"worker-{worker}.flight"
+
+
+def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
+    """A worker's last actions with their times, oldest first; empty where there is no readable file."""
+    try:
+        raw = path_of(folder, worker).read_bytes()
+    except OSError:
+        return []
+    if len(raw) != 8 + ENTRY.size * NUM_ENTRIES:
+        return []
+    (count,) = struct.unpack_from("<q", raw)
+    entries = []
+    for number in range(max(0, count - NUM_ENTRIES), count):
+        when, kind, stage, batch, microbatch, peer = ENTRY.unpack_from(raw, 8 + ENTRY.size * (number % NUM_ENTRIES))
+        if kind < len(KINDS):
+            entries.append((when, Action(KINDS[kind], stage, batch, microbatch, peer)))
+    return entries
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes a small JSON file whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(value), encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,158 @@
+"""A replica of a stage together with its weights, its reduction and the rows it exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.models import Layered, StageModule, TensorSpec
+from stagewright.plan import Plan, Share
+from stagewright.runtime.batch_norm import synchronize_batch_norm
+from stagewright.runtime.reduce import Reducer
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
+from stagewright.runtime.weights import OptimizerMaker, Weights
+from stagewright.runtime.world import World
+
+
+class Outbox:
+    """Tensors by microbatch, each kept until everyone who needs rows of it has taken them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, tuple[list[Tensor], int]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
+
+    def put(self, key: Key, tensors: list[Tensor], num_takers: int) -> None:
+        """Keeps tensors for a number of takers."""
+        if num_takers:
+            self._kept[key] = (tensors, num_takers)
+
+    def take(self, key: Key, num_takers: int = 1) -> list[Tensor]:
+        """The tensors; forgotten once the last taker has them."""
+        tensors, left = self._kept.pop(key)
+        if left > num_takers:
+            self._kept[key] = (tensors, left - num_takers)
+        return tensors
+
+
+@dataclass
+class Hosted:
+    """What a worker keeps for one of its stages."""
+
+    stage: int
+    replica: int
+    plan: Plan
+    runner: StageRunner
+    weights: Weights
+    reducer: Reducer
+    activations: dict[Key, Parcel] = field(default_factory=dict)
+    """Inputs on their way, by microbatch."""
+    gradients: dict[Key, Parcel] = field(default_factory=dict)
+    """Gradients of the outputs on their way."""
+    made: Outbox = field(default_factory=lambda: Outbox())
+    """Outputs that the stage after has yet to take."""
+    returned: Outbox = field(default_factory=lambda: Outbox())
+    """Gradients of the inputs that the stage before has yet to take."""
+    reduced: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """Reduced gradients of batches that wait for their update."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """How many backwards of a batch are still to come."""
+    _shares: dict[int, Share | None] = field(default_factory=dict)
+    _partners: dict[tuple[int, int], dict[int, tuple[int, int]]] = field(default_factory=dict)
+
+    @cached_property
+    def num_backwards(self) -> int:
+        """How many microbatches of a batch this replica has rows of."""
+        return sum(self.share(microbatch) is not None for microbatch in range(self.plan.num_microbatches))
+
+    def share(self, microbatch: int) -> Share | None:
+        """The rows of a microbatch that are this replica's, or None where it has none."""
+        if microbatch not in self._shares:
+            shares = self.plan.shares(self.stage, microbatch)
+            self._shares[microbatch] = next((share for share in shares if share.replica == self.replica), None)
+        return self._shares[microbatch]
+
+    def partners(self, other: int, microbatch: int) -> dict[int, tuple[int, int]]:
+        """The workers with which this replica shares rows of a microbatch in stage `other`, with these rows.
+
+        The rows are counted from the first one that this replica has.
+        """
+        found, mine = self._partners.get((other, microbatch)), self.share(microbatch)
+        if found is None and mine is not None:
+            workers, shares = self.plan.workers[other], self.plan.shares(other, microbatch)
+            common = {workers[share.replica]: overlap(mine, share) for share in shares}
+            found = self._partners[other, microbatch] = {
+                worker: (rows[0] - mine.start, rows[1] - mine.start) for worker, rows in common.items() if rows
+            }
+        return found or {}
+
+
+def overlap(one: Share, other: Share) -> tuple[int, int] | None:
+    """The rows that two shares have in common, or None."""
+    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+    return (start, stop) if start < stop else None
+
+
+def host_stages(
+    plan: Plan, layered: Layered, world: World, settings: Settings, make_optimizer: OptimizerMaker
+) -> dict[int, Hosted]:
+    """The stages that the plan puts on this worker, ready to run. All workers must call it, for the groups."""
+    hosted: dict[int, Hosted] = {}
+    first = 0
+    for number, stage in enumerate(plan.stages):
+        last = first + len(stage.layers)
+        group = world.group("reduce", plan.workers[number])
+        norms = world.group("batch norm", plan.workers[number]) if settings.sync_batch_norm else None
+        if world.worker in plan.workers[number]:
+            module = place(layered.stage(first, last), settings, world.device)
+            module = synchronize_batch_norm(module, norms) if settings.sync_batch_norm else module
+            runner = StageRunner(
+                number, module, settings, batch_rows=plan.batch, recompute=stage.recompute,
+                seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
+            )  # fmt: skip
+            weights = Weights(module, stage.versions, make_optimizer)
+            reducer = Reducer(weights.parameters, stage.num_buckets, group)
+            hosted[number] = Hosted(number, plan.workers[number].index(world.worker), plan, runner, weights, reducer)
+            if settings.compile:
+                weights.modules = [compiled(slot) for slot in weights.modules]
+        first = last
+    return hosted
+
+
+def place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:
+    """The module on its device, in its number format and layout, in training mode."""
+    module = module.to(device, torch.float64) if settings.precision == "fp64" else module.to(device)
+    if settings.channels_last:
+        for parameter in module.parameters():
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    change = {torch.float32: torch.float64} if settings.precision == "fp64" else {}
+    module.inputs = with_dtypes(module.inputs, change)
+    module.outputs = with_dtypes(module.outputs, change)
+    module.train()
+    return module
+
+
+def with_dtypes(specs: Iterable[TensorSpec], change: dict[torch.dtype, torch.dtype]) -> tuple[TensorSpec, ...]:
+    """The specs with some number formats exchanged."""
+    return tuple(replace(spec, dtype=change.get(spec.dtype, spec.dtype)) for spec in specs)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """The module, compiled by torch when it first runs."""
+    result = torch.compile(module)
+    assert isinstance(result, nn.Module)
+    return result
+
+
+def rows_of(tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """The same rows of several tensors, as views."""
+    if not tensors or (start == 0 and stop == tensors[0].size(0)):
+        return list(tensors)
+    return [tensor[start:stop] for tensor in tensors]

@@ -1,0 +1,146 @@
+"""Gradient reduction: a stage's gradients in buckets, summed over its replicas while backward goes on.
+
+backward   conv5 ── conv4 ── conv3 ── conv2 ── conv1
+bucket       0 ───────┘└──────── 1 ──────┘└──── 2
+reduce                [ 0 ]            [ 1 ]       [ 2 ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stagewright.errors import RunError
+
+
+@dataclass
+class Bucket:
+    """Some parameters of one slot, and the flat tensor that their gradients travel in."""
+
+    members: list[int]
+    """Indices into the stage's parameters."""
+    flat: Tensor
+    views: list[Tensor]
+    """The piece of `flat` that belongs to each member, in its shape."""
+    waiting: set[int] = field(default_factory=set)
+    """Members whose gradient the running backward has yet to finish."""
+    work: dist.Work | None = None
+
+
+def cut_into_buckets(sizes: Sequence[int], num_buckets: int) -> list[list[int]]:
+    """Indices of parameters, last first, cut into pieces of about the same size.
+
+    Backward finishes the last layers first, so bucket 0 is theirs.
+    """
+    order, total = list(range(len(sizes)))[::-1], sum(sizes)
+    pieces: list[list[int]] = [[] for _ in range(num_buckets)]
+    passed = 0
+    for index in order:
+        middle = passed + sizes[index] / 2
+        pieces[min(int(middle * num_buckets / total) if total else 0, num_buckets - 1)].append(index)
+        passed += sizes[index]
+    return pieces
+
+
+class Reducer:
+    """Sums one stage's gradients over its replicas, one set of buckets a slot."""
+
+    def __init__(
+        self, parameters: Sequence[Sequence[nn.Parameter]], num_buckets: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self.parameters = parameters
+        self.group = group
+        self._armed: int | None = None
+        """The slot whose buckets start by themselves."""
+        self._next = [0] * len(parameters)
+        """For each slot the first bucket that has not started."""
+        self.buckets: list[list[Bucket]] = [make_buckets(slot, num_buckets) if group else [] for slot in parameters]
+        for slot, members in enumerate(self.buckets):
+            for bucket in members:
+                for index in bucket.members:
+                    hook = self._hook(slot, bucket, index)
+                    parameters[slot][index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _hook(self, slot: int, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        def finished(_: Tensor) -> None:
+            if self._armed == slot and index in bucket.waiting:
+                bucket.waiting.discard(index)
+                self._start_finished(slot)
+
+        return finished
+
+    def arm(self, slot: int) -> None:
+        """From here on, every bucket of the slot starts as soon as its gradients are complete."""
+        self._armed = slot
+        for bucket in self.buckets[slot]:
+            bucket.waiting = set(bucket.members)
+
+    def _start_finished(self, slot: int) -> None:
+        # Buckets start in their order on every replica, whatever order the hooks come in.
+        buckets = self.buckets[slot]
+        while self._next[slot] < len(buckets) and not buckets[self._next[slot]].waiting:
+            self._start(slot, buckets[self._next[slot]])
+
+    def _start(self, slot: int, bucket: Bucket) -> None:
+        parameters = [self.parameters[slot][index] for index in bucket.members]
+        gradients = [parameter.grad for parameter in parameters]
+        with torch.no_grad():
+            for view, gradient in zip(bucket.views, gradients):
+                if gradient is None:
+                    view.zero_()
+            pairs = [(view, gradient) for view, gradient in zip(bucket.views, gradients) if gradient is not None]
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        for parameter in parameters:
+            parameter.grad = None
+        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        self._next[slot] += 1
+
+    def start(self, slot: int, number: int) -> None:
+        """Starts the buckets up to a number that have not started by themselves."""
+        self._armed = None
+        while self._next[slot] <= number:
+            self._start(slot, self.buckets[slot][self._next[slot]])
+
+    def finish(self, slot: int) -> list[Tensor | None]:
+        """The gradients of a slot, summed over the replicas, one for each parameter."""
+        parameters = self.parameters[slot]
+        if self.group is None:
+            gradients = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            return gradients
+        if self._next[slot] < len(self.buckets[slot]):
+            raise RunError(f"an update came before the reduction of bucket {self._next[slot]}: the schedule is wrong")
+        summed: list[Tensor | None] = [None] * len(parameters)
+        self._next[slot] = 0
+        for bucket in self.buckets[slot]:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+            for index, view in zip(bucket.members, bucket.views):
+                summed[index] = view
+        return summed
+
+
+def make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int) -> list[Bucket]:
+    """The buckets of one slot; parameters of another type than the first are an error of the model's."""
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    made = []
+    for members in cut_into_buckets(sizes, num_buckets):
+        numel = sum(parameters[index].numel() for index in members)
+        like = parameters[members[0]] if members else (parameters[0] if parameters else torch.zeros(0))
+        flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        pieces = torch.split(flat, [parameters[index].numel() for index in members]) if members else ()
+        views = [shaped_like(piece, parameters[index]) for piece, index in zip(pieces, members)]
+        made.append(Bucket(members, flat, views))
+    return made
+
+
+def shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A flat piece in a parameter's shape and memory layout, so that copies and steps run straight through."""
+    return piece.as_strided(parameter.size(), parameter.stride(), piece.storage_offset())

@@ -1,0 +1,43 @@
+"""How a run computes: what the plan and the schedule leave open. The defaults of the options live here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stagewright.errors import UsageError
+from stagewright.noun import noun
+from stagewright.profile import Precision
+
+OnNan = Literal["stop", "skip"]
+
+
+@noun(error=UsageError)
+class Settings:
+    """Options of a run that change how it computes, not what."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Precision = "fp32"
+    loss_scale: float = Field(default=2.0**15, gt=0)
+    """The first loss scale of fp16."""
+    scale_growth_steps: int = Field(default=2000, ge=1)
+    """After how many finite steps the loss scale doubles."""
+    clip_norm: float | None = Field(default=None, gt=0)
+    """The largest norm of all stages' gradients together."""
+    sync_batch_norm: bool = False
+    channels_last: bool = False
+    compile: bool = False
+    seed: int = 0
+    on_nan: OnNan = "stop"
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each worker; None shares the cores out."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """How long anyone waits for anyone."""
+    trace_steps: int = Field(default=3, ge=0)
+    """How many of the last steps are kept as spans."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether updates need a word from every worker: fp16 for overflow, clipping for the norm."""
+        return self.precision == "fp16" or self.clip_norm is not None

@@ -1,0 +1,64 @@
+"""Which number formats cross the cuts, settled once before the first step.
+
+Under autocast a stage's outputs have the formats that its operators choose. The first replica of each stage runs two
+rows of zeros through it and tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.models import TensorSpec
+from stagewright.plan import Plan
+from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.precision import AUTOCAST, autocast
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.world import World
+
+FORMATS = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
+    torch.int16, torch.int8,
+)  # fmt: skip
+MOST = 64
+"""Tensors across one cut, at most."""
+
+
+def settle_dtypes(hosted: dict[int, Hosted], plan: Plan, world: World, settings: Settings) -> None:
+    """Sets the formats of all stages' inputs and outputs on this worker; all workers must call it."""
+    if settings.precision not in AUTOCAST:
+        return
+    for stage in range(len(plan.stages) - 1):
+        here, after = hosted.get(stage), hosted.get(stage + 1)
+        first = plan.workers[stage][0]
+        told = torch.full((MOST,), -1, dtype=torch.int64)
+        if here is not None and world.worker == first:
+            made = [FORMATS.index(tensor.dtype) for tensor in try_out(here, world.device, settings)]
+            told[: len(made)] = torch.tensor(made)
+        if world.control is not None:
+            dist.broadcast(told, first, group=world.control)
+        formats = [FORMATS[number] for number in told.tolist() if number >= 0]
+        if here is not None:
+            here.runner.outputs = with_formats(here.runner.outputs, formats)
+        if after is not None:
+            after.runner.inputs = with_formats(after.runner.inputs, formats)
+
+
+def try_out(here: Hosted, device: torch.device, settings: Settings) -> Sequence[Tensor]:
+    """The outputs of a stage for two rows of zeros, leaving no trace."""
+    module = here.weights.modules[0]
+    inputs = [torch.zeros((2, *spec.shape_per_row), dtype=spec.dtype, device=device) for spec in here.runner.inputs]
+    module.eval()
+    with torch.no_grad(), autocast(settings):
+        made: Sequence[Tensor] = module(*inputs)
+    module.train()
+    return made
+
+
+def with_formats(specs: Sequence[TensorSpec], formats: Sequence[torch.dtype]) -> tuple[TensorSpec, ...]:
+    """The specs with these formats, one each."""
+    return tuple(replace(spec, dtype=dtype) for spec, dtype in zip(specs, formats, strict=True))

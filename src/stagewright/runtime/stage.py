@@ -1,0 +1,153 @@
+"""One replica of a stage on its worker: forward and backward of microbatches, and the rows in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
+
+from stagewright.models import StageModule, TensorSpec
+from stagewright.runtime.precision import autocast
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.transport import Receipt
+
+Key = tuple[int, int]
+"""(batch, microbatch)"""
+
+
+@dataclass
+class Parcel:
+    """Tensors for one microbatch that are being put together from several senders."""
+
+    tensors: list[Tensor]
+    receipts: list[Receipt]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, once all rows are in them."""
+        for receipt in self.receipts:
+            receipt.wait()
+        self.receipts.clear()
+        return self.tensors
+
+    def is_done(self) -> bool:
+        """Whether all rows are in."""
+        return all(receipt.is_done() for receipt in self.receipts)
+
+
+@dataclass
+class Held:
+    """What forward of a microbatch left for its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    """The loss alone in the last stage."""
+    input_gradients: list[Tensor] | None = None
+    output_gradients: list[Tensor] | None = None
+    weight_groups: list[dict[str, Any]] | None = None
+    """What the weights' half of a split backward still needs."""
+
+
+class StageRunner:
+    """Computes one stage; knows nothing of other workers."""
+
+    def __init__(
+        self, number: int, module: StageModule, settings: Settings, *, batch_rows: int, recompute: bool, seed: int
+    ) -> None:
+        self.number = number
+        self.settings = settings
+        self.inputs: tuple[TensorSpec, ...] = module.inputs
+        self.outputs: tuple[TensorSpec, ...] = module.outputs
+        self.has_loss = module.has_loss
+        self.batch_rows = batch_rows
+        self.recompute = recompute
+        self.seed = seed
+        self.held: dict[Key, Held] = {}
+
+    @property
+    def returned(self) -> tuple[TensorSpec, ...]:
+        """The outputs whose gradients come back."""
+        return tuple(spec for spec in self.outputs if spec.needs_grad)
+
+    def forward(
+        self, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, hold: bool = True
+    ) -> list[Tensor]:
+        """Runs a microbatch forward and holds what backward needs; returns the outputs, or loss and predictions."""
+        leaves = [leaf(tensor, spec) for tensor, spec in zip(inputs, self.inputs)]
+        torch.manual_seed(mix(self.seed, *key))
+        with autocast(self.settings):
+            if self.recompute:
+                made = checkpoint(module, *leaves, *targets, use_reentrant=False)
+            else:
+                made = module(*leaves, *targets)
+        if hold:
+            self.held[key] = Held(leaves, list(made[:1]) if self.has_loss else list(made))
+        return list(made)
+
+    def backward(self, key: Key, gradients: Sequence[Tensor] | None, scale: float) -> list[Tensor]:
+        """Runs a microbatch backward, gradients of inputs and weights at once; returns those of the inputs."""
+        held = self.held.pop(key)
+        outputs, given = self._ends(held, gradients, scale)
+        torch.autograd.backward(outputs, given)
+        return self._input_gradients(held)
+
+    def backward_input(
+        self, module: nn.Module, key: Key, gradients: Sequence[Tensor] | None, scale: float
+    ) -> list[Tensor]:
+        """The first half: gradients of the inputs only; the rest is kept for `backward_weight`."""
+        held = self.held[key]
+        outputs, given = self._ends(held, gradients, scale)
+        needing = [tensor for tensor in held.inputs if tensor.requires_grad]
+        held.output_gradients = given
+        if not needing:
+            return []
+        weights = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        _, held.weight_groups = stage_backward_input(outputs, given, needing, weights)
+        return self._input_gradients(held)
+
+    def backward_weight(self, module: nn.Module, key: Key) -> None:
+        """The second half: gradients of the weights."""
+        held = self.held.pop(key)
+        if held.weight_groups is None:
+            outputs = [tensor for tensor in held.outputs if tensor.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, held.output_gradients)
+            return
+        weights = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        stage_backward_weight(weights, held.weight_groups)
+
+    def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+        if self.has_loss:
+            # The gradient of the mean over the batch's rows, times the loss scale.
+            return held.outputs, [torch.full_like(held.outputs[0], scale / self.batch_rows)]
+        if gradients is None:
+            raise ValueError(f"backward of stage {self.number} has no gradients")
+        needing = [tensor for tensor, spec in zip(held.outputs, self.outputs) if spec.needs_grad]
+        pairs = [(tensor, gradient) for tensor, gradient in zip(needing, gradients) if tensor.requires_grad]
+        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _input_gradients(self, held: Held) -> list[Tensor]:
+        found = []
+        for tensor, spec in zip(held.inputs, self.inputs):
+            if spec.needs_grad:
+                found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+                tensor.grad = None
+        return found
+
+
+def leaf(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """The tensor as the start of a graph, with a gradient where the stage before wants one."""
+    return tensor.detach().requires_grad_(spec.needs_grad)
+
+
+def mix(*numbers: int) -> int:
+    """One seed out of several numbers, the same on every machine."""
+    seed = 0x9E3779B97F4A7C15
+    for number in numbers:
+        seed = ((seed ^ (number + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        seed ^= seed >> 31
+    return seed & 0x7FFFFFFFFFFFFFFF

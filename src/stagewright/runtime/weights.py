@@ -1,0 +1,85 @@
+"""A stage's weight versions: K copies of its parameters, and the one optimizer that moves them on.
+
+Batch n computes in slot n mod K. Its update makes version n + 1, which batch n + K is the first to use, in the same
+slot; the batch that used the slot before is over by then, so K slots are enough:
+
+    K = 2          slot 0                 slot 1
+    start          version 0              version 0
+    batch 0 ends   version 1 = 0 + Δ0                         Δn: from the gradient of batch n
+    batch 1 ends                          version 2 = 1 + Δ1
+    batch 2 ends   version 3 = 2 + Δ2
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Weights:
+    """The slots of one stage on one worker."""
+
+    def __init__(self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker) -> None:
+        self.modules: list[nn.Module] = [module, *(twin(module) for _ in range(num_versions - 1))]
+        self.parameters: list[list[nn.Parameter]] = [
+            [parameter for parameter in slot.parameters() if parameter.requires_grad] for slot in self.modules
+        ]
+        self.names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        # The optimizer keeps its state by parameter object, so it gets its own ones: they are made to point at the
+        # slot that is being updated, and no graph ever sees them.
+        is_alone = num_versions == 1
+        self.moved = self.parameters[0] if is_alone else [nn.Parameter(one.data) for one in self.parameters[0]]
+        self.optimizer = make_optimizer(named_groups(self.names, self.moved)) if self.moved else None
+        self.num_updates = 0
+
+    @property
+    def num_versions(self) -> int:
+        """K."""
+        return len(self.modules)
+
+    def slot(self, batch: int) -> int:
+        """Where a batch computes."""
+        return batch % self.num_versions
+
+    def module(self, batch: int) -> nn.Module:
+        """The stage with the weights that a batch uses."""
+        return self.modules[self.slot(batch)]
+
+    @torch.no_grad()
+    def update(self, batch: int, gradients: Sequence[Tensor | None], *, skip: bool = False) -> None:
+        """Makes version batch + 1 in the batch's slot, from version batch and the batch's gradient."""
+        target, newest = self.parameters[self.slot(batch)], self.parameters[self.slot(batch - 1)]
+        if target is not newest and target:
+            torch._foreach_copy_([*target], [*newest])
+        for moved, parameter, gradient in zip(self.moved, target, gradients):
+            if moved is not parameter:
+                moved.data = parameter.data
+            moved.grad = gradient
+        if self.optimizer is not None and not skip:
+            self.optimizer.step()
+        for moved in self.moved:
+            moved.grad = None
+        self.num_updates = batch + 1
+
+    def newest(self) -> nn.Module:
+        """The stage with the weights after every update so far."""
+        return self.modules[self.slot(self.num_updates - 1)]
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy with parameters of its own and the very same buffers."""
+    buffers = {id(buffer): buffer for buffer in module.buffers()}
+    return copy.deepcopy(module, memo=dict(buffers))
+
+
+def named_groups(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters, each with its unsplit name as `stagewright_name`, for optimizers that treat some apart."""
+    for name, parameter in zip(names, parameters):
+        parameter.stagewright_name = name  # type: ignore[attr-defined]
+    return list(parameters)

@@ -1,0 +1,329 @@
+"""The worker: a loop over its order, and a table of handlers."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.errors import RunError
+from stagewright.models import Layered
+from stagewright.plan import Share
+from stagewright.runtime.clock import Clock
+from stagewright.runtime.feed import Feed
+from stagewright.runtime.flight import Flight
+from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
+from stagewright.runtime.precision import LossScale, Verdict, agree, gradient_sums
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.settle import settle_dtypes
+from stagewright.runtime.stage import Key, Parcel
+from stagewright.runtime.transport import Channel, make_transport
+from stagewright.runtime.weights import OptimizerMaker
+from stagewright.runtime.world import World, check_world
+from stagewright.schedule import COMPUTE, RECEIVES, TRANSFERS, Action, Kind, Schedule
+
+Metric = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""(predictions, targets) of some rows → sums over these rows, one a figure."""
+
+LAST_HALF = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
+
+
+class Worker:
+    """Runs the replicas placed on one device."""
+
+    def __init__(
+        self, schedule: Schedule, layered: Layered, world: World, settings: Settings, *,
+        make_optimizer: OptimizerMaker, feed: Feed, metric: Metric | None = None, num_metrics: int = 0,
+        flight: Flight | None = None,
+    ) -> None:  # fmt: skip
+        check_world(world, schedule.plan)
+        self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
+        self.feed, self.metric, self.num_metrics = feed, metric, num_metrics
+        self.hosted = host_stages(self.plan, layered, world, settings, make_optimizer)
+        settle_dtypes(self.hosted, self.plan, world, settings)
+        self.transport = make_transport(world, self.plan)
+        self.clock = Clock(world.worker, world.device)
+        self.scale = LossScale(settings)
+        self.verdicts: dict[int, Verdict] = {}
+        self.figures: dict[int, Tensor] = {}
+        """For each batch the sums of loss and metric over this worker's rows, where it holds the last stage."""
+        self.on_update: Callable[[int], None] | None = None
+        """Called after a worker's last update of a batch."""
+        self.flight = flight
+        self.at: Action | None = None
+        """The action that is running, for those who ask what went wrong."""
+        self.is_training = True
+        self.handlers = self._table()
+
+    def _table(self) -> dict[Kind, Callable[[Action], None]]:
+        """What each kind of action does."""
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+            Kind.REDUCE: self.reduce,
+            Kind.AGREE: self.agree,
+            Kind.UPDATE: self.update,
+            Kind.SWITCH: self.nothing,
+            Kind.RELEASE: self.nothing,
+        }
+
+    def for_evaluation(self, schedule: Schedule, feed: Feed) -> Worker:
+        """A worker that shares this one's stages but runs another schedule on other data, forward only."""
+        helper = copy.copy(self)
+        helper.schedule, helper.plan, helper.feed = schedule, schedule.plan, feed
+        helper.is_training, helper.figures = False, {}
+        helper.hosted = {
+            stage: Hosted(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
+            for stage, here in self.hosted.items()
+        }
+        helper.handlers = helper._table()
+        return helper
+
+    def current_modules(self) -> list[nn.Module]:
+        """The stages with their newest weights."""
+        return [here.weights.newest() for here in self.hosted.values()]
+
+    def run(self, num_batches: int, first_batch: int = 0) -> None:
+        """Runs this worker's order over a number of batches, in the order's own sequence."""
+        order = self.schedule.unroll(self.world.worker, num_batches, first_batch)
+        for actions in receives_ahead(together(order), self.transport.lookahead):
+            self.act(actions)
+
+    def is_ready(self, action: Action) -> bool:
+        """Whether a forward or backward has all its rows."""
+        here, key = self.hosted[action.stage], (action.batch, action.microbatch)
+        is_forward = action.kind is Kind.FORWARD
+        other = action.stage + (-1 if is_forward else 1)
+        if not 0 <= other < len(self.plan.stages):
+            return True
+        partners, near = here.partners(other, action.microbatch), self.hosted.get(other)
+        is_near = near is not None and self.world.worker in partners
+        if near is not None and is_near and key not in (near.made if is_forward else near.returned):
+            return False
+        parcel = (here.activations if is_forward else here.gradients).get(key)
+        return len(partners) == is_near or (parcel is not None and parcel.is_done())
+
+    def act(self, actions: list[Action]) -> None:
+        """Runs one action, or one transfer with several workers."""
+        self.at = actions[0]
+        kind = self.at.kind
+        if self.flight is not None:
+            self.flight.note(self.at)
+        if kind in RECEIVES:
+            self.receive(actions)
+        elif kind in TRANSFERS:
+            self.send(actions)
+        elif kind in COMPUTE or kind is Kind.UPDATE:
+            with self.clock.span(self.at):
+                self.handlers[kind](self.at)
+        else:
+            self.handlers[kind](self.at)
+
+    # Compute
+
+    def forward(self, action: Action) -> None:
+        here, key, share = self._find(action)
+        inputs = self._inputs(here, key, share)
+        last = here.runner.has_loss
+        targets = self.feed.targets(key[0], share.start, share.stop) if last else ()
+        module = here.weights.module(key[0]) if self.is_training else here.weights.newest()
+        made = here.runner.forward(module, key, inputs, targets, hold=self.is_training)
+        if last:
+            self._note(key[0], made, targets)
+        else:
+            takers = here.partners(here.stage + 1, key[1])
+            here.made.put(key, [tensor.detach() for tensor in made], len(takers))
+
+    def backward(self, action: Action) -> None:
+        here, key, _ = self._find(action)
+        gradients = self._output_gradients(here, key)
+        self._arm(here, key)
+        self._return(here, key, here.runner.backward(key, gradients, self.scale.value))
+
+    def backward_input(self, action: Action) -> None:
+        here, key, _ = self._find(action)
+        module = here.weights.module(key[0])
+        gradients = self._output_gradients(here, key)
+        self._return(here, key, here.runner.backward_input(module, key, gradients, self.scale.value))
+
+    def backward_weight(self, action: Action) -> None:
+        here, key, _ = self._find(action)
+        self._arm(here, key)
+        here.runner.backward_weight(here.weights.module(key[0]), key)
+
+    def _return(self, here: Hosted, key: Key, gradients: list[Tensor]) -> None:
+        """Keeps the gradients of a microbatch's inputs for the stage before."""
+        takers = here.partners(here.stage - 1, key[1]) if here.stage else {}
+        here.returned.put(key, gradients, len(takers))
+
+    def _arm(self, here: Hosted, key: Key) -> None:
+        """Lets the reduction start by itself in the batch's last backward."""
+        batch = key[0]
+        left = here.waiting.setdefault(batch, here.num_backwards) - 1
+        here.waiting[batch] = left
+        if left == 0:
+            del here.waiting[batch]
+            if here.reducer.group is not None:
+                here.reducer.arm(here.weights.slot(batch))
+
+    def _note(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Adds a microbatch's loss and metric to the batch's."""
+        loss = made[0].detach().double().reshape(1)
+        sums = loss if self.metric is None else torch.cat([loss, self.metric(made[1:], targets).double()])
+        self.figures[batch] = self.figures[batch] + sums if batch in self.figures else sums
+
+    # Rows from and to other stages
+
+    def _find(self, action: Action) -> tuple[Hosted, Key, Share]:
+        here = self.hosted[action.stage]
+        share = here.share(action.microbatch)
+        if share is None:
+            raise RunError(f"worker {self.world.worker} has no rows for {action} of batch {action.batch}")
+        return here, (action.batch, action.microbatch), share
+
+    def _inputs(self, here: Hosted, key: Key, share: Share) -> list[Tensor]:
+        """A microbatch's inputs: from the data, or put together from the stage before."""
+        if here.stage == 0:
+            return list(self.feed.inputs(key[0], share.start, share.stop))
+        before = self.hosted.get(here.stage - 1)
+        return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
+
+    def _output_gradients(self, here: Hosted, key: Key) -> list[Tensor] | None:
+        """The gradients of a microbatch's outputs: put together from the stage after; None where the loss is."""
+        if here.runner.has_loss:
+            return None
+        after = self.hosted.get(here.stage + 1)
+        return self._gather(here, here.stage + 1, key, here.gradients, after.returned if after else None)
+
+    def _gather(
+        self, here: Hosted, other: int, key: Key, parcels: dict[Key, Parcel], near: Outbox | None
+    ) -> list[Tensor]:
+        """Rows that came over the wire, and those that the other stage has on this very worker."""
+        parcel = parcels.pop(key, None)
+        rows = here.partners(other, key[1]).get(self.world.worker)
+        if near is None or rows is None:
+            if parcel is None:
+                raise RunError(f"{self.at} found no rows of microbatch {key[1]}: the schedule lacks their receipt")
+            return parcel.wait()
+        theirs = self.hosted[other].partners(here.stage, key[1])[self.world.worker]
+        own = rows_of(near.take(key), *theirs)
+        if parcel is None:
+            return own
+        whole = parcel.wait()
+        for target, part in zip(whole, own):
+            target[rows[0] : rows[1]].copy_(part)
+        return whole
+
+    def _parcel(self, here: Hosted, key: Key, is_forward: bool) -> Parcel:
+        """The parcel that a microbatch's rows go into, made when the first of them is due."""
+        parcels, share = here.activations if is_forward else here.gradients, here.share(key[1])
+        if key not in parcels and share is not None:
+            specs = here.runner.inputs if is_forward else here.runner.returned
+            rows, layout = share.stop - share.start, self.settings.channels_last
+            shapes = [((rows, *spec.shape_per_row), spec.dtype) for spec in specs]
+            parcels[key] = Parcel([self.transport.empty(shape, dtype, layout) for shape, dtype in shapes], [])
+        return parcels[key]
+
+    def receive(self, actions: list[Action]) -> None:
+        first = actions[0]
+        is_forward = first.kind is Kind.RECEIVE_FORWARD
+        other, stage = first.stage, first.stage + (1 if is_forward else -1)
+        here, key = self.hosted[stage], (first.batch, first.microbatch)
+        parcel = self._parcel(here, key, is_forward)
+        parts = self._parts(here, other, parcel.tensors, actions)
+        parcel.receipts.append(self.transport.receive(Channel(min(stage, other), is_forward), parts))
+
+    def send(self, actions: list[Action]) -> None:
+        first = actions[0]
+        is_forward = first.kind is Kind.SEND_FORWARD
+        stage, other = first.stage, first.stage + (1 if is_forward else -1)
+        here, key = self.hosted[stage], (first.batch, first.microbatch)
+        tensors = (here.made if is_forward else here.returned).take(key, len(actions))
+        parts = self._parts(here, other, tensors, actions)
+        self.transport.send(Channel(min(stage, other), is_forward), parts)
+
+    def _parts(
+        self, here: Hosted, other: int, tensors: Sequence[Tensor], actions: Sequence[Action]
+    ) -> list[tuple[int, list[Tensor]]]:
+        """For each action its peer, and the rows that this replica shares with it."""
+        partners = here.partners(other, actions[0].microbatch)
+        lost = next((action for action in actions if action.peer not in partners), None)
+        if lost is not None:
+            raise RunError(f"{lost} moves no rows between worker {self.world.worker} and {lost.peer}")
+        return [(action.peer, rows_of(tensors, *partners[action.peer])) for action in actions]
+
+    # The end of a batch
+
+    def reduce(self, action: Action) -> None:
+        here = self.hosted[action.stage]
+        here.reducer.start(here.weights.slot(action.batch), action.peer)
+
+    def agree(self, action: Action) -> None:
+        """Adds up, over all workers, how many gradients are not finite and the squares of all; a stage counts once."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for here in self.hosted.values():
+            gradients = here.reducer.finish(here.weights.slot(action.batch))
+            here.reduced[action.batch] = gradients
+            if here.replica == 0:
+                sums += gradient_sums([each for each in gradients if each is not None], self.world.device)
+        self.verdicts[action.batch] = agree(sums, self.scale.value, self.settings.clip_norm, self.world.everyone)
+
+    def update(self, action: Action) -> None:
+        here, batch = self.hosted[action.stage], action.batch
+        gradients = here.reduced.pop(batch, None)
+        if gradients is None:
+            gradients = here.reducer.finish(here.weights.slot(batch))
+        verdict = self.verdicts.get(batch)
+        skip = verdict is not None and self.scale.is_on and verdict.overflowed
+        if verdict is not None and not skip and verdict.factor != 1.0:
+            torch._foreach_mul_([each for each in gradients if each is not None], verdict.factor)
+        here.weights.update(batch, gradients, skip=skip)
+        if action.stage == max(self.hosted):
+            self._close(batch, verdict)
+
+    def _close(self, batch: int, verdict: Verdict | None) -> None:
+        """What follows a worker's last update of a batch."""
+        if verdict is not None:
+            del self.verdicts[batch]
+            self.scale.note(verdict.overflowed)
+        if self.on_update is not None:
+            self.on_update(batch)
+
+    def nothing(self, action: Action) -> None:
+        """Versions live in slots that batches take in turn: there is nothing to switch or to release."""
+
+    def close(self) -> None:
+        """Waits until everything sent has left."""
+        self.transport.close()
+
+
+def together(order: Iterable[Action]) -> Iterator[list[Action]]:
+    """The actions one by one, but neighbouring transfers of one microbatch in one piece."""
+
+    def same(action: Action) -> object:
+        return action[:4] if action.kind in TRANSFERS else object()
+
+    for _, group in groupby(order, key=same):
+        yield list(group)
+
+
+def receives_ahead(steps: Iterator[list[Action]], num_computes: int) -> Iterator[list[Action]]:
+    """The same steps, with each receive drawn forward past that many compute actions."""
+    window: deque[list[Action]] = deque()
+    ahead = 0
+    for step in steps:
+        if step[0].kind in RECEIVES:
+            yield step
+            continue
+        window.append(step)
+        ahead += step[0].kind in COMPUTE
+        while ahead > num_computes:
+            ahead -= window[0][0].kind in COMPUTE
+            yield window.popleft()
+    yield from window

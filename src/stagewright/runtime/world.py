@@ -1,0 +1,89 @@
+"""The workers of a run as process groups: who talks to whom, over what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from stagewright.errors import RunError
+from stagewright.plan import Plan
+from stagewright.runtime.mps import become_a_host
+from stagewright.runtime.settings import Settings
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the workers of a run.
+
+    control   all workers, on the CPU: figures, agreements of a few numbers, barriers
+    everyone  all workers, on the device
+    """
+
+    worker: int
+    size: int
+    device: torch.device
+    timeout: timedelta
+    control: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+    _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """`nccl` on cards, `gloo` elsewhere."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def group(self, purpose: str, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A communicator of its own for a purpose; None for one member. All workers must ask, in the same order."""
+        if len(members) < 2:
+            return None
+        key = (purpose, members)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(members), timeout=self.timeout, backend=self.backend)
+        return self._groups[key]
+
+
+@contextmanager
+def open_world(settings: Settings) -> Iterator[World]:
+    """This process as one of the workers that the launcher named in the environment; closed again at the end."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    become_a_host(rank)
+    device = pick_device(settings)
+    timeout = timedelta(seconds=settings.timeout_s)
+    if size == 1:
+        yield World(rank, size, device, timeout)
+        return
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+    try:
+        everyone = dist.group.WORLD
+        if device.type == "cuda":
+            everyone = dist.new_group(list(range(size)), timeout=timeout, backend="nccl")
+        yield World(rank, size, device, timeout, dist.group.WORLD, everyone)
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(settings: Settings) -> torch.device:
+    """The device of this worker: its local rank's card, or one of the cards that the workers share."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RunError("no CUDA device was found on this host", "use --device cpu, or look at nvidia-smi")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_world(world: World, plan: Plan) -> None:
+    """Refuses a number of workers that is not the plan's number of devices."""
+    if world.size != len(plan.devices):
+        raise RunError(
+            f"{world.size} workers were started for a plan with {len(plan.devices)} devices ({plan.placement})",
+            f"start {len(plan.devices)} workers, or change --placement",
+        )

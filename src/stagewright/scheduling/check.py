@@ -1,0 +1,375 @@
+"""Is a schedule right? Nothing of how it was made is used here: only the plan, the actions and their meaning.
+
+An order repeats, turn after turn; action number i of L, with batch offset o, stands for batch b at the place
+
+    place(b) = i + (b − o) · L        so that "before" and "after" are comparisons of numbers, for all batches at once
+
+Two workers issue what passes between them in the same sequence; then a transfer that must meet its counterpart
+completes as soon as one that is buffered, and a single run shows that both kinds come to an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import NamedTuple, NoReturn
+
+from stagewright.errors import ScheduleError
+from stagewright.plan import Plan, microbatch_rows
+from stagewright.schedule import SENDS, TRANSFERS, Action, Kind, Schedule, format_order
+from stagewright.scheduling.ideal import run_ideally
+
+Key = tuple[Kind, int, int, int]
+"""An action without its batch: kind, stage, microbatch, peer."""
+
+FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+
+def check_schedule(schedule: Schedule, num_batches: int | None = None) -> None:
+    """Raises a ScheduleError with the reason, the action and the grid unless the schedule is right."""
+    if num_batches is not None:
+        check_batches(schedule.plan, num_batches)
+    owned = ownership(schedule.plan)
+    for worker in range(len(schedule.orders)):
+        places = check_actions(schedule, worker, owned)
+        check_places(schedule, worker, owned, places)
+        check_held(schedule, worker)
+    check_pairs(schedule)
+    check_collectives(schedule)
+    check_completion(schedule, schedule.num_batches_drawn if num_batches is None else num_batches)
+
+
+def check_batches(plan: Plan, num_batches: int) -> None:
+    """Refuses a run that is too short for the versions the plan keeps."""
+    if num_batches < max(plan.versions):
+        raise ScheduleError(
+            f"{max(plan.versions)} weight versions in a run of {num_batches} batches: some would never be used",
+            f"run at least {max(plan.versions)} batches, or keep at most {max(num_batches, 1)} versions",
+        )
+
+
+class Work(NamedTuple):
+    """What one worker has to do with one microbatch of a stage, and with whom."""
+
+    before: tuple[int, ...]
+    """The workers that hold its rows in the stage before; itself, where the rows stay."""
+    after: tuple[int, ...]
+
+
+Ownership = list[dict[int, list[tuple[int, Work]]]]
+"""[worker][stage]: the microbatches that the worker handles there."""
+
+
+def ownership(plan: Plan) -> Ownership:
+    """Who has to do what, from the shares alone."""
+    owned: Ownership = [{} for _ in plan.devices]
+    for stage, workers in enumerate(plan.workers):
+        for worker in workers:
+            owned[worker][stage] = []
+        known: dict[tuple[int, int], list[tuple[int, Work]]] = {}
+        for number in range(plan.num_microbatches):
+            start, stop = microbatch_rows(plan.batch, plan.num_microbatches, number)
+            like = (stop - start, number if plan.route == "rotate" else 0)
+            if like not in known:
+                known[like] = list(stage_work(plan, stage, number))
+            for worker, work in known[like]:
+                owned[worker][stage].append((number, work))
+    return owned
+
+
+def stage_work(plan: Plan, stage: int, microbatch: int) -> Iterator[tuple[int, Work]]:
+    """The workers of a stage that get rows of a microbatch, and those that hold the same rows next door."""
+    for share in plan.shares(stage, microbatch):
+        sides = []
+        for other in (stage - 1, stage + 1):
+            there = plan.shares(other, microbatch) if 0 <= other < len(plan.stages) else ()
+            met = (one for one in there if one.start < share.stop and share.start < one.stop)
+            sides.append(tuple(plan.workers[other][one.replica] for one in met))
+        yield plan.workers[stage][share.replica], Work(*sides)
+
+
+def check_actions(schedule: Schedule, worker: int, owned: Ownership) -> dict[Key, int]:
+    """Every action that the worker owes stands in its order once, and no other; the place of each for batch 0."""
+    order = schedule.orders[worker]
+    places: dict[Key, int] = {}
+    for number, (kind, stage, batch, microbatch, peer) in enumerate(order):
+        key = (kind, stage, microbatch, peer)
+        if key in places:
+            fail(schedule, worker, order[number], "it stands in the order twice")
+        places[key] = number - batch * len(order)
+    wanted = set(expected(schedule, worker, owned, places))
+    for key in sorted(wanted - places.keys()):
+        fail(schedule, worker, _action(key), "it is missing")
+    for key in sorted(places.keys() - wanted):
+        fail(schedule, worker, _action(key), "nothing in the plan asks for it")
+    return places
+
+
+def expected(schedule: Schedule, worker: int, owned: Ownership, places: dict[Key, int]) -> Iterator[Key]:
+    """All that a worker owes a batch; whether backward goes in halves is up to the schedule."""
+    plan = schedule.plan
+    for stage, works in owned[worker].items():
+        for number, work in works:
+            yield FORWARD, stage, number, -1
+            if (INPUT, stage, number, -1) in places:
+                yield INPUT, stage, number, -1
+                yield WEIGHT, stage, number, -1
+            else:
+                yield BACKWARD, stage, number, -1
+            yield from transfer_keys(worker, stage, number, work)
+        if plan.replicas[stage] > 1:
+            yield from ((Kind.REDUCE, stage, -1, bucket) for bucket in range(plan.stages[stage].num_buckets))
+        yield Kind.UPDATE, stage, -1, -1
+        if plan.versions[stage] > 1:
+            yield Kind.SWITCH, stage, -1, -1
+            yield Kind.RELEASE, stage, -1, -1
+    if schedule.agree:
+        yield Kind.AGREE, -1, -1, -1
+
+
+def transfer_keys(worker: int, stage: int, number: int, work: Work) -> Iterator[Key]:
+    """What the worker sends and receives for a microbatch of a stage."""
+    for peer in work.before:
+        if peer != worker:
+            yield Kind.RECEIVE_FORWARD, stage - 1, number, peer
+            yield Kind.SEND_BACKWARD, stage, number, peer
+    for peer in work.after:
+        if peer != worker:
+            yield Kind.SEND_FORWARD, stage, number, peer
+            yield Kind.RECEIVE_BACKWARD, stage + 1, number, peer
+
+
+def check_places(schedule: Schedule, worker: int, owned: Ownership, places: dict[Key, int]) -> None:
+    """Everything stands after what it needs and before what needs it, in every batch."""
+    rules = Rules(schedule, worker, places)
+    for stage, works in owned[worker].items():
+        lasts = [rules.microbatch(stage, number, work) for number, work in works]
+        firsts: list[Key] = [(FORWARD, stage, number, -1) for number, _ in works]
+        rules.batch(stage, lasts, firsts)
+
+
+class Rules:
+    """The places of one worker's actions, and who must stand before whom."""
+
+    def __init__(self, schedule: Schedule, worker: int, places: dict[Key, int]) -> None:
+        self.schedule, self.worker, self.places = schedule, worker, places
+        self.length = len(schedule.orders[worker])
+
+    def before(self, first: Key, second: Key, batches: int = 0) -> None:
+        """`first` of a batch must stand before `second` of the batch that comes `batches` later."""
+        if self.places[first] >= self.places[second] + batches * self.length:
+            whose = "" if not batches else f" of batch n{-batches:+d}"
+            fail(
+                self.schedule,
+                self.worker,
+                _action(second),
+                f"of batch n it must come after {_action(first)}{whose}, but stands before it",
+            )
+
+    def microbatch(self, stage: int, number: int, work: Work) -> Key:
+        """The rules of one microbatch; its last action that makes gradients."""
+        places, before = self.places, self.before
+        forward, backward, last = (
+            (FORWARD, stage, number, -1),
+            (BACKWARD, stage, number, -1),
+            (WEIGHT, stage, number, -1),
+        )
+        if backward not in places:
+            backward = (INPUT, stage, number, -1)
+            before(backward, last)
+        else:
+            last = backward
+        before(forward, backward)
+        for peer in work.before:
+            if peer != self.worker:
+                before((Kind.RECEIVE_FORWARD, stage - 1, number, peer), forward)
+                before(backward, (Kind.SEND_BACKWARD, stage, number, peer))
+            else:
+                before((FORWARD, stage - 1, number, -1), forward)
+        for peer in work.after:
+            if peer != self.worker:
+                before(forward, (Kind.SEND_FORWARD, stage, number, peer))
+                before((Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward)
+            else:
+                whole = (BACKWARD, stage + 1, number, -1)
+                before(whole if whole in places else (INPUT, stage + 1, number, -1), backward)
+        return last
+
+    def batch(self, stage: int, lasts: list[Key], firsts: list[Key]) -> None:
+        """The rules of a whole batch: reductions after backward, the update after them, and versions as promised."""
+        before, plan = self.before, self.schedule.plan
+        update: Key = (Kind.UPDATE, stage, -1, -1)
+        agreement: list[Key] = [(Kind.AGREE, -1, -1, -1)] if self.schedule.agree else []
+        num_buckets = plan.stages[stage].num_buckets if plan.replicas[stage] > 1 else 0
+        for bucket in range(num_buckets):
+            reduction: Key = (Kind.REDUCE, stage, -1, bucket)
+            for key in (update, *agreement):
+                before(reduction, key)
+            for last in lasts:
+                before(last, reduction)
+        for key in (update, *agreement):
+            for last in lasts:
+                before(last, key)
+        for key in agreement:
+            before(key, update)
+        self.versions(stage, lasts, firsts)
+
+    def versions(self, stage: int, lasts: list[Key], firsts: list[Key]) -> None:
+        """Batch n sees the updates up to n − K and none after, and no more than K versions are kept."""
+        before, num_versions = self.before, self.schedule.plan.versions[stage]
+        update: Key = (Kind.UPDATE, stage, -1, -1)
+        for forward in firsts:
+            before(update, forward, num_versions)
+        if num_versions == 1:
+            return
+        switch, release = (Kind.SWITCH, stage, -1, -1), (Kind.RELEASE, stage, -1, -1)
+        before(update, switch)
+        before(release, update)
+        for forward in firsts:
+            before(switch, forward, num_versions)
+            before(forward, switch, 1 - num_versions)
+        for last in lasts:
+            before(last, release)
+
+
+def check_held(schedule: Schedule, worker: int) -> None:
+    """No replica holds the activations of more microbatches than the plan's bound, in the steady state."""
+    hold, order = schedule.plan.hold, schedule.orders[worker]
+    if hold is None:
+        return
+    # A forward that is d batches ahead of its backward leaves d activations behind at the end of every turn.
+    held: dict[int, int] = {}
+    for kind, stage, batch, _, _ in order:
+        sign = 1 if kind is FORWARD else -1 if kind is BACKWARD or kind is WEIGHT else 0
+        held[stage] = held.get(stage, 0) + sign * batch
+    for action in order:
+        if action.kind is FORWARD:
+            held[action.stage] += 1
+            if held[action.stage] > hold:
+                fail(
+                    schedule,
+                    worker,
+                    action,
+                    f"it is one activation more than the {hold} that stage {action.stage} may hold",
+                )
+        elif action.kind is BACKWARD or action.kind is WEIGHT:
+            held[action.stage] -= 1
+
+
+Operation = tuple[int, ...]
+"""Something that several workers do together, without its batch."""
+
+
+def check_pairs(schedule: Schedule) -> None:
+    """Two workers issue what passes between them in the same sequence, whichever of them sends."""
+    lists: dict[tuple[int, int], list[tuple[Operation, int]]] = {}
+    for worker, order in enumerate(schedule.orders):
+        for kind, stage, batch, number, peer in order:
+            if kind in TRANSFERS:
+                is_forward = kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD
+                sender = worker if kind in SENDS else peer
+                lists.setdefault((worker, peer), []).append(((is_forward, stage, number, sender), batch))
+    for (worker, peer), mine in lists.items():
+        if worker < peer:
+            fault = first_difference(mine, lists.get((peer, worker), []))
+            if fault is not None:
+                transfers = [
+                    action for action in schedule.orders[worker] if action.kind in TRANSFERS and action.peer == peer
+                ]
+                fail(
+                    schedule, worker, transfers[fault], f"worker {peer} issues another transfer of theirs at this point"
+                )
+
+
+def check_collectives(schedule: Schedule) -> None:
+    """Two workers issue the reductions that they share, and the agreement, in the same sequence."""
+    stages_of = [
+        {stage for stage, workers in enumerate(schedule.plan.workers) if worker in workers}
+        for worker in range(len(schedule.orders))
+    ]
+    pairs = {pair for workers in schedule.plan.workers for pair in zip(workers, workers[1:])}
+    # One common stage makes a chain of equal lists; with several, any two workers could disagree.
+    several = [worker for worker, stages in enumerate(stages_of) if len(stages) > 1]
+    pairs |= {pair for pair in combinations(several, 2) if len(stages_of[pair[0]] & stages_of[pair[1]]) > 1}
+    for worker, peer in sorted(pairs):
+        common = stages_of[worker] & stages_of[peer] | {-1}
+        mine, theirs = (collectives(schedule.orders[one], common) for one in (worker, peer))
+        fault = first_difference(mine, theirs)
+        if fault is not None:
+            (kind, stage, bucket), batch = mine[fault]
+            action = Action(Kind.REDUCE if kind else Kind.AGREE, stage, batch, -1, bucket)
+            fail(schedule, worker, action, f"worker {peer} issues another reduction or agreement at this point")
+
+
+def collectives(order: Sequence[Action], stages: set[int]) -> list[tuple[Operation, int]]:
+    """The reductions and agreements of some stages, in their order."""
+    return [
+        ((kind is Kind.REDUCE, stage, peer), batch)
+        for kind, stage, batch, _, peer in order
+        if (kind is Kind.REDUCE or kind is Kind.AGREE) and stage in stages
+    ]
+
+
+def first_difference(mine: list[tuple[Operation, int]], theirs: list[tuple[Operation, int]]) -> int | None:
+    """Where two endless, repeating sequences differ first, None if nowhere; each may begin its turn at another point.
+
+    A+1 B  and  B A        are both … A1 B0 A2 B1 A3 B2 …
+    """
+    if mine == theirs:
+        return None
+    names = [name for name, _ in theirs]
+    if not mine or len(mine) != len(theirs) or mine[0][0] not in names:
+        return 0
+    begin = names.index(mine[0][0])
+    turns = mine[0][1] - theirs[begin][1]
+    for number, (name, batch) in enumerate(mine):
+        turn, at = divmod(begin + number, len(theirs))
+        if theirs[at] != (name, batch - turn - turns):
+            return number
+    return None
+
+
+def check_completion(schedule: Schedule, num_batches: int) -> None:
+    """The run ends: with buffered sends and, since sequences are equal, with sends that meet their receipts."""
+    stuck = run_ideally(schedule, num_batches).stuck
+    if stuck:
+        worker, action = next(iter(stuck.items()))
+        others = ", ".join(f"{one} at {theirs} of batch {theirs.batch}" for one, theirs in list(stuck.items())[:8])
+        fail(schedule, worker, action, f"it waits for ever; workers wait: {others}")
+
+
+def fail(schedule: Schedule, worker: int, action: Action, reason: str) -> NoReturn:
+    """Raises the error that shows a fault: the reason, the action among its neighbours, and the grid."""
+    around = neighbours(schedule.orders[worker], action)
+    raise ScheduleError(
+        f"worker {worker}, {action._replace(batch=0)}: {reason}",
+        "\n".join([f"{worker} │ {around}", "", *small_grid(schedule, worker)]),
+    )
+
+
+def neighbours(order: Sequence[Action], action: Action, reach: int = 5) -> str:
+    """An order's actions around one of them, which is marked."""
+    keys = [_key(one) for one in order]
+    at = keys.index(_key(action)) if _key(action) in keys else None
+    if at is None:
+        return format_order(order[: 2 * reach]) + (" …" if len(order) > 2 * reach else "")
+    words = [f"▸{one}◂" if number == at else str(one) for number, one in enumerate(order)]
+    low, high = max(0, at - reach), at + reach + 1
+    return ("… " if low else "") + " ".join(words[low:high]) + (" …" if high < len(order) else "")
+
+
+def small_grid(schedule: Schedule, worker: int, rows: int = 16, columns: int = 110) -> Iterable[str]:
+    """The grid, cut to a size that fits a screen, around the row of a worker."""
+    few = min(schedule.num_batches_drawn, 4)
+    lines = schedule.grid(few).splitlines()
+    first = max(0, min(worker - rows // 2, len(lines) - rows))
+    return [line if len(line) <= columns else line[: columns - 2] + " …" for line in lines[first : first + rows]]
+
+
+def _key(action: Action) -> Key:
+    return action.kind, action.stage, action.microbatch, action.peer
+
+
+def _action(key: Key) -> Action:
+    kind, stage, microbatch, peer = key
+    return Action(kind, stage, 0, microbatch, peer)

@@ -1,0 +1,83 @@
+"""A schedule over time: as text, a column a unit of time, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from stagewright.schedule import Kind, Schedule
+from stagewright.scheduling.ideal import Run, Span, run_ideally
+from stagewright.scheduling.timing import Costs
+
+COLOURS = {
+    Kind.FORWARD: "#4c78a8",
+    Kind.BACKWARD: "#f2a541",
+    Kind.BACKWARD_INPUT: "#f2a541",
+    Kind.BACKWARD_WEIGHT: "#72a98f",
+}
+UNIT_WIDTH, ROW_HEIGHT, GAP, MARGIN = 28, 22, 4, 48
+
+
+def timed_grid(schedule: Schedule, num_batches: int | None = None) -> str:
+    """Compute over time with free transfers, forward taking one column, backward two; idle time is blank.
+
+    0 │ F0 F1       B0──  B1──
+    1 │    F0 B0── F1 B1──
+    """
+    num_batches = schedule.num_batches_drawn if num_batches is None else num_batches
+    run = run_ideally(schedule, num_batches)
+    labels = [
+        [(span, schedule.cell(span.action, num_batches)) for span in spans if span.stop > span.start]
+        for spans in run.spans
+    ]
+    unit = 1 + max((len(label) for row in labels for _, label in row), default=1)
+    width = len(str(len(labels) - 1))
+    return "\n".join(f"{worker:>{width}} │ {_timed_row(row, unit)}".rstrip() for worker, row in enumerate(labels))
+
+
+def _timed_row(row: list[tuple[Span, str]], unit: int) -> str:
+    line = ""
+    for span, label in row:
+        length = round(span.stop - span.start) * unit - 1
+        line += " " * (round(span.start) * unit - len(line)) + label.ljust(length, "─" if length >= unit else " ") + " "
+    return line.rstrip()
+
+
+def draw_svg(schedule: Schedule, num_batches: int | None = None, costs: Costs | None = None) -> str:
+    """The timed grid as an SVG picture: a row a worker, a box an action, its name in the box and in its tooltip."""
+    num_batches = schedule.num_batches_drawn if num_batches is None else num_batches
+    run = run_ideally(schedule, num_batches, costs)
+    shortest = min((span.stop - span.start for span in _computing(run)), default=1.0)
+    scale = UNIT_WIDTH / shortest
+    width = MARGIN + run.length * scale + GAP
+    height = len(run.spans) * (ROW_HEIGHT + GAP) + GAP
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
+        f'height="{height}" font-family="sans-serif" font-size="11">',
+        f"<title>{escape(schedule.plan.policy)}, {escape(schedule.plan.placement)}</title>",
+        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
+        *_boxes(schedule, run, num_batches, scale),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _computing(run: Run) -> Iterator[Span]:
+    return (span for spans in run.spans for span in spans if span.stop > span.start)
+
+
+def _boxes(schedule: Schedule, run: Run, num_batches: int, scale: float) -> Iterator[str]:
+    for worker, spans in enumerate(run.spans):
+        top = GAP + worker * (ROW_HEIGHT + GAP)
+        middle = top + ROW_HEIGHT / 2 + 4
+        yield f'<text x="{MARGIN - 8}" y="{middle:.0f}" text-anchor="end">{worker}</text>'
+        for span in spans:
+            if span.stop == span.start:
+                continue
+            left, width = MARGIN + span.start * scale, (span.stop - span.start) * scale
+            label = escape(schedule.cell(span.action, num_batches))
+            yield (
+                f'<rect x="{left:.1f}" y="{top}" width="{width - 1:.1f}" height="{ROW_HEIGHT}" rx="2" '
+                f'fill="{COLOURS[span.action.kind]}"><title>{label} {span.start:g} – {span.stop:g}</title></rect>'
+                f'<text x="{left + width / 2:.1f}" y="{middle:.0f}" text-anchor="middle" fill="white">{label}</text>'
+            )

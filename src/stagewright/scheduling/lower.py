@@ -1,0 +1,147 @@
+"""Compute in order → every action of every worker: receipts, sends, reductions, agreement, updates, versions.
+
+Everything is put in order by its ideal time. A transfer has the time at which its source is ready, at both ends, and
+ties are broken by the same key at both ends: so two workers issue what passes between them in the same sequence, and
+nothing waits for anything later, whether sends are buffered or must meet their receipts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from stagewright.plan import Plan
+from stagewright.schedule import Action, Kind, Order
+from stagewright.scheduling.routing import Routes
+from stagewright.scheduling.timing import NEVER, Timed, Timing
+
+RANKS = {
+    Kind.SEND_FORWARD: 0,
+    Kind.RECEIVE_FORWARD: 0,
+    Kind.SEND_BACKWARD: 0,
+    Kind.RECEIVE_BACKWARD: 0,
+    Kind.REDUCE: 1,
+    Kind.RELEASE: 2,
+    Kind.AGREE: 3,
+    Kind.UPDATE: 4,
+    Kind.SWITCH: 5,
+    Kind.FORWARD: 6,
+    Kind.BACKWARD: 6,
+    Kind.BACKWARD_INPUT: 6,
+    Kind.BACKWARD_WEIGHT: 6,
+}
+"""What comes first of things that happen at the same time on one worker."""
+
+COMPUTE_RANK = RANKS[Kind.FORWARD]
+"""At the moment between two turns compute belongs to the new one, all else to the old one."""
+
+
+class Entry(NamedTuple):
+    """An action with the key that orders it: the same at both ends of a transfer."""
+
+    time: int
+    rank: int
+    is_forward: bool
+    stage: int
+    microbatch: int
+    source: int
+    target: int
+    kind: Kind
+    peer: int
+
+
+def lower(plan: Plan, routes: Routes, timing: Timing, agree: bool = False) -> tuple[Order, ...]:
+    """The order of each worker."""
+    lists: list[list[Entry]] = [[] for _ in plan.devices]
+    add_compute(lists, plan, timing)
+    add_transfers(lists, plan, routes, timing)
+    add_reductions(lists, plan, timing)
+    if agree:
+        for entries in lists:
+            entries.append(_whole_batch(Kind.AGREE, timing.agreed, -1))
+    return tuple(fold(entries, timing.period, cut) for entries, cut in zip(lists, turn_starts(plan, timing)))
+
+
+def add_compute(lists: list[list[Entry]], plan: Plan, timing: Timing) -> None:
+    """Adds forwards, backwards and updates, with the switch of versions after an update where there are several."""
+    workers, versions = plan.workers, plan.versions
+    for start, _, kind, stage, replica, number in timing.timed:
+        entries = lists[workers[stage][replica]]
+        entries.append(Entry(start, RANKS[kind], True, stage, number, -1, -1, kind, -1))
+        if kind is Kind.UPDATE and versions[stage] > 1:
+            entries.append(_whole_batch(Kind.SWITCH, start, stage))
+
+
+def add_transfers(lists: list[list[Entry]], plan: Plan, routes: Routes, timing: Timing) -> None:
+    """Adds a send and a receipt wherever rows pass from one worker to another."""
+    workers = plan.workers
+    for _, stop, kind, stage, replica, number in timing.timed:
+        if kind is Kind.FORWARD and stage + 1 < len(workers):
+            other, peers, is_forward = stage + 1, routes.targets[stage][number][replica], True
+            send, receive = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage:
+            other, peers, is_forward = stage - 1, routes.sources[stage - 1][number][replica], False
+            send, receive = Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD
+        else:
+            continue
+        source = workers[stage][replica]
+        for peer in peers:
+            target = workers[other][peer]
+            if source != target:
+                lists[source].append(Entry(stop, 0, is_forward, stage, number, source, target, send, target))
+                lists[target].append(Entry(stop, 0, is_forward, stage, number, source, target, receive, source))
+
+
+def add_reductions(lists: list[list[Entry]], plan: Plan, timing: Timing) -> None:
+    """Adds the reductions after each replica's last backward, and the release of the version it used.
+
+    A worker with several stages reduces them in the order in which all of their replicas are done, which is the same
+    order on every worker that shares two of them.
+    """
+    last = last_backwards(plan, timing.timed)
+    stages_of = [sum(worker in stage for stage in plan.workers) for worker in range(len(plan.devices))]
+    for number, stage in enumerate(plan.stages):
+        done = max(last[number])
+        for replica, worker in enumerate(plan.workers[number]):
+            own = last[number][replica]
+            time = done if own == NEVER or stages_of[worker] > 1 else own
+            if len(stage.devices) > 1:
+                lists[worker] += (
+                    _whole_batch(Kind.REDUCE, time, number, bucket) for bucket in range(stage.num_buckets)
+                )
+            if stage.versions > 1:
+                lists[worker].append(_whole_batch(Kind.RELEASE, time, number))
+
+
+def last_backwards(plan: Plan, timed: list[Timed]) -> list[list[int]]:
+    """[stage][replica]: when its last backward of batch 0 stops; NEVER where it has no rows."""
+    last = [[NEVER] * count for count in plan.replicas]
+    for _, stop, kind, stage, replica, _ in timed:
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            last[stage][replica] = max(last[stage][replica], stop)
+    return last
+
+
+def _whole_batch(kind: Kind, time: int, stage: int, peer: int = -1) -> Entry:
+    return Entry(time, RANKS[kind], True, stage, -1, peer, -1, kind, peer)
+
+
+def turn_starts(plan: Plan, timing: Timing) -> list[int]:
+    """For each worker the moment between two turns: the earliest at which one of its stages is through with one."""
+    starts = [1 << 60] * len(plan.devices)
+    for workers, ends in zip(plan.workers, timing.ends):
+        for worker, end in zip(workers, ends):
+            starts[worker] = min(starts[worker], end - timing.period)
+    return starts
+
+
+def fold(entries: list[Entry], period: int, start: int) -> Order:
+    """The endless list that entries make, repeated every period, cut to the one turn from `start` on."""
+    if not period:
+        return tuple(Action(one.kind, one.stage, 0, one.microbatch, one.peer) for one in sorted(entries))
+    moved = []
+    for one in entries:
+        batch = -((one.time - start) // period)
+        if one.rank != COMPUTE_RANK and (one.time - start) % period == 0:
+            batch += 1
+        moved.append((one._replace(time=one.time + batch * period), batch))
+    return tuple(Action(one.kind, one.stage, batch, one.microbatch, one.peer) for one, batch in sorted(moved))

@@ -1,0 +1,6 @@
+"""Schedule × profile × cluster → record: an event simulation, and what follows from it."""
+
+from stagewright.simulation.run import simulate
+from stagewright.simulation.whatif import faster_links, fastest_schedule
+
+__all__ = ["faster_links", "fastest_schedule", "simulate"]

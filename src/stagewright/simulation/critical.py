@@ -1,0 +1,135 @@
+"""The critical path in words: walking back from the last update through what each action waited for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+from stagewright.cluster import format_devices
+from stagewright.simulation.engine import Cause, Done, Log, Moved
+from stagewright.simulation.program import UPDATE, Program
+
+LINK_WORDS: Mapping[str, str] = {
+    "PIX": "a PCIe switch",
+    "PXB": "PCIe switches",
+    "PHB": "the host bridge",
+    "NODE": "the host bridges",
+    "SYS": "the socket link",
+    "NET": "the network",
+    "IB": "the network",
+    "local": "the local link",
+}
+
+
+class Path:
+    """Where the time between two moments went, on the chain of waits that ends with the last update."""
+
+    def __init__(self, program: Program, log: Log, start_s: float, stop_s: float) -> None:
+        self.program, self.log, self.start_s, self.stop_s = program, log, start_s, stop_s
+        self.seconds: dict[str, float] = {}
+        self.stops = [[entry.stop_s for entry in entries] for entries in log.done]
+        self.walk()
+
+    def add(self, what: str, start_s: float, stop_s: float) -> None:
+        """Counts a stretch, as far as it lies between the two moments."""
+        length = min(stop_s, self.stop_s) - max(start_s, self.start_s)
+        if length > 0:
+            self.seconds[what] = self.seconds.get(what, 0.0) + length
+
+    def walk(self) -> None:
+        """Goes back from the last update before the end until before the start."""
+        worker, at = self.last_update()
+        entry = self.log.done[worker][at]
+        until_s = entry.stop_s
+        while until_s > self.start_s:
+            self.add(self.compute_words(entry), entry.start_s, until_s)
+            found = self.before(worker, at, entry)
+            if found is None:
+                return
+            worker, at, until_s = found
+            entry = self.log.done[worker][at]
+
+    def last_update(self) -> tuple[int, int]:
+        """The update that ends the stretch."""
+        found, best = (0, len(self.log.done[0]) - 1), -1.0
+        for worker, entries in enumerate(self.log.done):
+            at = self.ended_by(worker, self.stop_s)
+            while at > 0 and entries[at].op.code != UPDATE:
+                at -= 1
+            if at >= 0 and entries[at].stop_s > best:
+                found, best = (worker, at), entries[at].stop_s
+        return found
+
+    def ended_by(self, worker: int, time_s: float) -> int:
+        """The last thing that a worker had finished by then; −1: nothing."""
+        return bisect_right(self.stops[worker], time_s * (1 + 1e-12)) - 1
+
+    def before(self, worker: int, at: int, entry: Done) -> tuple[int, int, float] | None:
+        """What the start of an action waited for: a worker's action, and until when it counts."""
+        cause = entry.cause
+        if cause is None:
+            return (worker, at - 1, entry.start_s) if at > 0 else None
+        if cause.kind == "transfer":
+            return self.before_transfer(cause.number, entry.start_s)
+        if cause.kind == "reduction":
+            return self.before_reduction(cause.number, entry.start_s)
+        if cause.kind == "data":
+            return self.before_data(worker, at, cause)
+        return self.on(cause.number, entry.start_s)
+
+    def on(self, worker: int, time_s: float) -> tuple[int, int, float] | None:
+        """The worker's action that was over, or under way, at a time."""
+        at = self.ended_by(worker, time_s)
+        entries = self.log.done[worker]
+        if at + 1 < len(entries) and entries[at + 1].start_s < time_s:
+            at += 1
+        return (worker, at, min(time_s, entries[at].stop_s)) if at >= 0 else None
+
+    def before_transfer(self, number: int, until_s: float) -> tuple[int, int, float] | None:
+        """Through a transfer, and those before it on its channel, to the end that issued it last."""
+        moved = self.log.moved[number]
+        self.add(self.transfer_words(moved), moved.start_s, until_s)
+        channel = self.program.channels[moved.channel]
+        if moved.issued_s >= moved.start_s:
+            return self.on(channel.source, moved.start_s)
+        found = self.on(channel.target, moved.start_s)
+        if found is not None and found[2] >= moved.start_s * (1 - 1e-12):
+            return found
+        earlier = range(number - 1, -1, -1)
+        last = next((n for n in earlier if self.log.moved[n].channel == moved.channel), None)
+        return found if last is None else self.before_transfer(last, moved.start_s)
+
+    def before_reduction(self, number: int, until_s: float) -> tuple[int, int, float] | None:
+        """Through the buckets that were reduced one after the other, to the backward that the first waited for."""
+        entry = self.log.reduced[number]
+        devices = self.program.plan.stages[entry.stage].devices
+        self.add(f"all-reduce of stage {entry.stage} among {format_devices(devices)}", entry.start_s, until_s)
+        earlier = range(number - 1, -1, -1)
+        last = next((n for n in earlier if self.log.reduced[n].stage == entry.stage), None)
+        if last is not None and self.log.reduced[last].stop_s >= entry.start_s * (1 - 1e-12):
+            return self.before_reduction(last, entry.start_s)
+        return self.on(entry.last, entry.start_s)
+
+    def before_data(self, worker: int, at: int, cause: Cause) -> tuple[int, int, float] | None:
+        """Decoding runs one batch ahead: it goes back to the forward of the batch before."""
+        entries = self.log.done[worker]
+        here = entries[at]
+        same = (n for n in range(at - 1, -1, -1) if entries[n].op is here.op)
+        last = next(same, None)
+        begin_s = 0.0 if last is None else entries[last].start_s
+        self.add(f"data loading of host {cause.number}", begin_s, here.start_s)
+        return None if last is None else (worker, last, begin_s)
+
+    def compute_words(self, entry: Done) -> str:
+        """`compute of stage 0`, `update of stage 0`."""
+        return f"{'update' if entry.op.code == UPDATE else 'compute'} of stage {entry.op.action.stage}"
+
+    def transfer_words(self, moved: Moved) -> str:
+        """`transfer 0 → 1 over the host bridge`."""
+        stage = moved.sent.stage
+        channel = self.program.channels[moved.channel]
+        other = stage + 1 if channel.forward else stage - 1
+        rates, wires = self.program.costs.wires.rates, self.program.costs.cluster.wires
+        slowest = min((link for link, _ in channel.loads), key=lambda link: rates[link], default=None)
+        kind = "nothing" if slowest is None else wires[slowest // 2].kind
+        return f"transfer {stage} → {other} over {'NVLink' if kind.startswith('NV') else LINK_WORDS.get(kind, kind)}"

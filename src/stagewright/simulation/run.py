@@ -1,0 +1,150 @@
+"""Schedule × profile × cluster → record: an event simulation of every action, transfer and reduction."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from stagewright.cluster import Cluster, format_devices
+from stagewright.cost import Costs
+from stagewright.profile import Profile
+from stagewright.record import DeviceUse, Record, Span
+from stagewright.schedule import Schedule
+from stagewright.simulation.critical import Path
+from stagewright.simulation.engine import Engine, Log
+from stagewright.simulation.loading import make_loader
+from stagewright.simulation.memory import Ledger
+from stagewright.simulation.program import Program, make_program
+from stagewright.simulation.steady import Steady, batches_done, batches_needed, find_steady
+
+IMAGENET_IMAGES = 1_281_167
+"""The images of an ImageNet epoch, for which epoch times are given unless another number is."""
+
+
+def simulate(
+    schedule: Schedule,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    data: str = "synthetic",
+    num_batches: int | None = None,
+    epoch_images: int | None = IMAGENET_IMAGES,
+    name: str = "",
+    detail: bool = True,
+    costs: Costs | None = None,
+) -> Record:
+    """What the schedule would do on the cluster; without `detail` no spans and no memory over time, which is faster."""
+    count = num_batches or batches_needed(schedule)
+    with no_collection():
+        program = make_program(schedule, profile, cluster, costs)
+        loader = make_loader(schedule.plan, cluster) if data == "records" else None
+        log = Engine(program, count, loader).run()
+    low, high = schedule.offsets
+    steady = find_steady(batches_done(log, count), high - low)
+    path = Path(program, log, steady.start_s, steady.stop_s)
+    return Record(
+        name=name or schedule.plan.model,
+        source="simulated",
+        plan=schedule.plan,
+        cluster=cluster.name,
+        precision=profile.precision,
+        data=data,
+        epoch_images=epoch_images,
+        step_s=steady.step_s,
+        step_images=schedule.plan.batch,
+        start_up_s=steady.start_s,
+        devices=device_uses(program, log, steady, detail),
+        spans=tuple(spans(program, log)) if detail else (),
+        limit=limit(path.seconds),
+        notes=tuple(notes(program, log, steady, path.seconds)),
+    )
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No search for reference cycles meanwhile: there are none in the log, and looking through it doubles the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tuple[DeviceUse, ...]:
+    """What each device did in the steady steps, and held at any time."""
+    ledger, uses = Ledger(program, log), []
+    for worker, device in enumerate(program.plan.devices):
+        use = ledger.use(worker, course=detail)
+        uses.append(
+            DeviceUse(
+                device=str(device),
+                stages=tuple(n for n, workers in enumerate(program.plan.workers) if worker in workers),
+                busy_share=busy_share(log, worker, steady),
+                peak_bytes=use.peak_bytes,
+                peak_parts=use.peak_parts,
+                memory_s=use.times_s,
+                memory_parts=use.parts,
+            )
+        )
+    return tuple(uses)
+
+
+def busy_share(log: Log, worker: int, steady: Steady) -> float:
+    """The share of the steady steps' time in which a worker's device computed."""
+    length = steady.stop_s - steady.start_s
+    busy = sum(
+        max(min(entry.stop_s, steady.stop_s) - max(entry.start_s, steady.start_s), 0.0) for entry in log.done[worker]
+    )
+    return min(busy / length, 1.0) if length else 0.0
+
+
+def spans(program: Program, log: Log) -> Iterator[Span]:
+    """Every action with its times; a transfer is shown at both ends, a reduction at every replica."""
+    for worker, entries in enumerate(log.done):
+        for entry in entries:
+            action = entry.op.action
+            yield Span(
+                worker, action.kind.value, action.stage, entry.batch, action.microbatch, entry.start_s, entry.stop_s
+            )
+    for moved in log.moved:
+        channel, action = program.channels[moved.channel], moved.sent
+        times = (moved.batch, action.microbatch, moved.start_s, moved.stop_s)
+        send, receive, other = ("SF", "RF", 1) if channel.forward else ("SB", "RB", -1)
+        yield Span(channel.source, send, action.stage, *times, channel.target)
+        yield Span(channel.target, receive, action.stage + other, *times, channel.source)
+    for stage, batch, bucket, start_s, stop_s, _ in log.reduced:
+        for worker in program.plan.workers[stage]:
+            yield Span(worker, "G", stage, batch, -1, start_s, stop_s, bucket)
+
+
+def limit(seconds: dict[str, float]) -> str:
+    """What the critical path consists of most."""
+    return max(seconds, key=lambda what: seconds[what], default="nothing")
+
+
+def notes(program: Program, log: Log, steady: Steady, seconds: dict[str, float]) -> Iterator[str]:
+    """The critical path and what is hidden beside it, a sentence each."""
+    steps = max((steady.stop_s - steady.start_s) / steady.step_s[0], 1e-9)
+    total = sum(seconds.values()) or 1.0
+    largest = sorted(seconds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{what} {share / total:.0%}" for what, share in largest if share / total >= 0.005)
+    yield f"critical path: {parts}"
+    for stage, devices in ((n, s.devices) for n, s in enumerate(program.plan.stages) if len(s.devices) > 1):
+        times = ((entry.start_s, entry.stop_s) for entry in log.reduced if entry.stage == stage)
+        whole = within(times, steady) / steps
+        exposed = sum(share for what, share in seconds.items() if what.startswith(f"all-reduce of stage {stage} "))
+        hidden = max(whole - exposed / steps, 0.0)
+        yield f"reduce among {format_devices(devices)}: {milliseconds(whole)}, {milliseconds(hidden)} of it hidden"
+
+
+def within(times: Iterable[tuple[float, float]], steady: Steady) -> float:
+    """How much of some stretches of time lies in the steady state."""
+    return sum(max(min(stop, steady.stop_s) - max(start, steady.start_s), 0.0) for start, stop in times)
+
+
+def milliseconds(seconds: float) -> str:
+    """`19 ms`, `0.42 ms`."""
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,85 @@
+"""What if: the same run on other hardware or with another batch, and where more stops helping."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from stagewright.cluster import Cluster
+from stagewright.errors import UsageError
+from stagewright.plan import Plan
+from stagewright.profile import Profile
+from stagewright.record import Record
+from stagewright.schedule import Schedule
+from stagewright.scheduling import make_schedule
+from stagewright.simulation.run import simulate
+
+HELPS = 0.05
+"""A doubling that gains less than this share has stopped helping."""
+
+
+class Point(NamedTuple):
+    """One setting of a sweep and what came of it."""
+
+    value: float
+    label: str
+    record: Record
+
+
+def faster_links(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with every link's rate times `factor`."""
+    hosts = tuple(
+        replace(host, links=tuple(replace(link, bytes_per_s=link.bytes_per_s * factor) for link in host.links))
+        for host in cluster.hosts
+    )
+    links = tuple(replace(link, bytes_per_s=link.bytes_per_s * factor) for link in cluster.links)
+    return replace(cluster, hosts=hosts, links=links)
+
+
+def parse_factors(text: str) -> tuple[float, ...]:
+    """The factors that `×2` or `x0.5,x1,x2` names."""
+    factors = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*[x×]?(\d{1,6}(?:\.\d{1,6})?)\s*", part, re.ASCII)
+        if match is None or float(match[1]) == 0:
+            raise UsageError(f"--bandwidth {text!r}: expected factors such as x2, or x1,x2,x4")
+        factors.append(float(match[1]))
+    return tuple(factors)
+
+
+def parse_counts(text: str, option: str) -> tuple[int, ...]:
+    """The whole numbers that `8,16,32` names."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) and int(part) > 0 for part in parts):
+        raise UsageError(f"{option} {text!r}: expected positive whole numbers, such as 8 or 8,16,32")
+    return tuple(map(int, parts))
+
+
+def knee(points: Sequence[Point]) -> Point | None:
+    """The point after which more no longer helps: from it on, a doubling gains less than HELPS."""
+    ordered = sorted(points, key=lambda point: point.value)
+    for here, there in zip(ordered, ordered[1:]):
+        gain = there.record.images_per_s / here.record.images_per_s
+        doublings = (there.value / here.value - 1) or 1.0
+        if gain - 1 < HELPS * min(doublings, 1.0):
+            return here
+    return None
+
+
+def fastest_schedule(plan: Plan, profile: Profile, cluster: Cluster, *, agree: bool, data: str) -> Schedule:
+    """The plan's schedule; where versions leave the choice, with the `hold` that is predicted to be faster.
+
+    With K = 2 a stage can either run forward of the next batch early (hold 2), which hides transfers, or late (hold 1),
+    which lets its all-reduce overlap the whole next batch:
+
+        hold 2   F1 B0 ─ reduce 0 ─ U0 F2 B1        hold 1   F1 B1 U0 F2 B2 U1
+                                                                 ─ reduce 1 ──
+    """
+    made = make_schedule(plan, agree=agree)
+    if plan.hold is not None or plan.is_synchronous:
+        return made
+    tight = make_schedule(plan, agree=agree, hold=1)
+    steps = [simulate(each, profile, cluster, data=data, detail=False).median_step_s for each in (made, tight)]
+    return tight if steps[1] < steps[0] * 0.999 else made

@@ -1,0 +1,88 @@
+"""A run as a person sees it: alive in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from stagewright.training.events import read_events
+
+
+def plain_line(event: dict[str, Any]) -> str | None:
+    """The log line of an event, as people and scripts of the benchmark series read it."""
+    kind = event.get("event")
+    if kind == "train":
+        return (
+            f"train: epoch {event['epoch']}, iter {event['iter']}, loss: {event['loss']:.6f}, "
+            f"top_1: {event['top_1']:.6f}, top_k: {event['top_k']:.6f}, "
+            f"samples/s: {event['images_per_s']:.3f} {event['time']}"
+        )
+    if kind == "validation":
+        return (
+            f"validation: epoch {event['epoch']}, iter {event['iter']}, top_1: {event['top_1']:.6f}, "
+            f"top_k: {event['top_k']:.6f}, samples/s: {event['images_per_s']:.3f} {event['time']}"
+        )
+    return f"{kind}: {event['text']}" if "text" in event else None
+
+
+class Display:
+    """Follows a run's events from another thread until it is closed."""
+
+    def __init__(self, folder: Path, console: Console, *, num_steps: int, title: str) -> None:
+        self._folder, self._console = folder, console
+        self._position = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="display", daemon=True)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+                TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=console, transient=True,
+            )  # fmt: skip
+            self._task = self._progress.add_task(title, total=num_steps, rate="", figures="starting workers")
+
+    def __enter__(self) -> Display:
+        if self._progress is not None:
+            self._progress.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _follow(self) -> None:
+        while True:
+            last = self._stop.wait(0.1)
+            for position, event in read_events(self._folder, self._position):
+                self._position = position
+                self._show(event)
+            if last:
+                return
+
+    def _show(self, event: dict[str, Any]) -> None:
+        if self._progress is None or self._task is None:
+            line = plain_line(event)
+            if line:
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            return
+        if event.get("event") == "train":
+            figures = f"loss {event['loss']:.4f}  top-1 {event['top_1']:.1%}  top-5 {event['top_k']:.1%}"
+            if event.get("scale", 1.0) != 1.0:
+                figures += f"  scale {event['scale']:g}"
+            rate = f"{event['images_per_s']:,.0f} images/s"
+            self._progress.update(self._task, completed=event["iter"], rate=rate, figures=figures)
+        else:
+            line = plain_line(event)
+            if line:
+                self._progress.console.print(line, highlight=False, markup=False)

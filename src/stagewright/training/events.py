@@ -1,0 +1,45 @@
+"""What a run tells while it runs: lines of JSON in a file, shown by whoever watches."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "events.jsonl"
+
+
+class Teller:
+    """Writes events."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / NAME).open("a", encoding="utf-8", buffering=1)
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """Writes one event, with the time."""
+        self._file.write(json.dumps({"event": kind, "time": time.time(), **values}) + "\n")
+
+    def close(self) -> None:
+        """Lets the file go."""
+        self._file.close()
+
+
+def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The events from a byte position on, each with the position after it; a line half written is left for later."""
+    path = folder / NAME
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            start += len(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield start, event

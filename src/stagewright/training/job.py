@@ -1,0 +1,36 @@
+"""What a training run is asked to do; the defaults of the options live here."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from stagewright.errors import UsageError
+from stagewright.noun import noun
+
+
+@noun(error=UsageError)
+class Job:
+    """How long a run goes on and what it tells."""
+
+    name: str = "train"
+    steps: int = Field(default=20, ge=1)
+    """Optimizer steps in all."""
+    warm_up: int = Field(default=2, ge=0)
+    """Steps that are left out of the measured ones."""
+    log_every: int = Field(default=10, ge=1)
+    steps_per_epoch: int | None = Field(default=None, ge=1)
+    """None where the data has no epochs."""
+    epoch_images: int | None = Field(default=None, ge=1)
+    evaluate_every: int | None = Field(default=None, ge=1)
+    """Evaluate after every so many epochs."""
+    evaluation_rows: int = Field(default=0, ge=0)
+    first_step: int = Field(default=0, ge=0)
+    """Where a resumed run goes on."""
+
+    def parts(self) -> list[tuple[int, int]]:
+        """(first step, end) of the stretches that run without a stop: between evaluations, or all at once."""
+        if self.evaluate_every is None or self.steps_per_epoch is None:
+            return [(self.first_step, self.steps)]
+        stride = self.evaluate_every * self.steps_per_epoch
+        edges = [self.first_step, *range((self.first_step // stride + 1) * stride, self.steps, stride), self.steps]
+        return [(start, stop) for start, stop in zip(edges, edges[1:]) if start < stop]

@@ -1,0 +1,193 @@
+"""OFRecord files: the bytes on disk, and what is said when they are damaged."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from stagewright.data.ofrecord import (
+    KINDS,
+    Feature,
+    OFRecords,
+    decode_record,
+    encode_image,
+    encode_record,
+    frame,
+    read_part,
+    scan_part,
+    write_part,
+)
+from stagewright.errors import DataError
+
+VECTOR = (
+    "2d00000000000000"  # 45 bytes follow
+    "0a14 0a0b636c6173732f6c6162656c 1205 2203 0a0107"  # "class/label": int32_list [7], packed
+    "0a15 0a07656e636f646564 120a 0a08 0a06ffd86a706567"  # "encoded": bytes_list [ff d8 "jpeg"]
+)
+JPEG = b"\xff\xd8jpeg"
+
+
+def write_three(directory: Path) -> bytes:
+    """Records of labels 0, 1, 2 in one part, 53 bytes each."""
+    data = b"".join(frame(encode_image(JPEG, label)) for label in range(3))
+    (directory / "part-00000").write_bytes(data)
+    return data
+
+
+# ── bytes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_check_vector_is_written_byte_for_byte() -> None:
+    assert frame(encode_image(JPEG, 7)) == bytes.fromhex(VECTOR)
+
+
+def test_the_check_vector_is_read(tmp_path: Path) -> None:
+    (tmp_path / "part-00000").write_bytes(bytes.fromhex(VECTOR))
+    records = OFRecords(tmp_path)
+    assert (len(records), records.label(0), records.encoded(0)) == (1, 7, JPEG)
+    assert list(read_part(tmp_path / "part-00000")) == [
+        {"class/label": Feature("int32", (7,)), "encoded": Feature("bytes", (JPEG,))}
+    ]
+
+
+def values_of(kind: str) -> some.SearchStrategy[tuple[object, ...]]:
+    value = {
+        "bytes": some.binary(max_size=20),
+        "float": some.floats(width=32),
+        "double": some.floats(),
+        "int32": some.integers(-(2**31), 2**31 - 1),
+        "int64": some.integers(-(2**63), 2**63 - 1),
+    }[kind]
+    return some.lists(value, max_size=5).map(tuple)
+
+
+features = some.sampled_from(KINDS).flatmap(lambda kind: some.builds(Feature, some.just(kind), values_of(kind)))
+records_of_features = some.dictionaries(some.text(max_size=12), features, min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(some.lists(records_of_features, max_size=4))
+def test_writer_reader_writer_is_identity(tmp_path_factory: pytest.TempPathFactory, written: list[dict]) -> None:
+    first, second = (tmp_path_factory.mktemp("parts") / "part-00000" for _ in range(2))
+    assert write_part(first, map(encode_record, written)) == len(written)
+    write_part(second, map(encode_record, read_part(first)))
+    assert first.read_bytes() == second.read_bytes()
+    assert repr(list(read_part(second))) == repr([dict(sorted(record.items())) for record in written])
+
+
+def test_numbers_out_of_range_are_refused_by_name() -> None:
+    with pytest.raises(DataError, match="feature 'a' cannot hold its values as int32"):
+        encode_record({"a": Feature("int32", (2**31,))})
+
+
+def test_a_record_without_features_is_not_written() -> None:
+    with pytest.raises(DataError, match="without features"):
+        frame(encode_record({}))
+
+
+# ── damage ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("length", "says"),
+    [
+        (-5, "has the length -5"),
+        (0, "has the length 0"),
+        (46, "has the length 46, but 45 bytes are left"),
+        (2**40, "more than the 268,435,456 bytes allowed"),
+        (2**63 - 1, "more than the 268,435,456 bytes allowed"),
+    ],
+)
+def test_an_impossible_length_is_named_with_file_offset_and_number(tmp_path: Path, length: int, says: str) -> None:
+    data = write_three(tmp_path)
+    (tmp_path / "part-00000").write_bytes(data[:106] + struct.pack("<q", length) + data[114:])
+    with pytest.raises(DataError, match=re.escape("part-00000, record 2 at byte 106 ")) as caught:
+        OFRecords(tmp_path)
+    assert says in caught.value.what
+
+
+@pytest.mark.parametrize("cut", range(107, 159))
+def test_a_truncated_file_is_named_or_skipped_with_a_count(tmp_path: Path, cut: int) -> None:
+    data = write_three(tmp_path)
+    (tmp_path / "part-00000").write_bytes(data[:cut])
+    with pytest.raises(DataError, match="record 2 at byte 106"):
+        OFRecords(tmp_path)
+    records = OFRecords(tmp_path, on_corrupt="skip")
+    assert (len(records), len(records.faults)) == (2, 1)
+    assert f"the last {cut - 106} bytes of the file are lost" in records.faults[0]
+
+
+def test_a_corrupt_message_between_whole_ones_is_named_or_skipped(tmp_path: Path) -> None:
+    data = bytearray(write_three(tmp_path))
+    data[61:70] = b"\xff" * 9
+    (tmp_path / "part-00000").write_bytes(data)
+    records = OFRecords(tmp_path)
+    assert records.label(2) == 2
+    with pytest.raises(DataError, match="record 1 at byte 61 is not an OFRecord message"):
+        records.label(1)
+    skipping = OFRecords(tmp_path, on_corrupt="skip")
+    assert [skipping.label(index) for index in range(len(skipping))] == [0, 2]
+    assert len(skipping.faults) == 1
+    assert skipping.where(1).endswith("part-00000, record 2 at byte 114")
+
+
+@pytest.mark.parametrize(
+    ("features", "says"),
+    [
+        ({"encoded": Feature("bytes", (JPEG,))}, "has no feature 'class/label', only ['encoded']"),
+        ({"encoded": Feature("bytes", (JPEG,)), "class/label": Feature("int32", (1, 2))}, "1 images and 2 labels"),
+        ({"encoded": Feature("bytes", (JPEG,)), "class/label": Feature("int32", (-1,))}, "has the label -1"),
+        ({"encoded": Feature("bytes", (JPEG,)), "class/label": Feature("int32", (10,))}, "labels run from 0 to 9"),
+    ],
+)
+def test_a_record_that_is_no_labelled_image_says_why(tmp_path: Path, features: dict, says: str) -> None:
+    write_part(tmp_path / "part-00000", [encode_record(features)])
+    with pytest.raises(DataError, match=re.escape(says)):
+        OFRecords(tmp_path, num_classes=10).encoded(0)
+
+
+def test_a_bound_on_records_is_kept(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    with pytest.raises(DataError, match="more than the 44 bytes allowed"):
+        OFRecords(tmp_path, max_record_bytes=44)
+
+
+def test_a_message_with_an_unset_feature_is_refused() -> None:
+    with pytest.raises(DataError, match="feature 'a' holds no list"):
+        decode_record(bytes.fromhex("0a050a01611200"))
+
+
+def test_a_file_that_shrinks_after_opening_is_an_error_not_garbage(tmp_path: Path) -> None:
+    data = write_three(tmp_path)
+    records = OFRecords(tmp_path)
+    (tmp_path / "part-00000").write_bytes(data[:130])
+    with pytest.raises(DataError, match="has 16 of its 45 bytes"):
+        records.encoded(2)
+
+
+# ── parts ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_parts_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for part in (10, 2, 0):
+        write_part(tmp_path / f"part-{part}", [encode_image(JPEG, part), encode_image(JPEG, part + 1)])
+    (tmp_path / "part-00000.index").write_bytes(b"not a part")
+    records = OFRecords(tmp_path)
+    assert [records.label(index) for index in range(6)] == [0, 1, 2, 3, 10, 11]
+    assert records.file_starts == (0, 2, 4)
+    assert records.num_classes == 12
+
+
+def test_scanning_reads_lengths_only(tmp_path: Path) -> None:
+    path = tmp_path / "part-00000"
+    with path.open("wb") as stream:
+        for _ in range(4):
+            stream.write(struct.pack("<q", 2**27))
+            stream.seek(2**27, 1)
+        stream.truncate()
+    assert scan_part(path)[0] == [(8 + number * (8 + 2**27), 2**27) for number in range(4)]

@@ -1,0 +1,129 @@
+"""Tables on the page, in Markdown and in a terminal."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+
+from rich.console import Console
+
+from stagewright.record import Record
+from stagewright.report import Failure, comparison_table
+from stagewright.report.cases import Results, in_order, make_cases
+from stagewright.report.figures import percent, rate, seconds, size, times
+from stagewright.report.tables import Table, case_table, markdown_table, markdown_text, scaling_table
+
+from .synthetic import dp, make_record
+
+
+def results(*records: Record, failures: tuple[Failure, ...] = ()) -> Results:
+    return Results(cases=in_order(make_cases(records)), failures=failures)
+
+
+def column(table: Table, title: str) -> list[str]:
+    place = [column.title for column in table.columns].index(title)
+    return [" ".join(filter(None, (row.cells[place].text, row.cells[place].note))) for row in table.rows]
+
+
+def test_figures_read_as_people_write_them() -> None:
+    told = [seconds(value) for value in (4.2e-5, 0.1492, 3.409, 853.4, 3599.9, 7501)]
+    assert told == ["42.0 µs", "149.2 ms", "3.41 s", "14 min 13 s", "1 h 00 min", "2 h 05 min"]
+    assert [size(7.4e9), size(812)] == ["6.9 GiB", "812 B"]
+    assert [rate(1502.6), rate(48.21), rate(3.414)] == ["1,503", "48.2", "3.41"]
+    assert [percent(-0.0042), percent(0.00001), percent(0.031)] == ["−0.4 %", "0.0 %", "+3.1 %"]
+    assert times(2.12).replace("\u00a0", " ") == "2.1 ×"
+
+
+def test_the_series_columns_are_there() -> None:
+    titles = [column.title for column in case_table(results(make_record())).columns]
+    wanted = ["type", "data", "stages", "static order", "memory first / last stage", "epoch time", "log"]
+    assert [title for title in titles if title in wanted] == wanted
+    titles = [column.title for column in scaling_table(results(make_record())).columns]
+    wanted = ["num_nodes", "gpu_num_per_node", "batch_size_per_device", "throughput", "speedup"]
+    assert [title for title in titles if title in wanted] == wanted
+
+
+def test_a_case_with_three_repetitions_shows_three_epochs_and_their_images() -> None:
+    told = column(case_table(results(*(make_record(seed=seed) for seed in range(3)))), "epoch time")
+    assert re.fullmatch(r"14 min \d\d s · 14 min \d\d s · 14 min \d\d s 1,281,167 images", told[0])
+
+
+def test_a_case_with_seven_shows_their_median_and_range() -> None:
+    table = case_table(results(*(make_record(seed=seed) for seed in range(7))))
+    assert re.fullmatch(
+        r"14 min \d\d s 14 min \d\d s to 14 min \d\d s; 1,281,167 images", column(table, "epoch time")[0]
+    )
+    assert re.fullmatch(r"1,48\d 1,4\d\d–1,4\d\d in 7 runs", column(table, "images/s")[0])
+
+
+def test_memory_of_first_and_last_stage_and_what_the_driver_showed() -> None:
+    table = case_table(results(make_record(), dp("dp", 700, 8)))
+    assert column(table, "memory first / last stage") == [
+        "6.9 / 3.1 GiB driver 7.4 / 3.6 GiB",
+        "7.0 GiB driver 7.5 GiB",
+    ]
+
+
+def test_rows_of_different_work_are_marked_and_the_marks_explained() -> None:
+    table = case_table(results(make_record(), make_record("amp", precision="fp16"), dp("dp", 700, 8)))
+
+    assert dict(zip(column(table, "case"), column(table, "work"))) == {"vgg16-7-1": "A", "dp": "A", "amp": "B"}
+    assert "different work" in table.notes[0]
+    assert "B: VGG16, 224 images a step, synthetic data, fp16" in table.notes
+
+
+def test_rows_of_the_same_work_are_said_to_be_so() -> None:
+    (note,) = case_table(results(make_record(), dp("dp", 700, 8))).notes
+    assert note.startswith("All rows do the same work: VGG16, 224 images a step")
+
+
+def test_source_is_a_mark_and_a_word() -> None:
+    table = case_table(results(*(make_record(source=source) for source in ("measured", "rehearsed", "simulated"))))  # type: ignore[arg-type]
+    assert column(table, "source") == ["● measured", "◐ rehearsed", "◇ simulated"]
+
+
+def test_a_failed_case_is_a_row_with_its_reason() -> None:
+    table = case_table(results(make_record(), failures=(Failure(name="broken", reason="worker 3 died"),)))
+    assert table.rows[-1].kind == "failed"
+    assert table.rows[-1].reason == "worker 3 died"
+    assert "| broken | ✕ failed" in markdown_table(table)
+    assert "worker 3 died" in markdown_table(table)
+
+
+def test_hosts_devices_rows_and_speedup() -> None:
+    one = dp("one", 100, 1, batch=32)
+    two_hosts = dp("sixteen", 1400, 16, batch=512, hosts=2)
+    table = scaling_table(results(one, two_hosts))
+
+    assert column(table, "num_nodes") == ["1", "2"]
+    assert column(table, "gpu_num_per_node") == ["1", "8"]
+    assert column(table, "batch_size_per_device") == ["32 batch 32", "32 batch 512"]
+    assert column(table, "speedup")[1].startswith(("13.", "14."))
+    assert column(table, "against") == ["itself", "one batch 512 against 32, both 32 a device"]
+
+
+def test_markdown_cannot_be_broken_by_names() -> None:
+    name = "a|b\n<script>*[x](y)`"
+    text = markdown_table(case_table(results(make_record(name))))
+
+    assert len({line.count("|") - line.count("\\|") for line in text.splitlines()}) == 1
+    assert "<script>" not in text
+    assert markdown_text("[x](y)") == "\\[x\\](y)"
+
+
+def test_the_terminal_shows_predicted_beside_measured_with_the_error() -> None:
+    console = Console(width=120, record=True, file=StringIO(), color_system=None)
+    console.print(
+        comparison_table([make_record(images_per_s=1488), make_record(source="simulated", images_per_s=1501)])
+    )
+    text = console.export_text()
+
+    assert re.search(r"◇ simulated +● measured +error", text)
+    assert re.search(r"images/s +1,501 +1,4\d\d +\+\d\.\d %", text)
+    assert re.search(r"memory first / last +6\.9 / 3\.1 GiB +6\.9 / 3\.1 GiB +0\.0 %", text)
+
+
+def test_names_with_brackets_are_shown_as_they_are_in_a_terminal() -> None:
+    console = Console(width=120, record=True, file=StringIO(), color_system=None)
+    console.print(comparison_table([make_record("[red]x[/nope]")]))
+    assert "[red]x[/nope]" in console.export_text()

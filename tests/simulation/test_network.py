@@ -1,0 +1,84 @@
+"""Fair rates on shared links."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.simulation.network import Flow, Network
+
+
+class Wires:
+    """A network with a clock of its own, so that flows can be started at will."""
+
+    def __init__(self, *rates: float) -> None:
+        self.network = Network(rates, lambda flow: None)
+        self.rates = rates
+
+    def start(self, *links: int, num_bytes: float = 100.0, edges: int = 1) -> Flow:
+        loads = tuple((link, edges) for link in links)
+        alone = min(self.rates[link] / edges for link in links)
+        return self.network.start(loads, num_bytes, 0.0, alone)
+
+    def settled(self, *flows: Flow) -> list[float]:
+        self.network.settle(0.0)
+        return [flow.rate for flow in flows]
+
+
+def test_a_flow_alone_gets_its_slowest_link():
+    wires = Wires(10.0, 4.0)
+    assert wires.settled(wires.start(0, 1)) == [4.0]
+
+
+def test_a_flow_that_is_held_back_elsewhere_leaves_the_rest_to_others():
+    # Link 0 carries 10 for three; one of them gets only 2 on link 1, so the others get 4 each.
+    wires = Wires(10.0, 2.0)
+    flows = wires.start(0, 1), wires.start(0), wires.start(0)
+    assert wires.settled(*flows) == pytest.approx([2.0, 4.0, 4.0])
+
+
+def test_a_ring_that_crosses_a_link_twice_takes_two_shares():
+    wires = Wires(9.0)
+    ring, transfer = wires.start(0, edges=2), wires.start(0)
+    assert wires.settled(ring, transfer) == pytest.approx([3.0, 3.0])
+    assert wires.network.used() == pytest.approx([9.0])
+
+
+def test_when_a_flow_ends_the_others_speed_up():
+    wires = Wires(10.0)
+    first, second = wires.start(0), wires.start(0, num_bytes=200.0)
+    assert wires.settled(first, second) == [5.0, 5.0]
+    wires.network.stop(first)
+    wires.network.settle(20.0)
+    assert second.rate == 10.0
+    assert second.stop_s == pytest.approx(30.0)
+
+
+def test_flows_that_share_nothing_do_not_disturb_one_another():
+    heard: list[int] = []
+    network = Network((10.0, 10.0), lambda flow: heard.append(flow.number))
+    network.start(((0, 1),), 1.0, 0.0, 10.0)
+    network.start(((1, 1),), 1.0, 0.0, 10.0)
+    network.settle(0.0)
+    network.start(((1, 1),), 1.0, 0.5, 10.0)
+    network.settle(0.5)
+    assert heard == [1, 2, 2, 3] or heard == [1, 2, 3, 2]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([1.0, 3.0, 10.0]), min_size=4, max_size=4),
+    st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.integers(1, 3)), min_size=1, max_size=8),
+)
+def test_rates_are_max_min_fair(rates, wanted):
+    # Every flow has a bottleneck: a full link on which no other flow is faster.
+    wires = Wires(*rates)
+    flows = [wires.start(*sorted(links), edges=edges) for links, edges in wanted]
+    wires.settled()
+    used = wires.network.used()
+    assert all(have <= rate * (1 + 1e-9) for have, rate in zip(used, rates))
+    for flow in flows:
+        full = [link for link, _ in flow.loads if used[link] >= rates[link] * (1 - 1e-9)]
+        fastest = [max(other.rate for other in flows if link in dict(other.loads)) for link in full]
+        assert any(flow.rate >= rate * (1 - 1e-9) for rate in fastest)
