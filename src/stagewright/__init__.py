@@ -7,8 +7,9 @@ model ─▶ profile ─▶ plan ─▶ schedule ─┬─▶ simulate ─┐
     import stagewright as sw
 
     profile = sw.make_profile(sw.build_model("tiny-cnn"), batch_sizes=[8, 32])
-    plan = sw.fixed_plan(profile, sw.PlanOptions(placement="0:0-2.0:3", cut=("fc1",), batch=96))
-    record = sw.simulate(sw.make_schedule(plan), profile, sw.make_cluster(4))
+    cluster = sw.make_cluster(4)
+    plan = sw.make_plan(profile, cluster, sw.PlanOptions(batch=96)).best.plan
+    record = sw.simulate(sw.make_schedule(plan), profile, cluster)
 
 Names are loaded when they are first used, so that this module imports in a blink and only what needs torch loads it.
 """
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     )
     from stagewright.models import MODELS, Layered, build_model, make_layered
     from stagewright.plan import Plan, Stage
-    from stagewright.planning import PlanOptions, fixed_plan
+    from stagewright.planning.fixed import fixed_plan
+    from stagewright.planning.options import PlanOptions
+    from stagewright.planning.search import make_plan
     from stagewright.profile import LayerProfile, Profile
     from stagewright.profiling.measured import make_profile
     from stagewright.record import Point, Record, Span
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from stagewright.schedule import Action, Kind, Schedule
     from stagewright.scheduling import make_schedule
     from stagewright.simulation import simulate
+    from stagewright.training import train
 
 __all__ = [
     "MODELS",
@@ -85,10 +89,12 @@ __all__ = [
     "fixed_plan",
     "make_cluster",
     "make_layered",
+    "make_plan",
     "make_profile",
     "make_report",
     "make_schedule",
     "simulate",
+    "train",
 ]
 
 _HOMES = {
@@ -97,7 +103,9 @@ _HOMES = {
     "RecordError RunError ScheduleError SimulationError StagewrightError UsageError",
     "models": "MODELS Layered build_model make_layered",
     "plan": "Plan Stage",
-    "planning": "PlanOptions fixed_plan",
+    "planning.fixed": "fixed_plan",
+    "planning.options": "PlanOptions",
+    "planning.search": "make_plan",
     "profile": "LayerProfile Profile",
     "profiling.measured": "make_profile",
     "record": "Point Record Span",
@@ -105,6 +113,7 @@ _HOMES = {
     "schedule": "Action Kind Schedule",
     "scheduling": "make_schedule",
     "simulation": "simulate",
+    "training": "train",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, NamedTuple, Self
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from stagewright.errors import ClusterError, PlacementError, StagewrightError
-from stagewright.noun import Saved, noun
+from stagewright.noun import Saved, noun, twin
 
 MAX_DEVICES = 65_536
 
@@ -236,12 +236,11 @@ def parse_devices(text: str) -> tuple[DeviceId, ...]:
         first, last = int(match[2]), int(match[3] or match[2])
         if last < first:
             raise PlacementError(f"placement part {part!r} counts down: write {match[1]}:{last}-{first}")
-        if last - first >= MAX_DEVICES:
-            raise PlacementError(f"placement part {part!r} names {last - first + 1:,} devices; {MAX_DEVICES:,} at most")
+        if len(found) + last - first >= MAX_DEVICES:
+            raise PlacementError(f"placement part {part!r} makes more than {MAX_DEVICES:,} devices of one stage")
         found += (DeviceId(int(match[1]), index) for index in range(first, last + 1))
     if len(set(found)) < len(found):
-        twice = next(id for id in found if found.count(id) > 1)
-        raise PlacementError(f"placement {text!r} names {twice} twice in one stage: name each device once")
+        raise PlacementError(f"placement {text!r} names {twin(found)} twice in one stage: name each device once")
     return tuple(found)
 
 

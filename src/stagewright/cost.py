@@ -190,13 +190,15 @@ class Wires:
         return latency + max((load / self.rates[link] for link, load in loads.items()), default=0.0)
 
     def collective(self, devices: Sequence[DeviceId], num_bytes: float) -> Collective | None:
-        """The faster of ring and tree for an all-reduce of this size; None for a single device."""
+        """A ring, or a tree where latency is most of the ring's time and the tree is faster; None for one device."""
         if len(devices) < 2:
             return None
         key = tuple(devices)
         if key not in self._collectives:
             self._collectives[key] = (self._ring(key), self._tree(key))
-        return min(self._collectives[key], key=lambda way: way.seconds(num_bytes))
+        ring, tree = self._collectives[key]
+        is_small = ring.latency_s > ring.passes * num_bytes / ring.bytes_per_s
+        return tree if is_small and tree.seconds(num_bytes) < ring.seconds(num_bytes) else ring
 
     def _ring(self, devices: tuple[DeviceId, ...]) -> Collective:
         order = self.ring_order(devices)

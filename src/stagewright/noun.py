@@ -10,9 +10,13 @@ A file holds one noun, as JSON (`.json`) or YAML (`.yaml`, `.yml`):
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -22,6 +26,9 @@ from stagewright.errors import FileError, StagewrightError
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 MAX_FILE_BYTES = 1 << 30
+MAX_DEPTH = 64
+MAX_YAML_VALUES = 1_000_000
+"""In a YAML file, its aliases written out."""
 
 T = TypeVar("T")
 
@@ -54,10 +61,23 @@ def describe(fault: ValidationError) -> str:
         return f"key {key} is missing"
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"key {key} is unknown"
-    value = repr(first["input"])
-    value = value if len(value) <= 60 else value[:57] + "..."
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"key {key} is {value}: expected {expected}"
+    message = first["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"cannot be read: {message}"
+    expected = "expected " + message.removeprefix("Input should be ") if message.startswith("Input") else message
+    return f"key {key} is {shown(first['input'])}: {expected}"
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@cache
+def adapter(noun: Any) -> TypeAdapter[Any]:
+    """What checks and writes nouns of this type."""
+    return TypeAdapter(noun)
 
 
 class Saved:
@@ -69,18 +89,22 @@ class Saved:
 
     def to_dict(self) -> dict[str, Any]:
         """The noun as plain values, with its format and version first."""
-        body = TypeAdapter(type(self)).dump_python(self, mode="json")
+        cls: Any = type(self)
+        body = adapter(cls).dump_python(self, mode="json")
         return {"format": self.FORMAT, "version": self.VERSION, **body}
 
     def save(self, path: str | Path) -> Path:
         """Writes the file whole or not at all; the ending chooses JSON or YAML."""
         path = Path(path)
-        text = dump_yaml(self.to_dict()) if path.suffix in (".yaml", ".yml") else dump_json(self.to_dict())
-        path.parent.mkdir(parents=True, exist_ok=True)
+        text = dump_yaml(self.to_dict()) if is_yaml(path) else dump_json(self.to_dict())
         part = path.with_name(f".{path.name}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-        return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text, encoding="utf-8")
+            return part.replace(path)
+        except OSError as fault:
+            part.unlink(missing_ok=True)
+            raise FileError(f"{path}: {fault.strerror}", "give a path that can be written") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -92,8 +116,9 @@ class Saved:
         """The noun that `to_dict` gave, checked key by key."""
         body = check_head(plain, cls.FORMAT, cls.VERSION, where)
         try:
-            text = json.dumps(body, allow_nan=True)
-            return TypeAdapter(cls).validate_json(text)
+            text = json.dumps(body, allow_nan=True, ensure_ascii=False)
+            made: Self = adapter(cast(Any, cls)).validate_json(text)
+            return made
         except ValidationError as fault:
             raise FileError(f"{where}: {describe(fault)}") from None
         except (TypeError, ValueError, RecursionError) as fault:
@@ -108,15 +133,20 @@ def check_head(plain: object, format_name: str, version: int, where: str) -> dic
         raise FileError(f"{where}: holds {type(plain).__name__}, expected the keys of {format_name}")
     found, number = plain.get("format"), plain.get("version")
     if found != format_name:
-        raise FileError(f"{where}: key format is {found!r}: expected {format_name!r}")
+        raise FileError(f"{where}: key format is {shown(found)}: expected {format_name!r}")
     if type(number) is not int or number < 1:
-        raise FileError(f"{where}: key version is {number!r}: expected a whole number from 1 to {version}")
+        raise FileError(f"{where}: key version is {shown(number)}: expected a whole number from 1 to {version}")
     if number > version:
         raise FileError(
             f"{where}: version {number} of {format_name} is newer than {version}, the newest known here",
             "update stagewright, or save the file with this version",
         )
     return {key: value for key, value in plain.items() if key not in ("format", "version")}
+
+
+def is_yaml(path: Path) -> bool:
+    """Whether a file of this name holds YAML; any other holds JSON."""
+    return path.suffix in (".yaml", ".yml")
 
 
 def read_plain(path: Path) -> object:
@@ -129,36 +159,115 @@ def read_plain(path: Path) -> object:
         raise FileError(f"{path}: {fault.strerror}") from None
     except UnicodeDecodeError as fault:
         raise FileError(f"{path}: not text in UTF-8 (byte {fault.start})") from None
-    return parse_plain(text, is_yaml=path.suffix in (".yaml", ".yml"), where=str(path))
+    except ValueError as fault:  # a NUL in the path
+        raise FileError(f"{str(path)!r}: {fault}") from None
+    return parse_plain(text, is_yaml=is_yaml(path), where=str(path))
 
 
 def parse_plain(text: str, *, is_yaml: bool, where: str) -> object:
     """Plain values from JSON or YAML text; the damage is named with its line."""
     try:
-        return yaml.load(text, Loader=PlainLoader) if is_yaml else json.loads(text)
+        return load_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=without_twins, parse_int=small_int)
     except json.JSONDecodeError as fault:
         raise FileError(f"{where}: not JSON: {fault.msg} in line {fault.lineno}, column {fault.colno}") from None
     except yaml.YAMLError as fault:
         raise FileError(f"{where}: not YAML: {' '.join(str(fault).split())}") from None
-    except (ValueError, RecursionError, OverflowError) as fault:
+    except RecursionError:
+        raise FileError(f"{where}: nested too deeply: expected {MAX_DEPTH} levels at most") from None
+    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as fault:
+        # PyYAML's constructors fail in all these ways on a value that contradicts its tag
         raise FileError(f"{where}: cannot be read: {fault}") from None
 
 
+def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values; a key that stands twice is a mistake, not a choice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"key {shown(twin(key for key, _ in pairs))} stands twice in one object")
+    return made
+
+
+def twin(values: Iterable[T]) -> T:
+    """The first of the values that stands there more than once."""
+    return next(value for value, number in Counter(values).items() if number > 1)
+
+
+def small_int(text: str) -> int:
+    """The whole number that a text writes, if it has 64 bits at most."""
+    number = int(text) if len(text) <= 20 else 1 << 64
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"number {shown(text)} is too large: expected one of 64 bits")
+    return number
+
+
+def load_yaml(text: str) -> object:
+    """Plain values from YAML, the aliases written out."""
+    loader = PlainLoader(text)
+    try:
+        value: object = loader.get_single_data()
+    finally:
+        loader.dispose()
+    check_size(value)
+    return value
+
+
+def check_size(value: object) -> None:
+    """Refuses what grows out of hand once its aliases are written out, or never ends."""
+    level, room = [value], MAX_YAML_VALUES
+    for _ in range(MAX_DEPTH):
+        level = list(islice(chain.from_iterable(map(children, level)), room + 1))
+        room -= len(level)
+        if room < 0:
+            raise ValueError(f"more than {MAX_YAML_VALUES:,} values: save a noun of that size as JSON")
+        if not level:
+            return
+    raise RecursionError
+
+
+def children(value: object) -> Iterable[object]:
+    """The values inside a value."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 class PlainLoader(yaml.SafeLoader):
-    """Safe YAML without dates, so that every value is one that JSON has too, and without alias bombs."""
+    """YAML whose values are those of JSON: no dates, no `1:30` for 90, no `no` for false, no key twice."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            self.num_aliases = getattr(self, "num_aliases", 0) + 1
-            if self.num_aliases > 64:
-                raise yaml.YAMLError("more than 64 aliases")
-        return super().compose_node(parent, index)
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value] if isinstance(node.value, list) else []
+        where = f"in the keys from line {node.start_mark.line + 1} on"
+        for key in keys:
+            if not isinstance(key, str):
+                raise ValueError(f"key {shown(key)} {where} is no text: write it in quotes")
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"key {shown(twin(keys))} stands twice {where}")
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: Any) -> int:
+        return small_int(str(self.construct_scalar(node)))
 
 
-PlainLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in pairs if tag != "tag:yaml.org,2002:timestamp"]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+RESOLVERS = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("null", r"~|null|Null|NULL|", (*"~nN", "")),
+)
+"""What unquoted text means: the core schema of YAML 1.2 (section 10.3), which is that of JSON."""
+
+
+def resolve_as_json(cls: Any) -> None:
+    """Gives a loader or dumper the resolvers above, and no other."""
+    cls.yaml_implicit_resolvers = {}
+    for name, pattern, first in RESOLVERS:
+        cls.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(rf"(?:{pattern})\Z"), list(first))
+
+
+resolve_as_json(PlainLoader)
+PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
 
 
 def dump_json(plain: object, *, width: int = 110) -> str:
@@ -195,10 +304,16 @@ class PlainDumper(yaml.SafeDumper):
             text = text.replace("e", ".0e")
         return self.represent_scalar("tag:yaml.org,2002:float", text)
 
+    def represent_str(self, data: str) -> Any:
+        # other styles lose line separators and the like
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
     def represent_list(self, data: Any) -> Any:
         flat = all(isinstance(item, (int, float, str, bool)) for item in data)
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
 
 
+resolve_as_json(PlainDumper)
 PlainDumper.add_representer(float, PlainDumper.represent_float)
+PlainDumper.add_representer(str, PlainDumper.represent_str)
 PlainDumper.add_representer(list, PlainDumper.represent_list)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from stagewright.cluster import DeviceId, Devices, format_placement
 from stagewright.errors import PlanError, StagewrightError
-from stagewright.noun import Saved, noun
+from stagewright.noun import Saved, noun, twin
 
 Route = Literal["split", "rotate"]
 Policy = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "dynamic"]
@@ -70,8 +70,7 @@ class Plan(Saved):
     def __post_init__(self) -> None:
         names = self.layers
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise PlanError(f"layer {twice} is in the plan twice: expected each layer once")
+            raise PlanError(f"layer {twin(names)} is in the plan twice: expected each layer once")
         if self.num_microbatches > self.batch:
             raise PlanError(
                 f"a batch of {self.batch} rows cannot be cut into {self.num_microbatches} microbatches",

@@ -14,8 +14,8 @@ What the kinds mean, for the worker whose order holds them:
 
     F, B        forward; backward (gradients of inputs and of weights)
     I, W        backward in two halves: gradients of the inputs, gradients of the weights
-    RF, RB      issue the receipt of activations from, or of gradients of them from, worker `peer`; never waits. The stage
-                is the sender's here too: RF0.3<2 is what SF0.3>5 of worker 2 sends to worker 5, for its F1.3
+    RF, RB      issue the receipt of activations from, or of gradients of them from, worker `peer`; never waits. The
+                stage is the sender's here too: RF0.3<2 is what SF0.3>5 of worker 2 sends to worker 5, for its F1.3
     SF, SB      issue the sending of this stage's output, or of the gradient of its input, to `peer`; never waits
     G           issue the all-reduce (sum) of bucket `peer` of the stage's gradients; never waits. A bucket may start as
                 soon as the batch's last backward of the stage has its gradients; G stands where that backward is over

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 PATTERN = re.compile(r"(SF|RF|SB|RB|[FBIWGAUVD])(\d+)?(?:\.(\d+))?(?:[<>/](\d+))?([+-]\d+)?")
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """What went wrong."""
 
 
@@ -126,9 +126,9 @@ class Interpreter:
             if worker.at < len(worker.actions)
         }
         if stuck:
-            raise Fault(f"locked: {stuck}")
+            raise FaultError(f"locked: {stuck}")
         if any(self.mail.values()) or any(self.asked.values()) or any(self.lines.values()):
-            raise Fault("a message was left over")
+            raise FaultError("a message was left over")
 
     def act(self, me, worker, kind, stage, number, peer, batch) -> bool:
         """Does one action; False if it has to wait."""
@@ -139,7 +139,7 @@ class Interpreter:
         if kind == "W":
             part = worker.values.pop(("half", stage, batch, number), None)
             if part is None:
-                raise Fault(f"W{stage}.{number} without I")
+                raise FaultError(f"W{stage}.{number} without I")
             worker.sums[stage, batch] += part
             worker.held[stage] -= 1
         elif kind in ("SF", "SB"):
@@ -150,7 +150,7 @@ class Interpreter:
             self.receive(me, peer, slot)
         elif kind == "G":
             if me in self.reduced[stage, batch, peer]:
-                raise Fault(f"G{stage}/{peer} twice")
+                raise FaultError(f"G{stage}/{peer} twice")
             self.reduced[stage, batch, peer][me] = list(worker.sums[stage, batch])
         elif kind == "A":
             self.agreed[batch].add(me)
@@ -159,7 +159,7 @@ class Interpreter:
             return self.update(me, worker, stage, batch)
         elif kind == "V":
             if worker.newest[stage] < batch + 1:
-                raise Fault(f"V{stage} of batch {batch} before its update")
+                raise FaultError(f"V{stage} of batch {batch} before its update")
             worker.version[stage] = batch + 1
         elif kind == "D":
             used = max(0, batch - self.problem.versions[stage] + 1)
@@ -175,7 +175,7 @@ class Interpreter:
                 return None
             for row, symbol in slot[4].items():
                 if row in rows:
-                    raise Fault(f"row {row} came twice for {kind}{stage}.{number}")
+                    raise FaultError(f"row {row} came twice for {kind}{stage}.{number}")
                 rows[row] = symbol
         return rows
 
@@ -191,13 +191,13 @@ class Interpreter:
             inputs = {**worker.values.get(("F", stage - 1, batch, number), {}), **inputs}
         version, output = worker.version[stage], {}
         if version not in worker.kept[stage]:
-            raise Fault(f"F{stage}.{number} of batch {batch} uses version {version}, which is gone")
+            raise FaultError(f"F{stage}.{number} of batch {batch} uses version {version}, which is gone")
         for row in self.mine(me, stage, number):
             if stage and row not in inputs:
-                raise Fault(f"F{stage}.{number} of batch {batch} lacks row {row}")
+                raise FaultError(f"F{stage}.{number} of batch {batch} lacks row {row}")
             output[row] = (*(inputs[row] if stage else ()), version)
         if ("F", stage, batch, number) in worker.values:
-            raise Fault(f"F{stage}.{number} twice")
+            raise FaultError(f"F{stage}.{number} twice")
         worker.values["F", stage, batch, number] = output
         worker.held[stage] += 1
         worker.most_held[stage] = max(worker.most_held[stage], worker.held[stage])
@@ -206,7 +206,7 @@ class Interpreter:
     def backward(self, me, worker, kind, stage, number, batch) -> bool:
         saved = worker.values.get(("F", stage, batch, number))
         if saved is None or ("B", stage, batch, number) in worker.values:
-            raise Fault(f"{kind}{stage}.{number} of batch {batch} without its forward, or twice")
+            raise FaultError(f"{kind}{stage}.{number} of batch {batch} without its forward, or twice")
         gradients = {}
         if stage + 1 < len(self.problem.workers):
             gradients = self.arrived(worker, "RB", stage + 1, batch, number)
@@ -216,11 +216,11 @@ class Interpreter:
         part, output = [], {}
         for row, value in saved.items():
             if stage + 1 < len(self.problem.workers) and row not in gradients:
-                raise Fault(f"{kind}{stage}.{number} of batch {batch} lacks the gradient of row {row}")
+                raise FaultError(f"{kind}{stage}.{number} of batch {batch} lacks the gradient of row {row}")
             if value[-1] not in worker.kept[stage]:
-                raise Fault(f"{kind}{stage}.{number} needs version {value[-1]}, which is gone")
+                raise FaultError(f"{kind}{stage}.{number} needs version {value[-1]}, which is gone")
             if self.problem.versions[stage] == 1 and value[-1] != worker.newest[stage]:
-                raise Fault(f"{kind}{stage}.{number} sees other weights than its forward")
+                raise FaultError(f"{kind}{stage}.{number} sees other weights than its forward")
             part.append((row, value, gradients.get(row, ())))
             output[row] = (*gradients.get(row, ()), value[-1])
         worker.values["B", stage, batch, number] = output
@@ -234,11 +234,11 @@ class Interpreter:
     def send(self, me, worker, kind, stage, number, peer, batch) -> None:
         values = worker.values.get((kind[1], stage, batch, number))
         if values is None:
-            raise Fault(f"{kind}{stage}.{number} before there is something to send")
+            raise FaultError(f"{kind}{stage}.{number} before there is something to send")
         other = stage + 1 if kind == "SF" else stage - 1
         rows = {row: symbol for row, symbol in values.items() if self.owners[other][number][row] == peer}
         if not rows:
-            raise Fault(f"{kind}{stage}.{number}>{peer} sends nothing")
+            raise FaultError(f"{kind}{stage}.{number}>{peer} sends nothing")
         message = ("R" + kind[1], stage, number, batch, rows)
         if self.meet:
             self.lines[me, peer].append(message)
@@ -265,34 +265,34 @@ class Interpreter:
         mine, theirs = self.lines[one, other], self.lines[other, one]
         while mine and theirs:
             if isinstance(mine[0], list) == isinstance(theirs[0], list):
-                raise Fault(f"workers {one} and {other} both send or both receive: {mine[0]} {theirs[0]}")
+                raise FaultError(f"workers {one} and {other} both send or both receive: {mine[0]} {theirs[0]}")
             slot, message = (mine[0], theirs[0]) if isinstance(mine[0], list) else (theirs[0], mine[0])
             self.fill(slot, message)
             mine.popleft(), theirs.popleft()
 
     def fill(self, slot, message) -> None:
         if tuple(slot[:4]) != message[:4]:
-            raise Fault(f"asked for {slot[:4]}, got {message[:4]}")
+            raise FaultError(f"asked for {slot[:4]}, got {message[:4]}")
         slot[4] = message[4]
 
     def update(self, me, worker, stage, batch) -> bool:
         if self.problem.agree and len(self.agreed[batch]) < len(self.workers):
-            raise Fault(f"U{stage} of batch {batch} before the agreement")
+            raise FaultError(f"U{stage} of batch {batch} before the agreement")
         members = self.problem.workers[stage]
         if len(members) == 1:
             total = list(worker.sums[stage, batch])
         else:
             buckets = [self.reduced[stage, batch, bucket] for bucket in range(self.problem.num_buckets[stage])]
             if any(me not in bucket for bucket in buckets):
-                raise Fault(f"U{stage} of batch {batch} without its reduction")
+                raise FaultError(f"U{stage} of batch {batch} without its reduction")
             if any(len(bucket) < len(members) for bucket in buckets):
                 return False
             totals = [sorted(part for parts in bucket.values() for part in parts) for bucket in buckets]
             if any(one != totals[0] for one in totals):
-                raise Fault(f"buckets of batch {batch} differ")
+                raise FaultError(f"buckets of batch {batch} differ")
             total = totals[0]
         if worker.newest[stage] != batch:
-            raise Fault(f"U{stage} of batch {batch} after {worker.newest[stage]} updates")
+            raise FaultError(f"U{stage} of batch {batch} after {worker.newest[stage]} updates")
         worker.newest[stage] = batch + 1
         worker.kept[stage].add(batch + 1)
         if self.problem.versions[stage] == 1:
@@ -320,7 +320,7 @@ def carry_out(schedule, num_batches: int, meet: bool) -> dict[int, int]:
     interpreter = Interpreter(problem, num_batches, meet)
     interpreter.run()
     if interpreter.updates != expected_updates(problem, num_batches):
-        raise Fault("an update summed something else than it should")
+        raise FaultError("an update summed something else than it should")
     most = defaultdict(int)
     for worker in interpreter.workers:
         for stage, count in worker.most_held.items():

@@ -39,7 +39,9 @@ def test_the_idle_time_of_zero_bubble_is_a_third_of_that_of_1f1b(stages, microba
     assert bubble(stages, microbatches, "zero-bubble") < bubble(stages, microbatches, "1f1b")
 
 
-@pytest.mark.parametrize(("workers", "rounds", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (4, 4, 16), (2, 4, 8)])
+@pytest.mark.parametrize(
+    ("workers", "rounds", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (4, 4, 16), (2, 4, 8)]
+)
 def test_interleaving_divides_the_bubble_by_the_stages_a_worker_has(workers, rounds, microbatches):
     """(P − 1)(F + B) / V beside M (F + B) of compute: Narayanan et al., 2021, section 2.2.2."""
     text = ".".join(f"0:{stage % workers}" for stage in range(workers * rounds))

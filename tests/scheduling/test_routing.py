@@ -68,7 +68,7 @@ def test_rows_of_every_kind_of_action():
 
 
 def test_a_worker_that_does_not_hold_the_stage_is_named():
-    with pytest.raises(ScheduleError, match="worker 2 holds no replica of stage 0: the placement is 0:0-1.0:2"):
+    with pytest.raises(ScheduleError, match=r"worker 2 holds no replica of stage 0: the placement is 0:0-1\.0:2"):
         action_rows(plan_of((2, 1)), 2, Action.parse("F0.0"))
 
 

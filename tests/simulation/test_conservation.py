@@ -15,6 +15,7 @@ from stagewright.profile import Profile
 from stagewright.schedule import Schedule, parse_order
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
+from stagewright.simulation.critical import Path
 from stagewright.simulation.engine import Engine
 from stagewright.simulation.memory import Ledger
 from stagewright.simulation.program import make_program
@@ -177,3 +178,24 @@ def test_ends_that_disagree_are_named():
 def test_a_plan_of_another_model_is_refused():
     with pytest.raises(SimulationError, match="the plan has l0 where the profile has x"):
         simulate(make_schedule(plan([1])), profile(layer("x")), star(1.0))
+
+
+@settings(max_examples=80, deadline=None)
+@given(settings_of_a_run())
+def test_the_critical_path_accounts_for_the_time(case):
+    # Every moment of the run belongs to an action, a transfer or a reduction that something later waited for.
+    program, log = run(*case, num_batches=2)
+    path = Path(program, log, 0.0, length(log))
+    assert sum(path.seconds.values()) == pytest.approx(length(log), rel=1e-6)
+
+
+def test_transfers_of_one_channel_run_one_after_the_other():
+    # Both receipts are issued at once and the sends come a second apart, but the wire takes ten seconds for each.
+    made = two_stage_schedule(
+        "F0.0 SF0.0>1 F0.1 SF0.1>1 RB1.0<1 B0.0 RB1.1<1 B0.1 U0",
+        "RF0.0<0 RF0.1<0 F1.0 B1.0 SB1.0>0 F1.1 B1.1 SB1.1>0 U1",
+    )
+    figures = profile(layer("l0", output_bytes=10.0), layer("l1"))
+    log = Engine(make_program(made, figures, star(1.0, 1.0)), 1).run()
+    forward = [(moved.start_s, moved.stop_s) for moved in log.moved if moved.sent.stage == 0]
+    assert forward == [(1.0, 11.0), (11.0, 21.0)]

@@ -26,6 +26,13 @@ def test_decoding_limits_only_where_it_is_slower_than_everything_else(images_per
     assert record.median_step_s == pytest.approx(step_s)
 
 
+def test_a_batch_is_decoded_after_the_one_before_it_is_whole():
+    # Two microbatches of a row, 10 s each to decode: the first forward begins early, yet a batch takes 20 s.
+    cluster = with_decoding(star(1e30), 0.1)
+    record = simulate(make_schedule(plan([1], 2)), even_profile(1), cluster, data="records")
+    assert record.median_step_s == pytest.approx(20.0)
+
+
 def test_synthetic_data_needs_no_decoding():
     record = simulate(make_schedule(plan([2])), even_profile(1), with_decoding(star(1e30, 1e30), 0.01))
     assert record.median_step_s == pytest.approx(3.0)

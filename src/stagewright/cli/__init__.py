@@ -18,9 +18,13 @@ from stagewright.errors import StagewrightError
 
 VERBS = {
     "models": "The models that come with the library, and their layers.",
+    "cluster": "Draw hardware: ready-made, detected here, or read from topology text.",
+    "profile": "What each layer of a model costs, measured here or worked out.",
+    "plan": "The fastest split that fits, its rivals, and the reasons.",
     "schedule": "Draw, check and save who does what in which order.",
     "simulate": "Predict the time and memory of a plan, on hardware that is not here.",
-    "train": "Train a model for real, over uneven stages.",
+    "calibrate": "Refit device and cluster files to measured runs.",
+    "train": "Train for real, with a worker for each device.",
     "report": "One page and one Markdown file from the records in a folder.",
 }
 """Every verb and what it is for, in the order of the work."""

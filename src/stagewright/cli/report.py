@@ -21,7 +21,10 @@ def report(
         list[str] | None, typer.Option(help="A cluster's name or file, for the drawing; may be given again.")
     ] = None,
 ) -> None:
-    """Make one page and one Markdown file from the records in DIR."""
+    """Make one page and one Markdown file from the records in DIR.
+
+    Example: stagewright report results --cluster titan-v-8
+    """
     made = make_report(folder, out or folder, clusters=[find_cluster(name) for name in cluster or []])
     console = Console(highlight=False, markup=False)
     console.print(f"\n  {made.headline}\n")

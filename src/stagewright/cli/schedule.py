@@ -45,7 +45,10 @@ def schedule(
     csv: Annotated[Path | None, typer.Option(help="Save torch.distributed.pipelining's CSV here.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the schedule here.")] = None,
 ) -> None:
-    """Draw, check and save the schedule of a plan, or of a number of replicas a stage."""
+    """Draw, check and save the schedule of a plan, or of a number of replicas a stage.
+
+    Example: stagewright schedule --replicas 3,1 --microbatches 6 --route rotate
+    """
     made = make_schedule(
         the_plan(plan, replicas, placement, microbatches, batch),
         policy=cast(Policy | None, policy),

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.cluster import Cluster, DeviceId, find_cluster, format_devices, format_placement
+from stagewright.cluster import Cluster, DeviceId, find_cluster, format_devices, format_placement, parse_placement
 from stagewright.errors import UsageError
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
 from stagewright.planning import PlanOptions, fixed_plan
@@ -136,7 +136,7 @@ class Case:
             first, batch, count = self.plan.replicas[0], options.batch or self.plan.batch, self.plan.num_microbatches
         else:
             text = options.placement or ""
-            first = len(parse_first(text)) if text else len(cluster.device_ids)
+            first = len(parse_placement(text, cluster)[0])
             batch, count = options.rows(first), options.num_microbatches or 1
         whole = max(batch // count, 1)
         share = max(whole // first, 1)
@@ -152,13 +152,6 @@ class Case:
         kind = find_kind(cluster.hosts[0].devices[0].kind)
         model = build_model(self.model, device="meta")
         return make_analytic_profile(model, kind, batch_sizes=sizes, precision=self.precision, name=self.model)
-
-
-def parse_first(placement: str) -> tuple[DeviceId, ...]:
-    """The devices of a placement's first stage."""
-    from stagewright.cluster import parse_placement
-
-    return parse_placement(placement)[0]
 
 
 def sweep(

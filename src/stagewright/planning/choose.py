@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stagewright.cost import num_buckets
@@ -18,7 +18,7 @@ from stagewright.record import Record
 Score = Callable[[Plan], Record]
 """What a plan does when it is simulated; the planner is handed it."""
 
-NUM_SCORED = 5
+NUM_SCORED = 8
 OTHER_POLICIES: tuple[Policy, ...] = ("zero-bubble", "gpipe")
 
 
@@ -97,24 +97,36 @@ def judged(plan: Plan, problem: Problem, score: Score | None) -> Choice | None:
     if any(held.get(str(id), 0) > problem.costs.cluster.device(id).memory_bytes for id in plan.devices):
         return None
     peaks = tuple(max(held.get(str(id), 0) for id in stage.devices) for stage in plan.stages) if held else peaks
-    return Choice(
-        plan=plan, step_s=record.median_step_s, peak_bytes=peaks, limit=record.limit or found.limit, record=record
-    )
+    # where both blame a reduction, the estimate's words name the layer
+    same = record.limit.startswith("all-reduce") and found.limit.startswith("all-reduce")
+    limit = found.limit if same or not record.limit else record.limit
+    return Choice(plan=plan, step_s=record.median_step_s, peak_bytes=peaks, limit=limit, record=record)
 
 
 def refined(best: Choice, problem: Problem, score: Score | None) -> Choice:
-    """The best plan in the order that suits it best, where the order is open and a score can tell."""
-    plan = best.plan
-    if score is None or problem.options.policy is not None or len(plan.stages) < 2 or plan.num_microbatches < 2:
+    """The best plan with the microbatches, route and order that a score finds best for it, where these are open."""
+    if score is None or len(best.plan.stages) < 2:
         return best
-    for policy in OTHER_POLICIES:
+    for plan in _variants(best.plan, problem):
         try:
-            other = judged(replace(plan, policy=policy), problem, score)
+            other = judged(plan, problem, score)
         except StagewrightError:
             continue  # an order that this plan cannot have
         if other is not None and other.step_s < best.step_s * (1 - 1e-3):
             best = other
     return best
+
+
+def _variants(plan: Plan, problem: Problem) -> Iterator[Plan]:
+    for count in (plan.num_microbatches // 2, plan.num_microbatches * 2):
+        if count in problem.counts:
+            yield replace(plan, num_microbatches=count)
+    if plan.num_microbatches > 1:
+        for route in problem.routes:
+            if route != plan.route:
+                yield replace(plan, route=route)
+        for policy in OTHER_POLICIES if problem.options.policy is None else ():
+            yield replace(plan, policy=policy)
 
 
 def compare(problem: Problem, rivals: Leaders, score: Score | None) -> tuple[Choice | None, str]:

@@ -80,6 +80,7 @@ class Estimator:
         """The stage that came closest to fitting of those that did not."""
         self._parts: dict[tuple[int, int, tuple[DeviceId, ...], int, int], Part | None] = {}
         self._groups: dict[tuple[DeviceId, ...], Group] = {}
+        self._flushed: dict[int, bool] = {}
         self._wires: dict[tuple[tuple[DeviceId, ...], tuple[DeviceId, ...]], tuple[float, float, float]] = {}
 
     # one stage
@@ -126,7 +127,8 @@ class Estimator:
                 recompute=recompute,
                 device=device,
             ).total
-            worst = max(worst, (need / device.memory_bytes, need, id, device.memory_bytes))
+            if need / device.memory_bytes > worst[0]:
+                worst = (need / device.memory_bytes, need, id, device.memory_bytes)
         share, need, id, has = worst
         return need, Shortage(first, last, id, need, has) if share > 1 else None
 
@@ -230,8 +232,10 @@ class Estimator:
         return versions if hold is None else max(1, min(versions, hold // self.setting.num_microbatches))
 
     def total(self, label: Label, num_stages: int) -> float:
-        """The step, once all stages are in the label."""
-        flushed = label.pass_s + label.rest_s + label.tail_s if self.setting.is_flushed(num_stages) else 0.0
+        """The step, once all stages are in the label; before that, a bound from below."""
+        if num_stages not in self._flushed:
+            self._flushed[num_stages] = self.setting.is_flushed(num_stages)
+        flushed = label.pass_s + label.rest_s + label.tail_s if self._flushed[num_stages] else 0.0
         return max(label.bound_s, flushed)
 
 

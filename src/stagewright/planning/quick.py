@@ -27,6 +27,8 @@ HIDDEN_SHARE = 0.7
 MAX_ROUNDS = 60
 
 Estimators = Callable[[Setting], Estimator]
+StageTable = Callable[[Estimator, Sequence[int], Devices, Devices], np.ndarray]
+"""(estimator, cuts, a stage's devices, the device after them) → seconds from each cut to each later one."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,16 @@ def thin_cuts(costs: Costs, cuts: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def balanced(
-    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], max_stages: int = MAX_STAGES
+    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], priced: StageTable
 ) -> list[Candidate]:
     """For each number of stages the plan whose slowest stage is fastest, on neighbours in the order."""
     count, points = len(order), len(cuts)
-    tables = stage_tables(estimator, cuts, order, sizes)
+    tables = stage_tables(estimator, cuts, order, sizes, priced)
     best = np.full((count + 1, points), np.inf)
     best[:, points - 1] = 0.0
     found: list[Candidate] = []
     ways: list[dict[tuple[int, int], tuple[int, int]]] = []
-    for _ in range(min(max_stages, count, points - 1)):
+    for _ in range(min(MAX_STAGES, count, points - 1)):
         best, way = _one_more(best, tables, count, points)
         ways.append(way)
         used = int(np.argmin(best[:, 0]))
@@ -108,7 +110,7 @@ def _trace(
 
 
 def stage_tables(
-    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int]
+    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], priced: StageTable
 ) -> dict[tuple[int, int], np.ndarray]:
     """The table of each run of devices, by where it ends and its size; runs that are wired alike share one."""
     twins = estimator.twins
@@ -120,7 +122,7 @@ def stage_tables(
                 devices, after = tuple(sorted(order[stop - size : stop])), order[stop : stop + 1]
                 key = (twins.lowest(devices), twins.lowest(after))
                 if key not in known:
-                    known[key] = stage_table(estimator, cuts, devices, after)
+                    known[key] = priced(estimator, cuts, devices, after)
                 tables[stop, size] = known[key]
     return tables
 
@@ -147,14 +149,31 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
     return np.asarray(seconds)
 
 
+def pipedream_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, after: Devices) -> np.ndarray:
+    """The same with PipeDream's prices (see planning/pipedream.py), at the rate of the slowest wire."""
+    costs, replicas = estimator.costs, len(devices)
+    batch, rate = float(estimator.setting.batch), min(costs.wires.rates, default=float("inf"))
+    sums = costs.row_sums(batch)
+    compute = np.array([sums.forward[cut] + sums.backward[cut] for cut in cuts])
+    weights = np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float)
+    seconds = (_between(compute) + 4 * (replicas - 1) / replicas * _between(weights) / rate) / replicas
+    crossing = 2 * batch * np.array([costs.crossings[cut] for cut in cuts]) / (rate * replicas)
+    crossing[0] = crossing[-1] = 0.0
+    seconds[1:] = np.maximum(seconds[1:], np.maximum(crossing[1:, None], crossing[None, :]))
+    seconds[np.tril_indices(len(cuts))] = np.inf
+    return np.asarray(seconds)
+
+
 def _between(sums: np.ndarray) -> np.ndarray:
     return np.asarray(sums[None, :] - sums[:, None])
 
 
-def price(candidate: Candidate, estimator: Estimator) -> tuple[float, tuple[Placed, ...]] | None:
-    """The estimate of a candidate, or None where it does not fit."""
-    label, stages, replicas = None, (), 0
-    placed: tuple[Placed, ...] = stages
+def price(
+    candidate: Candidate, estimator: Estimator, below: float = float("inf")
+) -> tuple[float, tuple[Placed, ...]] | None:
+    """The estimate of a candidate; None where it does not fit, or is not below a given time."""
+    placed: tuple[Placed, ...] = ()
+    label, replicas, total = None, 0, 0.0
     for number in reversed(range(len(candidate.groups))):
         first, last, devices = candidate.edges[number], candidate.edges[number + 1], candidate.groups[number]
         part = estimator.part(first, last, devices, len(placed), replicas)
@@ -166,8 +185,10 @@ def price(candidate: Candidate, estimator: Estimator) -> tuple[float, tuple[Plac
             label = estimator.extend(label, estimator.crossing(last, devices, placed[0].devices), part)
         placed = (Placed(first, last, devices, part.recompute), *placed)
         replicas += len(devices)
-    assert label is not None
-    return estimator.total(label, len(placed)), placed
+        total = estimator.total(label, len(placed))
+        if total >= below:
+            return None
+    return total, placed
 
 
 def improve(
@@ -182,11 +203,9 @@ def improve(
     for _ in range(MAX_ROUNDS):
         best: Candidate | None = None
         for other in neighbours(here, cuts, settings):
-            found = price(other, estimators(other.setting))
-            if found is None:
-                continue
-            leaders.offer(*found, estimators(other.setting))
-            if found[0] < now * (1 - 1e-9):
+            found = price(other, estimators(other.setting), now * (1 - 1e-9))
+            if found is not None:
+                leaders.offer(*found, estimators(other.setting))
                 now, best = found[0], other
         if best is None:
             return
@@ -199,6 +218,23 @@ def neighbours(here: Candidate, cuts: Sequence[int], settings: Sequence[Setting]
     yield from _moved_devices(here)
     yield from _joined(here)
     yield from _other_settings(here, settings)
+
+
+def slide(here: Candidate, estimator: Estimator, cuts: Sequence[int], leaders: Leaders) -> None:
+    """Tries every place of every cut between its neighbours, one cut after the other, while the estimate falls."""
+    priced = price(here, estimator)
+    now = priced[0] if priced else float("inf")
+    before = float("inf")
+    while now < before:
+        before = now
+        for number in range(1, len(here.edges) - 1):
+            for cut in cuts:
+                if here.edges[number - 1] < cut < here.edges[number + 1]:
+                    other = replace(here, edges=(*here.edges[:number], cut, *here.edges[number + 1 :]))
+                    found = price(other, estimator, now * (1 - 1e-9))
+                    if found is not None:
+                        now, here = found[0], other
+                        leaders.offer(*found, estimator)
 
 
 def _moved_cuts(here: Candidate, cuts: Sequence[int]) -> Iterator[Candidate]:

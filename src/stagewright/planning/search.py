@@ -14,7 +14,16 @@ from stagewright.planning.exact import Leaders, Placed, search_exactly
 from stagewright.planning.groups import Setting
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.problem import Problem, make_problem
-from stagewright.planning.quick import Candidate, balanced, improve, price, thin_cuts
+from stagewright.planning.quick import (
+    Candidate,
+    balanced,
+    improve,
+    pipedream_table,
+    price,
+    slide,
+    stage_table,
+    thin_cuts,
+)
 from stagewright.planning.reasons import explain, shape
 from stagewright.planning.spaces import Given, Runs, Space, Subsets, device_orders, group_sizes
 from stagewright.profile import Profile
@@ -25,10 +34,11 @@ EXACT_LAYERS = 12
 EXACT_CUTS = 64
 """Up to here every cut is looked at where a placement gives the devices."""
 QUICK_CUTS = 40
+PIPEDREAM_CUTS = 256
 NUM_STARTS = 2
-MAX_STARTS = 8
+MAX_STARTS = 5
 """How many plans of each number of stages, and of all numbers, are improved."""
-NUM_POLISHED = 2
+NUM_SLID = 3
 NUM_LEADERS = 12
 NUM_OTHERS = 3
 
@@ -129,20 +139,29 @@ def search_quickly(problem: Problem, leaders: Leaders) -> None:
     starts: dict[int, Leaders] = {}
     for setting in _few_settings(problem):
         for order in device_orders(costs, devices):
-            for start in balanced(problem.estimator(setting), cuts, order, sizes):
+            for start in balanced(problem.estimator(setting), cuts, order, sizes, stage_table):
                 _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=NUM_STARTS)))
+    for start in _pipedream_starts(problem):
+        _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=NUM_STARTS)))
     leaders.looked_at += sum(each.looked_at for each in starts.values())
     entries = sorted((entry for each in starts.values() for entry in each.found), key=lambda entry: entry[:2])
+    for entry in entries:
+        leaders.offer(*entry)
     for entry in entries[:MAX_STARTS]:
         improve(_candidate(entry), problem.estimator, problem.cuts, problem.settings(), leaders)
-    polish(problem, leaders)
+    for entry in leaders.found[:NUM_SLID]:
+        slide(_candidate(entry), entry[2], problem.cuts, leaders)
 
 
-def polish(problem: Problem, leaders: Leaders) -> None:
-    """Finds the best cuts for the devices and the setting of the best few plans."""
-    cuts = thin_cuts(problem.costs, problem.cuts, EXACT_CUTS)
-    for _, stages, estimator in leaders.found[:NUM_POLISHED]:
-        search_exactly(estimator, cuts, Given(tuple(stage.devices for stage in stages)), leaders)
+def _pipedream_starts(problem: Problem) -> list[Candidate]:
+    """The plans that PipeDream's prices favour, so that ours is never predicted slower than they are."""
+    costs, devices = problem.costs, problem.costs.cluster.device_ids
+    cuts, order = thin_cuts(costs, problem.cuts, PIPEDREAM_CUTS), device_orders(costs, devices)[0]
+    found = []
+    for staleness in problem.stalenesses:
+        estimator = problem.estimator(problem.setting(problem.counts[0], problem.routes[0], staleness))
+        found += balanced(estimator, cuts, order, group_sizes(len(devices)), pipedream_table)
+    return found
 
 
 def _candidate(entry: tuple[float, tuple[Placed, ...], Estimator]) -> Candidate:

@@ -47,6 +47,8 @@ class DeviceKind(Saved):
         for key, value in (*self.peak_flops.items(), *self.efficiency.items()):
             if value <= 0:
                 raise ClusterError(f"device kind {self.name}: key {key} is {value}: expected more than zero")
+        if "fp32" not in self.peak_flops:
+            raise ClusterError(f"device kind {self.name}: key peak_flops.fp32 is missing")
         for work in ("conv", "matmul", "memory"):
             if work not in self.efficiency:
                 raise ClusterError(f"device kind {self.name}: key efficiency.{work} is missing")

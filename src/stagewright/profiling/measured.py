@@ -28,34 +28,43 @@ LEARNING_RATE = 0.0
 """The optimizer's step is timed, and moves nothing."""
 
 
-class Clock:
-    """Notes moments on the CPU, or in a GPU's own stream of work, and gives the seconds between them."""
+class CpuClock:
+    """Notes moments, and gives the seconds between them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.moments: list[float | torch.cuda.Event] = []
+    def __init__(self) -> None:
+        self.moments: list[float] = []
 
     def mark(self) -> None:
         """Notes this moment."""
-        if self.device.type != "cuda":
-            self.moments.append(perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        self.moments.append(event)
+        self.moments.append(perf_counter())
 
     def gaps_s(self) -> list[float]:
         """The seconds between the moments noted."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return [_between(first, second) for first, second in pairwise(self.moments)]
+        return [second - first for first, second in pairwise(self.moments)]
 
 
-def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
-    if isinstance(first, float) and isinstance(second, float):
-        return second - first
-    assert isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event)
-    return float(first.elapsed_time(second)) / 1e3
+class CudaClock:
+    """Notes moments in a GPU's own stream of work, so that nothing waits for the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.events: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Notes the moment when everything before it is done."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        self.events.append(event)
+
+    def gaps_s(self) -> list[float]:
+        """The seconds between the moments noted."""
+        torch.cuda.synchronize(self.device)
+        return [float(first.elapsed_time(second)) / 1e3 for first, second in pairwise(self.events)]
+
+
+def make_clock(device: torch.device) -> CpuClock | CudaClock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,7 @@ def time_once(pieces: Pieces, whole: Pieces, rows: int, device: torch.device, ti
 def timed_run(pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device) -> list[float]:
     """Seconds of each unit's forward in order, then of each backward in the opposite order."""
     pieces.model.model.zero_grad(set_to_none=True)
-    clock = Clock(device)
+    clock = make_clock(device)
     run_units(pieces, inputs, targets, lambda unit, is_backward: clock.mark(), start=lambda unit: clock.mark())
     gaps, units = clock.gaps_s(), len(pieces.units)
     # marks stand before and after each forward, so that every second gap is what cutting itself costs
@@ -167,7 +176,7 @@ def time_optimizer(model: Layered, device: torch.device, repeats: int) -> float:
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
     gaps = []
     for _ in range(WARM_UP + repeats):
-        clock = Clock(device)
+        clock = make_clock(device)
         clock.mark()
         optimizer.step()
         clock.mark()

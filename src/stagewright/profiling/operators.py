@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -149,8 +149,3 @@ def unpacked(tensor: Tensor) -> Tensor:
 def float_bytes(precision: Precision) -> int:
     """Bytes of what fp32 tensors are in this precision."""
     return min(ROW_BYTES[precision], 4) if precision != "fp64" else 8
-
-
-def seconds_of(works: Sequence[Work], price: Callable[[Work], float]) -> float:
-    """The operators' seconds, one after the other."""
-    return sum(price(work) for work in works)

@@ -187,7 +187,8 @@ def order_nodes(graph: Graph, where: str = "the graph") -> list[str]:
     ready = [id for id, count in waiting.items() if not count]
     order: list[str] = []
     while ready:
-        best = min(ready, key=lambda id: (_growth(graph, id, open_readers), _rank(id)))
+        before = order[-1] if order else ""
+        best = min(ready, key=lambda id: _preference(graph, id, open_readers, before))
         ready.remove(best)
         order.append(best)
         for source in graph.reads[best]:
@@ -202,6 +203,12 @@ def order_nodes(graph: Graph, where: str = "the graph") -> list[str]:
             f"{where}, line {stuck.line}: {stuck.id} waits for itself: the graph has a cycle", "remove the edge back"
         )
     return order
+
+
+def _preference(
+    graph: Graph, id: str, open_readers: Mapping[str, int], before: str
+) -> tuple[float, bool, tuple[int, str]]:
+    return _growth(graph, id, open_readers), before not in graph.reads[id], _rank(id)
 
 
 def _growth(graph: Graph, id: str, open_readers: Mapping[str, int]) -> float:

@@ -126,7 +126,6 @@ def launch(
         local_addr="localhost",
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        shutdown_timeout=5,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
     )
     before = {key: os.environ.get(key) for key in environment}

@@ -25,6 +25,14 @@ def shared_cards(workers_a_card: int) -> Iterator[dict[str, str]]:
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_MAX_NCHANNELS": os.environ.get("NCCL_MAX_NCHANNELS", "2"),
         "NCCL_IB_DISABLE": "1",
+        # The kernels of several communicators must fit side by side into a slice of the card, or one that waits for its
+        # peer keeps out the very one that the peer waits for: one block a transfer, and no clusters of blocks.
+        "NCCL_MAX_P2P_NCHANNELS": "1",
+        "NCCL_MIN_P2P_NCHANNELS": "1",
+        "NCCL_NCHANNELS_PER_PEER": "1",
+        "NCCL_CGA_CLUSTER_SIZE": "0",
+        # Loading a kernel at its first use waits for all that run, among them receives that wait for their senders.
+        "CUDA_MODULE_LOADING": "EAGER",
     }
     if shutil.which(CONTROL) is None:
         yield environment

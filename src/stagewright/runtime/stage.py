@@ -62,6 +62,7 @@ class StageRunner:
         self.settings = settings
         self.inputs: tuple[TensorSpec, ...] = module.inputs
         self.outputs: tuple[TensorSpec, ...] = module.outputs
+        self.targets: tuple[TensorSpec, ...] = module.targets
         self.has_loss = module.has_loss
         self.batch_rows = batch_rows
         self.recompute = recompute

@@ -190,14 +190,12 @@ class GlooTransport:
 class _OnStream:
     """The receipt of what a card's stream will have received."""
 
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
-        self.works, self.tensors = works, tensors
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.works = works
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        for tensor in self.tensors:
-            tensor.record_stream(torch.cuda.current_stream())
 
     def is_done(self) -> bool:
         return all(work.is_completed() for work in self.works)
@@ -214,7 +212,8 @@ class Polled(threading.Event):
 class NcclTransport:
     """Grouped messages between cards, one communicator a channel, in the schedule's order.
 
-    Receives are issued on a stream of their own, so that they wait for no compute.
+    A receive starts on the card when the compute issued before it is over, not at once: while it waits for its sender
+    it occupies multiprocessors. Being issued one compute action ahead of its place, it overlaps with that one.
     """
 
     lookahead = 1
@@ -222,12 +221,24 @@ class NcclTransport:
     def __init__(self, world: World, plan: Plan) -> None:
         self.world = world
         self.arrived: threading.Event = Polled()
-        self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._groups: dict[Channel, dist.ProcessGroup | None] = {}
         for stage in range(len(plan.stages) - 1):
             members = tuple(sorted({*plan.workers[stage], *plan.workers[stage + 1]}))
             for way in (True, False):
                 self._groups[Channel(stage, way)] = world.group(f"{stage}{way}", members)
+                self._connect(Channel(stage, way), plan)
+
+    def _connect(self, channel: Channel, plan: Plan) -> None:
+        """Opens the channel's connections now: later, opening one would block a worker until its peer comes to it."""
+        ends = (plan.workers[channel.stage], plan.workers[channel.stage + 1])
+        sources, targets = ends if channel.is_forward else ends[::-1]
+        own, group = self.world.worker, self._groups[channel]
+        ones = torch.ones(1, device=self.world.device)
+        ops = [dist.P2POp(dist.isend, ones, peer, group) for peer in targets if own in sources and peer != own]
+        ops += [dist.P2POp(dist.irecv, ones.clone(), peer, group) for peer in sources if own in targets and peer != own]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        torch.cuda.synchronize()
 
     def check(self) -> None:
         return None
@@ -245,13 +256,10 @@ class NcclTransport:
 
     def receive(self, channel: Channel, parts: Sequence[tuple[int, Sequence[Tensor]]]) -> Receipt:
         flat = [(peer, [on_the_wire(tensor) for tensor in tensors]) for peer, tensors in parts]
-        with torch.cuda.stream(self._aside):
-            works = self._issue(channel, flat, dist.irecv)
-        return _OnStream(works, [tensor for _, tensors in parts for tensor in tensors])
+        return _OnStream(self._issue(channel, flat, dist.irecv))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, channels_last: bool) -> Tensor:
-        with torch.cuda.stream(self._aside):
-            return new_tensor(shape, dtype, channels_last, self.world.device)
+        return new_tensor(shape, dtype, channels_last, self.world.device)
 
     def close(self) -> None:
         torch.cuda.synchronize()

@@ -135,7 +135,7 @@ class Worker:
         module = here.weights.module(key[0]) if self.is_training else here.weights.newest()
         made = here.runner.forward(module, key, inputs, targets, hold=self.is_training)
         if last:
-            self._note(key[0], made, targets)
+            self.note(key[0], made, targets)
         else:
             takers = here.partners(here.stage + 1, key[1])
             here.made.put(key, [tensor.detach() for tensor in made], len(takers))
@@ -172,7 +172,7 @@ class Worker:
             if here.reducer.group is not None:
                 here.reducer.arm(here.weights.slot(batch))
 
-    def _note(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def note(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Adds a microbatch's loss and metric to the batch's."""
         loss = made[0].detach().double().reshape(1)
         sums = loss if self.metric is None else torch.cat([loss, self.metric(made[1:], targets).double()])

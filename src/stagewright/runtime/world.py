@@ -44,7 +44,10 @@ class World:
             return None
         key = (purpose, members)
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(members), timeout=self.timeout, backend=self.backend)
+            group = self._groups[key] = dist.new_group(list(members), timeout=self.timeout, backend=self.backend)
+            if self.backend == "nccl" and self.worker in members:
+                # NCCL connects at the first use, which would stop a worker in the middle of a step.
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return self._groups[key]
 
 
@@ -59,13 +62,12 @@ def open_world(settings: Settings) -> Iterator[World]:
         yield World(rank, size, device, timeout)
         return
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
-    try:
-        everyone = dist.group.WORLD
-        if device.type == "cuda":
-            everyone = dist.new_group(list(range(size)), timeout=timeout, backend="nccl")
-        yield World(rank, size, device, timeout, dist.group.WORLD, everyone)
-    finally:
-        dist.destroy_process_group()
+    everyone = dist.group.WORLD
+    if device.type == "cuda":
+        everyone = dist.new_group(list(range(size)), timeout=timeout, backend="nccl")
+    yield World(rank, size, device, timeout, dist.group.WORLD, everyone)
+    # Not after an error: closing would wait for workers that wait for this one, and the launcher ends them all.
+    dist.destroy_process_group()
 
 
 def pick_device(settings: Settings) -> torch.device:

@@ -1,4 +1,14 @@
-"""Plan → schedule, in four passes: routing → orders (and their ideal times) → lowering → check."""
+"""Plan → schedule, in four passes: routing → orders (and their ideal times) → lowering → check.
+
+    make_schedule(plan, policy="1f1b", staleness="ssp", …) → Schedule     `.plan` carries what was overridden
+    check_schedule(schedule)                                             raises a ScheduleError, or all is well
+    holds(plan)                                 how many microbatches' activations a replica of each stage holds at most
+    transfers(plan, boundary, microbatch)       which rows pass between which replicas
+    rows_between(…), action_rows(…)             the rows of one transfer, of one action
+
+The files, in the order of the passes: routing; orders, timing (by rule) and greedy (by trying); lower; check, ideal.
+Faces: drawing (over time, SVG), torch_csv, sketch (plans without a model).
+"""
 
 from __future__ import annotations
 

@@ -168,32 +168,35 @@ class Rules:
 
     def microbatch(self, stage: int, number: int, work: Work) -> Key:
         """The rules of one microbatch; its last action that makes gradients."""
-        places, before = self.places, self.before
-        forward, backward, last = (
-            (FORWARD, stage, number, -1),
-            (BACKWARD, stage, number, -1),
-            (WEIGHT, stage, number, -1),
-        )
-        if backward not in places:
-            backward = (INPUT, stage, number, -1)
-            before(backward, last)
-        else:
+        forward, backward, last = ((kind, stage, number, -1) for kind in (FORWARD, BACKWARD, WEIGHT))
+        if backward in self.places:
             last = backward
-        before(forward, backward)
+        else:
+            backward = (INPUT, stage, number, -1)
+            self.before(backward, last)
+        self.before(forward, backward)
         for peer in work.before:
-            if peer != self.worker:
-                before((Kind.RECEIVE_FORWARD, stage - 1, number, peer), forward)
-                before(backward, (Kind.SEND_BACKWARD, stage, number, peer))
-            else:
-                before((FORWARD, stage - 1, number, -1), forward)
+            self.with_stage_before(stage, number, peer, forward, backward)
         for peer in work.after:
-            if peer != self.worker:
-                before(forward, (Kind.SEND_FORWARD, stage, number, peer))
-                before((Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward)
-            else:
-                whole = (BACKWARD, stage + 1, number, -1)
-                before(whole if whole in places else (INPUT, stage + 1, number, -1), backward)
+            self.with_stage_after(stage, number, peer, forward, backward)
         return last
+
+    def with_stage_before(self, stage: int, number: int, peer: int, forward: Key, backward: Key) -> None:
+        """Forward needs the rows that `peer` has, who needs the gradients."""
+        if peer == self.worker:
+            self.before((FORWARD, stage - 1, number, -1), forward)
+        else:
+            self.before((Kind.RECEIVE_FORWARD, stage - 1, number, peer), forward)
+            self.before(backward, (Kind.SEND_BACKWARD, stage, number, peer))
+
+    def with_stage_after(self, stage: int, number: int, peer: int, forward: Key, backward: Key) -> None:
+        """Backward needs the gradients that `peer` has, who needs the rows."""
+        if peer == self.worker:
+            whole = (BACKWARD, stage + 1, number, -1)
+            self.before(whole if whole in self.places else (INPUT, stage + 1, number, -1), backward)
+        else:
+            self.before(forward, (Kind.SEND_FORWARD, stage, number, peer))
+            self.before((Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward)
 
     def batch(self, stage: int, lasts: list[Key], firsts: list[Key]) -> None:
         """The rules of a whole batch: reductions after backward, the update after them, and versions as promised."""
@@ -320,7 +323,8 @@ def first_difference(mine: list[tuple[Operation, int]], theirs: list[tuple[Opera
     names = [name for name, _ in theirs]
     if not mine or len(mine) != len(theirs) or mine[0][0] not in names:
         return 0
-    begin = names.index(mine[0][0])
+    # Without offsets turns begin together.
+    begin = names.index(mine[0][0]) if any(batch for _, batch in mine + theirs) else 0
     turns = mine[0][1] - theirs[begin][1]
     for number, (name, batch) in enumerate(mine):
         turn, at = divmod(begin + number, len(theirs))
@@ -334,7 +338,9 @@ def check_completion(schedule: Schedule, num_batches: int) -> None:
     stuck = run_ideally(schedule, num_batches).stuck
     if stuck:
         worker, action = next(iter(stuck.items()))
-        others = ", ".join(f"{one} at {theirs} of batch {theirs.batch}" for one, theirs in list(stuck.items())[:8])
+        others = ", ".join(
+            f"{one} at {theirs._replace(batch=0)} of batch {theirs.batch}" for one, theirs in list(stuck.items())[:8]
+        )
         fail(schedule, worker, action, f"it waits for ever; workers wait: {others}")
 
 

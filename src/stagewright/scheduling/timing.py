@@ -154,8 +154,10 @@ class Clock:
             for source, target in self.routes.links[stage][number]:
                 ready[source] = max(ready[source], stops[target] + shift)
         self._compute(step, ready, None if kind is Kind.BACKWARD_WEIGHT else self.backward)
+        last, free = self.last[stage], self.free[stage]
         for replica, _ in self.routes.own[stage][number]:
-            self.last[stage][replica] = self.free[stage][replica] - batch * self.period
+            # The latest so far, which may be from the sweep before: an update of an earlier batch waits for that one.
+            last[replica] = max(last[replica], free[replica] - batch * self.period)
 
     def _compute(self, step: Step, ready: list[int], stops: list[list[list[int]]] | None) -> None:
         kind, stage, batch, number = step

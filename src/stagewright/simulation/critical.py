@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 
 from stagewright.cluster import format_devices
-from stagewright.simulation.engine import Cause, Done, Log, Moved
+from stagewright.simulation.engine import SAME_MOMENT, Cause, Done, Log, Moved
 from stagewright.simulation.program import UPDATE, Program
 
 LINK_WORDS: Mapping[str, str] = {
@@ -62,7 +62,7 @@ class Path:
 
     def ended_by(self, worker: int, time_s: float) -> int:
         """The last thing that a worker had finished by then; −1: nothing."""
-        return bisect_right(self.stops[worker], time_s * (1 + 1e-12)) - 1
+        return bisect_right(self.stops[worker], time_s * (1 + SAME_MOMENT)) - 1
 
     def before(self, worker: int, at: int, entry: Done) -> tuple[int, int, float] | None:
         """What the start of an action waited for: a worker's action, and until when it counts."""
@@ -70,45 +70,58 @@ class Path:
         if cause is None:
             return (worker, at - 1, entry.start_s) if at > 0 else None
         if cause.kind == "transfer":
-            return self.before_transfer(cause.number, entry.start_s)
+            return self.before_transfer(cause.number, entry)
         if cause.kind == "reduction":
-            return self.before_reduction(cause.number, entry.start_s)
+            return self.before_reduction(cause.number, entry)
         if cause.kind == "data":
             return self.before_data(worker, at, cause)
-        return self.on(cause.number, entry.start_s)
+        return self.on(cause.number, entry.start_s, entry)
 
-    def on(self, worker: int, time_s: float) -> tuple[int, int, float] | None:
-        """The worker's action that was over, or under way, at a time."""
+    def on(self, worker: int, time_s: float, waiting: Done) -> tuple[int, int, float] | None:
+        """The worker's action that was over, or under way, at a time, and began before the one that waits."""
         at = self.ended_by(worker, time_s)
         entries = self.log.done[worker]
         if at + 1 < len(entries) and entries[at + 1].start_s < time_s:
             at += 1
+        while at >= 0 and entries[at].order >= waiting.order:
+            at -= 1
         return (worker, at, min(time_s, entries[at].stop_s)) if at >= 0 else None
 
-    def before_transfer(self, number: int, until_s: float) -> tuple[int, int, float] | None:
+    def before_transfer(self, number: int, waiting: Done) -> tuple[int, int, float] | None:
         """Through a transfer, and those before it on its channel, to the end that issued it last."""
-        moved = self.log.moved[number]
-        self.add(self.transfer_words(moved), moved.start_s, until_s)
-        channel = self.program.channels[moved.channel]
-        if moved.issued_s >= moved.start_s:
-            return self.on(channel.source, moved.start_s)
-        found = self.on(channel.target, moved.start_s)
-        if found is not None and found[2] >= moved.start_s * (1 - 1e-12):
-            return found
-        earlier = range(number - 1, -1, -1)
-        last = next((n for n in earlier if self.log.moved[n].channel == moved.channel), None)
-        return found if last is None else self.before_transfer(last, moved.start_s)
+        until_s = waiting.start_s
+        later: int | None = number
+        found = None
+        while later is not None and until_s > self.start_s:
+            moved = self.log.moved[later]
+            self.add(self.transfer_words(moved), moved.start_s, until_s)
+            until_s, channel = moved.start_s, self.program.channels[moved.channel]
+            if moved.issued_s >= moved.start_s:
+                return self.on(channel.source, moved.start_s, waiting)
+            found = self.on(channel.target, moved.start_s, waiting)
+            if found is not None and found[2] >= moved.start_s * (1 - SAME_MOMENT):
+                return found
+            # Neither end was late, so the channel was still busy with the transfer before.
+            earlier = range(later - 1, -1, -1)
+            later = next((n for n in earlier if self.log.moved[n].channel == moved.channel), None)
+        return found
 
-    def before_reduction(self, number: int, until_s: float) -> tuple[int, int, float] | None:
+    def before_reduction(self, number: int, waiting: Done) -> tuple[int, int, float] | None:
         """Through the buckets that were reduced one after the other, to the backward that the first waited for."""
-        entry = self.log.reduced[number]
-        devices = self.program.plan.stages[entry.stage].devices
-        self.add(f"all-reduce of stage {entry.stage} among {format_devices(devices)}", entry.start_s, until_s)
-        earlier = range(number - 1, -1, -1)
-        last = next((n for n in earlier if self.log.reduced[n].stage == entry.stage), None)
-        if last is not None and self.log.reduced[last].stop_s >= entry.start_s * (1 - 1e-12):
-            return self.before_reduction(last, entry.start_s)
-        return self.on(entry.last, entry.start_s)
+        until_s, last = waiting.start_s, self.log.reduced[number].last
+        stage = self.log.reduced[number].stage
+        what = f"all-reduce of stage {stage} among {format_devices(self.program.plan.stages[stage].devices)}"
+        for earlier in range(number, -1, -1):
+            entry = self.log.reduced[earlier]
+            if entry.stage != stage:
+                continue
+            if entry.stop_s < until_s * (1 - SAME_MOMENT) and earlier != number:
+                break
+            self.add(what, entry.start_s, until_s)
+            until_s, last = entry.start_s, entry.last
+            if until_s <= self.start_s:
+                return None
+        return self.on(last, until_s, waiting)
 
     def before_data(self, worker: int, at: int, cause: Cause) -> tuple[int, int, float] | None:
         """Decoding runs one batch ahead: it goes back to the forward of the batch before."""

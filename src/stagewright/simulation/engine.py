@@ -19,7 +19,7 @@ from stagewright.errors import SimulationError
 from stagewright.schedule import Action
 from stagewright.simulation.loading import Loader
 from stagewright.simulation.network import Flow, Network
-from stagewright.simulation.program import AGREE, COMPUTES, GATHER, NOTHING, RECEIVE, SEND, UPDATE, Op, Program
+from stagewright.simulation.program import AGREE, COMPUTES, GATHER, NOTHING, RECEIVE, SEND, UPDATE, Channel, Op, Program
 
 SAME_MOMENT = 1e-12
 """Events this close to one another, relative to the time, are one moment: rounding must not split it."""
@@ -33,6 +33,8 @@ class Done(NamedTuple):
     start_s: float
     stop_s: float
     cause: Cause | None
+    order: int
+    """Grows from one action to the next, over all workers: nothing waits for what has a larger one."""
 
 
 class Cause(NamedTuple):
@@ -98,11 +100,23 @@ class Bucket(NamedTuple):
     last: int
 
 
+class Lane:
+    """A channel's state: what its two ends have issued, and whether a transfer is under way."""
+
+    __slots__ = ("busy", "ends", "posted", "sent")
+
+    def __init__(self, ends: Channel) -> None:
+        self.ends = ends
+        self.sent: deque[tuple[Op, int, float]] = deque()
+        self.posted: deque[tuple[Op, int]] = deque()
+        self.busy = False
+
+
 class Engine:
     """One run of a program over a number of batches."""
 
     def __init__(self, program: Program, num_batches: int, loader: Loader | None = None) -> None:
-        workers, channels, stages = len(program.ops), len(program.channels), len(program.reductions)
+        workers, stages = len(program.ops), len(program.reductions)
         self.program, self.num_batches, self.loader = program, num_batches, loader
         self.now_s = 0.0
         self.heap: list[tuple[float, int, int, int, object]] = []
@@ -116,9 +130,7 @@ class Engine:
         self.causes: list[Cause | None] = [None] * workers
         # Transfers: receipts that forwards and backwards still miss, and both ends' issues by channel.
         self.missing: dict[int, int] = {}
-        self.sent: list[deque[tuple[Op, int, float]]] = [deque() for _ in range(channels)]
-        self.posted: list[deque[tuple[Op, int]]] = [deque() for _ in range(channels)]
-        self.busy = [False] * channels
+        self.lanes = [Lane(channel) for channel in program.channels]
         self.under_way: dict[Flow, Parcel | Bucket] = {}
         # Reductions: replicas that are ready, buckets that wait for the one before, buckets still to come.
         self.ready: dict[tuple[int, int, int], int] = {}
@@ -171,9 +183,11 @@ class Engine:
         self.network.stop(flow)
         load = self.under_way.pop(flow)
         if isinstance(load, Parcel):
-            latency_s, kind = self.program.channels[load.channel].latency_s, LANDS
-            self.busy[load.channel] = False
-            self.pair_up(load.channel)
+            lane = self.lanes[load.channel]
+            latency_s, kind = lane.ends.latency_s, LANDS
+            lane.busy = False
+            if lane.sent and lane.posted:
+                self.pair_up(load.channel, lane)
         else:
             way = self.program.reductions[load.stage].way
             latency_s, kind = (way.latency_s if way is not None else 0.0), REDUCES
@@ -203,14 +217,16 @@ class Engine:
                 continue
             code = op.code
             if code == SEND:
-                self.sent[op.channel].append((op, batch, self.now_s))
-                self.pair_up(op.channel)
+                lane = self.lanes[op.channel]
+                lane.sent.append((op, batch, self.now_s))
+                if lane.posted and not lane.busy:
+                    self.pair_up(op.channel, lane)
             elif code == RECEIVE:
                 self.receive(worker, op, batch)
             elif code == GATHER:
                 self.bucket_ready(worker, (op.channel, batch, op.action.peer))
             elif code != NOTHING:
-                if not self.may_start(worker, op, batch):
+                if (code != COMPUTES or op.slot >= 0 or op.loads >= 0) and not self.may_start(worker, op, batch):
                     place -= 1
                     break
                 goes_on = code == AGREE or self.occupy(worker, op, batch)
@@ -232,10 +248,11 @@ class Engine:
         """Starts an op that takes time; buckets become ready while a batch's last backward runs."""
         now_s = self.now_s
         stop_s = now_s + op.seconds
-        self.log.done[worker].append(Done(op, batch, now_s, stop_s, self.causes[worker]))
+        self.log.done[worker].append(Done(op, batch, now_s, stop_s, self.causes[worker], self.num_events))
         self.causes[worker] = None
-        for bucket, share in enumerate(op.ready):
-            self.at(now_s + share * op.seconds, GATHERS, worker, (op.action.stage, batch, bucket))
+        if op.ready:
+            for bucket, share in enumerate(op.ready):
+                self.at(now_s + share * op.seconds, GATHERS, worker, (op.action.stage, batch, bucket))
         self.at(stop_s, STEPS, worker)
         return False
 
@@ -286,21 +303,21 @@ class Engine:
         key = op.slot + batch * self.program.num_slots
         self.missing[key] = self.missing.get(key, 0) + 1
         self.log.posted[worker].append((self.now_s, op, batch))
-        self.posted[op.channel].append((op, batch))
-        self.pair_up(op.channel)
+        lane = self.lanes[op.channel]
+        lane.posted.append((op, batch))
+        if lane.sent and not lane.busy:
+            self.pair_up(op.channel, lane)
 
-    def pair_up(self, channel: int) -> None:
-        """Starts the channel's next transfer if it is free and both ends have issued it."""
-        if self.busy[channel] or not self.sent[channel] or not self.posted[channel]:
-            return
-        sent, batch, issued_s = self.sent[channel].popleft()
-        received, other = self.posted[channel].popleft()
+    def pair_up(self, channel: int, lane: Lane) -> None:
+        """Starts the next transfer of a channel that is free and whose ends have both issued it."""
+        sent, batch, issued_s = lane.sent.popleft()
+        received, other = lane.posted.popleft()
         if batch != other or sent.action.microbatch != received.action.microbatch:
             raise SimulationError(*self.mismatch(channel, sent, batch, received, other))
         parcel = Parcel(channel, received.slot, sent, batch, issued_s, self.now_s)
-        ends = self.program.channels[channel]
+        ends = lane.ends
         if sent.num_bytes and ends.loads:
-            self.busy[channel] = True
+            lane.busy = True
             self.under_way[self.network.start(ends.loads, sent.num_bytes, self.now_s, ends.bytes_per_s)] = parcel
         else:
             self.at(self.now_s + ends.latency_s, LANDS, 0, parcel)

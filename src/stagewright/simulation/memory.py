@@ -69,7 +69,7 @@ class Ledger:
         for time_s, op, batch in self.log.posted[worker]:
             waiting[op.slot, batch] = waiting.get((op.slot, batch), 0.0) + op.num_bytes
             yield (time_s, op.num_bytes, BUFFERS)
-        for op, batch, start_s, stop_s, _ in self.log.done[worker]:
+        for op, batch, start_s, stop_s, _, _ in self.log.done[worker]:
             if op.slot >= 0:
                 free_s = start_s if op.action.kind is Kind.FORWARD else stop_s
                 yield (free_s, -waiting.get((op.slot, batch), 0.0), BUFFERS)
@@ -77,7 +77,7 @@ class Ledger:
     def computed(self, worker: int) -> Iterator[Change]:
         """Activations, workspaces and gradients."""
         begun: set[tuple[int, int]] = set()
-        for op, batch, start_s, stop_s, _ in self.log.done[worker]:
+        for op, batch, start_s, stop_s, _, _ in self.log.done[worker]:
             stage, kind = op.action.stage, op.action.kind
             if op.code == UPDATE:
                 if (stage, batch) in begun:

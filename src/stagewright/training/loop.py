@@ -39,6 +39,7 @@ from stagewright.runtime.launch import (
 )
 from stagewright.runtime.mps import shared_cards
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.schedule import COMPUTE, Schedule
@@ -172,6 +173,7 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
         run.schedule, run.layered, world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run),
         metric=accuracy_sums, num_metrics=len(METRICS), flight=flight,
     )  # fmt: skip
+    warm_up(worker)
     listener = Listener(run, worker, console)
     worker.on_update = listener.after_update
     for first, stop in run.job.parts():

@@ -1,0 +1,170 @@
+"""Rates and latencies of the wires, measured between workers that really run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from stagewright.cluster import Cluster, DeviceId, Host, Link
+from stagewright.errors import ClusterError
+
+LARGE_BYTES = 16 << 20
+NUM_LARGE = 5
+NUM_SMALL = 50
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one pair of workers showed, in one direction."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+Pairs = Mapping[tuple[int, int], Pair]
+
+
+def measure_links(cluster: Cluster) -> Cluster:
+    """The cluster of this machine with the rates and latencies that its devices show."""
+    if len(cluster.hosts) != 1 or len(cluster.device_ids) < 2:
+        raise ClusterError(
+            f"{cluster.name} has {len(cluster.hosts)} hosts and {len(cluster.device_ids)} devices: "
+            "links are measured between two devices or more of one host",
+            "measure each host on its own, and write the network's rate into the file",
+        )
+    on_gpus = cluster.hosts[0].devices[0].kind != "cpu" and torch.cuda.device_count() >= len(cluster.device_ids)
+    pairs = measure_copies(len(cluster.device_ids)) if on_gpus else measure_workers(len(cluster.device_ids))
+    return with_pairs(cluster, pairs, "between GPUs" if on_gpus else "between gloo workers")
+
+
+def measure_workers(num_workers: int, large_bytes: int = LARGE_BYTES) -> Pairs:
+    """Every pair of as many processes, over gloo: one pair at a time, the others wait."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", __name__, str(num_workers), folder, str(large_bytes)]
+        workers = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for rank in range(num_workers)
+        ]
+        wait_for(workers)
+        found = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("pairs-*.json"))]
+    return {(first, second): Pair(rate, latency) for part in found for first, second, rate, latency in part}
+
+
+def wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
+    """Returns when all workers are done; when one fails or hangs, ends the others and says what it said."""
+    try:
+        for rank, worker in enumerate(workers):
+            _, said = worker.communicate(timeout=TIMEOUT_S)
+            if worker.returncode:
+                last = said.strip().splitlines()[-1:] or ["nothing"]
+                raise ClusterError(f"worker {rank} stopped while links were measured; it said: {last[0]}")
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"the workers did not finish measuring links in {TIMEOUT_S:.0f} s") from None
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+
+
+def run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> None:
+    """One process: bounces messages with every other one, and writes down what it saw."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_workers)
+    found = []
+    for first, second in combinations(range(num_workers), 2):
+        if rank in (first, second):
+            other = second if rank == first else first
+            small = median(bounce(rank == first, other, 1) for _ in range(NUM_SMALL))
+            large = median(bounce(rank == first, other, large_bytes) for _ in range(NUM_LARGE))
+            if rank == first:
+                found.append((first, second, rate_of(large_bytes, large, small), small))
+        dist.barrier()
+    Path(folder, f"pairs-{rank:05d}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def rate_of(num_bytes: int, large_s: float, small_s: float) -> float:
+    """Bytes a second, the latency taken off; but never more than half, so that a disturbed latency cannot spoil it."""
+    return num_bytes / max(large_s - small_s, large_s / 2)
+
+
+def bounce(starts: bool, other: int, num_bytes: int) -> float:
+    """Half of the seconds that a message takes there and back."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    begin = perf_counter()
+    for sends in (starts, not starts):
+        if sends:
+            dist.send(message, other)
+        else:
+            dist.recv(message, other)
+    return (perf_counter() - begin) / 2
+
+
+def measure_copies(num_devices: int, large_bytes: int = 64 << 20) -> Pairs:
+    """Every pair of this machine's GPUs, by copying from one to the other."""
+    return {pair: copy_between(*pair, large_bytes) for pair in combinations(range(num_devices), 2)}
+
+
+def copy_between(first: int, second: int, large_bytes: int) -> Pair:
+    """What copies from one GPU to another show."""
+    seconds = []
+    for size in (1, large_bytes):
+        source = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{first}")
+        target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{second}")
+        gaps = []
+        for _ in range(NUM_LARGE + 2):
+            torch.cuda.synchronize(first)
+            torch.cuda.synchronize(second)
+            begin = perf_counter()
+            target.copy_(source)
+            torch.cuda.synchronize(first)
+            torch.cuda.synchronize(second)
+            gaps.append(perf_counter() - begin)
+        seconds.append(median(gaps[2:]))
+    return Pair(rate_of(large_bytes, seconds[1], seconds[0]), seconds[0])
+
+
+def with_pairs(cluster: Cluster, pairs: Pairs, how: str) -> Cluster:
+    """The cluster with each wire as fast as the fastest pair that used it, and its share of the pair's latency.
+
+    0 ─ hub ─ 1   a pair at 2 GB/s and 60 µs: both wires carry 2 GB/s, with 30 µs each
+    """
+    rates: dict[int, float] = {}
+    latencies: dict[int, float] = {}
+    for (first, second), pair in pairs.items():
+        path = cluster.path(DeviceId(0, first), DeviceId(0, second))
+        for wire, _ in path:
+            rates[wire] = max(rates.get(wire, 0.0), pair.bytes_per_s)
+            latencies[wire] = min(latencies.get(wire, float("inf")), pair.latency_s / len(path))
+    host = cluster.hosts[0]
+    links = tuple(
+        replace(link, bytes_per_s=_rounded(rates[wire]), latency_s=_rounded(latencies[wire])) if wire in rates else link
+        for wire, link in enumerate(host.links)
+    )
+    notes = (*cluster.notes, f"link rates and latencies measured {how}")
+    return Cluster(name=cluster.name, hosts=(_with_links(host, links),), links=cluster.links, notes=notes)
+
+
+def _with_links(host: Host, links: Sequence[Link]) -> Host:
+    return replace(host, links=tuple(links))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    run_worker(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,81 @@
+"""One pass over a worker's stages before the first step, so that nothing is loaded or tuned while others wait.
+
+On a card a kernel's first use loads it, which waits for every kernel that runs; a receive that waits for its sender
+is one of those, and two workers could wait for each other for ever. So everything runs once before that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.precision import gradient_sums
+from stagewright.runtime.worker import Worker
+
+
+TIMES = 2
+"""The second time runs what the first cannot: adding to a gradient, to a sum, to a momentum."""
+
+
+def warm_up(worker: Worker) -> None:
+    """Runs every stage of a worker forward, backward and through its optimizer on zeros, and leaves no trace."""
+    if worker.world.device.type != "cuda":
+        return
+    for here in worker.hosted.values():
+        numbers = range(here.plan.num_microbatches)
+        sizes = {share.stop - share.start for share in map(here.share, numbers) if share is not None}
+        buffers = [buffer.clone() for buffer in here.weights.modules[0].buffers()]
+        for slot in range(here.weights.num_versions):
+            for rows in sorted(sizes) * TIMES:
+                run_once(worker, here, slot, rows)
+        for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
+            buffer.copy_(kept)
+        update_once(here, worker.world.device)
+    worker.figures.clear()
+    torch.cuda.synchronize()
+
+
+def run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
+    """Forward and backward of one slot on rows of zeros."""
+    runner, key = here.runner, (slot, -1)
+    inputs = [zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.inputs]
+    targets = [zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.targets]
+    made = runner.forward(here.weights.modules[slot], key, inputs, targets)
+    if runner.has_loss:
+        worker.note(-1, made, targets)
+        runner.backward(key, None, worker.scale.value)
+    else:
+        outputs = [tensor for tensor, spec in zip(made, runner.outputs) if spec.needs_grad]
+        runner.backward(key, [torch.zeros_like(tensor) for tensor in outputs], worker.scale.value)
+
+
+def zeros(rows: int, shape: tuple[int, ...], dtype: torch.dtype, worker: Worker) -> Tensor:
+    """Rows of zeros in the layout of the run."""
+    tensor = torch.zeros((rows, *shape), dtype=dtype, device=worker.world.device)
+    last = worker.settings.channels_last and tensor.dim() == 4
+    return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+
+
+def update_once(here: Hosted, device: torch.device) -> None:
+    """One optimizer step at a rate of 0 on the gradients just made, then a clean slate."""
+    weights = here.weights
+    gradients = [parameter.grad for parameter in weights.parameters[0]]
+    present = [gradient for gradient in gradients if gradient is not None]
+    gradient_sums(present, device)
+    torch._foreach_copy_([torch.empty_like(gradient) for gradient in present], present)
+    torch._foreach_mul_(present, 1.0)
+    for slot in weights.parameters:
+        for parameter in slot:
+            parameter.grad = None
+    if weights.optimizer is None:
+        return
+    rates = [group["lr"] for group in weights.optimizer.param_groups]
+    for group in weights.optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(TIMES):
+        weights.update(0, gradients)
+    weights.num_updates = 0
+    weights.optimizer.state.clear()
+    for group, rate in zip(weights.optimizer.param_groups, rates):
+        group["lr"] = rate

@@ -1,0 +1,88 @@
+"""The verb `plan`, as people type it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stagewright.cli.plan import plan
+from stagewright.errors import StagewrightError
+from stagewright.plan import Plan
+from tests.planning.cases import GIB, MIB, chain
+from tests.profiling.test_cli import run
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A profile whose last layer is heavy, and a cluster of four devices on a slow hub."""
+    from stagewright.cluster import Device, make_cluster
+
+    chain((0.1, 0.1, 0.1, 0.02), weights=(MIB, MIB, MIB, 900 * MIB)).save(tmp_path / "profile.json")
+    make_cluster(4, name="hub", device=Device(kind="x", memory_bytes=16 * GIB), bytes_per_s=1e9).save(
+        tmp_path / "hub.yaml"
+    )
+    return tmp_path / "profile.json", tmp_path / "hub.yaml"
+
+
+def test_the_plan_its_rivals_and_the_reason_are_shown(files: tuple[Path, Path], tmp_path: Path) -> None:
+    text = run(plan, files[0], "--cluster", files[1], "--batch", 24, "-o", tmp_path / "plan.json")
+    assert "chain, 24 images a step, 4 × x, 16.0 GiB (one host)" in text
+    assert "▸ 3-1 cut at d" in text
+    assert "data parallel" in text
+    assert "all-reduce of d (900 MiB" in text
+    assert "keeps the 900 MiB of weights from d on 0:3 alone, so only 3 MiB are reduced" in text.replace("\n", " ")
+    assert f"next: stagewright simulate {tmp_path / 'plan.json'}" in text.replace("\n", " ")
+    assert Plan.load(tmp_path / "plan.json").replicas == (3, 1)
+
+
+def test_the_figures_are_printed_as_json(files: tuple[Path, Path]) -> None:
+    found = json.loads(run(plan, files[0], "--cluster", files[1], "--batch", 24, "--json"))
+    assert found["best"]["cuts"] == ["d"]
+    assert found["best"]["images_per_s"] == pytest.approx(24 / found["best"]["step_s"])
+    assert found["data_parallel"]["step_s"] > found["best"]["step_s"]
+    assert Plan.from_dict(found["plan"]).replicas == (3, 1)
+
+
+def test_parts_are_fixed_from_the_command_line(files: tuple[Path, Path]) -> None:
+    words = (
+        "--placement",
+        "0:0-1.0:2-3",
+        "--cut",
+        "c",
+        "--microbatches",
+        4,
+        "--staleness",
+        "ssp",
+        "--schedule",
+        "1f1b",
+    )
+    found = json.loads(run(plan, files[0], "--cluster", files[1], "--batch-per-device", 12, *words, "--json"))
+    assert found["best"]["placement"] == "0:0-1.0:2-3"
+    assert found["plan"]["batch"] == 24
+    assert found["plan"]["num_microbatches"] == 4
+    assert [stage["versions"] for stage in found["plan"]["stages"]] == [2, 1]
+
+
+def test_a_model_is_planned_by_name() -> None:
+    text = run(plan, "vgg16", "--cluster", "titan-v-8", "--batch", 224, "--no-simulate")
+    assert "vgg16, 224 images a step, 8 × titan-v" in text
+    assert "▸ 7-1 cut at" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ((), "the batch is not given"),
+        (("--batch", "0"), "--batch is 0"),
+        (("--batch", "24", "--ratio", "1:2", "--cut", "b"), "both say where to cut"),
+        (("--batch", "24", "--batch-per-device", "3"), "both given"),
+        (("--batch", "24", "--staleness", "soon"), "staleness 'soon'"),
+        (("--batch", "24", "--placement", "0:9"), "names device 9"),
+        (("--batch", "24", "--schedule", "fast"), "--schedule is 'fast'"),
+    ],
+)
+def test_a_wrong_command_says_what_is_wrong(files: tuple[Path, Path], words: tuple[str, ...], error: str) -> None:
+    with pytest.raises(StagewrightError, match=error):
+        run(plan, files[0], "--cluster", files[1], *words)

@@ -1,0 +1,236 @@
+"""What the planner decides, on real hardware's files; and that it decides the same every time."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagewright.cluster import Cluster, Device, find_cluster, make_cluster
+from stagewright.cost import Costs
+from stagewright.errors import PlanError, StagewrightError, UsageError
+from stagewright.plan import Plan
+from stagewright.planning import PlanOptions
+from stagewright.planning.choose import Score
+from stagewright.planning.quick import thin_cuts
+from stagewright.planning.reasons import bytes_text, shape
+from stagewright.planning.search import make_plan
+from stagewright.profile import LayerProfile, Profile
+from stagewright.record import Record
+from tests.planning.cases import GIB, MIB, chain, random_cluster, random_options, random_profile
+
+
+@pytest.fixture(scope="module")
+def vgg16() -> Profile:
+    """VGG16 as a TITAN V should run it."""
+    from stagewright.models import build_model
+    from stagewright.profiling.analytic import make_analytic_profile
+    from stagewright.profiling.kinds import find_kind
+
+    model = build_model("vgg16", device="meta")
+    return make_analytic_profile(model, find_kind("titan-v"), batch_sizes=(4, 16, 32, 128), name="vgg16")
+
+
+def simulator(profile: Profile, cluster: Cluster) -> Score:
+    from stagewright.scheduling import make_schedule
+    from stagewright.simulation import simulate
+
+    def score(plan: Plan) -> Record:
+        return simulate(make_schedule(plan), profile, cluster, detail=False)
+
+    return score
+
+
+def test_on_the_titan_v_host_vgg16_gets_uneven_stages_and_a_reason(vgg16: Profile) -> None:
+    cluster = find_cluster("titan-v-8")
+    found = make_plan(vgg16, cluster, PlanOptions(batch=224), simulator(vgg16, cluster))
+    assert found.best.plan.replicas == (7, 1)
+    assert found.data_parallel is not None
+    assert found.best.step_s < found.data_parallel.step_s / 2
+    assert found.data_parallel.limit.startswith("all-reduce of fc1 (392 MiB")
+    assert "MiB of weights from" in found.reason
+    assert "on 0:7 alone" in found.reason
+    assert found.best.plan.notes == (found.reason,)
+    assert len(found.others) == 3
+
+
+def test_stale_weights_are_used_only_where_they_are_allowed(vgg16: Profile) -> None:
+    cluster = find_cluster("titan-v-8")
+    exact = make_plan(vgg16, cluster, PlanOptions(batch=224))
+    stale = make_plan(vgg16, cluster, PlanOptions(batch=224, staleness="any"))
+    assert exact.best.plan.is_synchronous
+    assert not stale.best.plan.is_synchronous
+    assert stale.best.step_s < exact.best.step_s
+    assert stale.data_parallel is not None
+    assert stale.data_parallel.plan.is_synchronous
+
+
+def test_parts_can_be_fixed_and_the_rest_is_searched(vgg16: Profile) -> None:
+    cluster = find_cluster("titan-v-8")
+
+    def planned(**given: object) -> Plan:
+        return make_plan(vgg16, cluster, PlanOptions(batch=224, **given)).best.plan  # type: ignore[arg-type]
+
+    assert planned(placement="0:0-5.0:6-7").placement == "0:0-5.0:6-7"
+    assert planned(cut=("conv3_1", "fc2")).stages[2].layers[0] == "fc2"
+    assert planned(placement="0:0-6.0:7", cut=("fc1",)).stages[1].layers[0] == "fc1"
+    assert len(planned(ratio="11:7").stages) == 2
+    assert planned(num_microbatches=8, route="rotate").num_microbatches == 8
+    assert planned(placement="").replicas == (8,)
+
+
+def test_a_fast_network_makes_data_parallelism_the_best() -> None:
+    cluster = make_cluster(4, device=Device(kind="x", memory_bytes=GIB), bytes_per_s=1e12)
+    found = make_plan(chain((1.0,) * 6, weights=(MIB,) * 6), cluster, PlanOptions(batch=8))
+    assert shape(found.best.plan) == "data parallel"
+    assert "no cut gains" in found.reason
+
+
+def test_a_slow_device_gets_less_or_nothing() -> None:
+    kinds = (Device(kind="x", memory_bytes=GIB),) * 2 + (Device(kind="slow", memory_bytes=GIB, speed=0.001),)
+    cluster = make_cluster(3)
+    mixed = replace(cluster, hosts=(replace(cluster.hosts[0], devices=kinds),))
+    found = make_plan(chain((1.0,) * 4), mixed, PlanOptions(batch=8))
+    work = sum(len(stage.layers) for stage in found.best.plan.stages if "0:2" in map(str, stage.devices))
+    assert work in (0, 4)  # left out, or one of three replicas that gets no row of eight
+    assert found.best.step_s < 2.1
+
+
+@pytest.mark.parametrize("memory", [1, 1000])
+def test_a_one_byte_device_is_refused_with_the_reason(memory: int, vgg16: Profile) -> None:
+    cluster = make_cluster(8, name="tiny", device=Device(kind="x", memory_bytes=memory))
+    with pytest.raises(PlanError) as refused:
+        make_plan(vgg16, cluster, PlanOptions(batch=224))
+    assert "no plan of vgg16 for 224 rows fits on tiny" in refused.value.what
+    assert bytes_text(memory) in refused.value.what
+    assert "needs" in refused.value.what or "need" in refused.value.what
+    assert refused.value.todo is not None
+    assert "--batch" in refused.value.todo
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_never_exceeds_the_memory_that_it_was_given(seed: int) -> None:
+    """By the simulator's own count, on devices that hardly suffice."""
+    draw = random.Random(seed)
+    profile, cluster = random_profile(draw, 6), random_cluster(draw, 3)
+    score = simulator(profile, cluster)
+    try:
+        found = make_plan(profile, cluster, random_options(draw, wide=False), score)
+    except PlanError:
+        return
+    for choice in (found.best, *found.others):
+        for use in score(choice.plan).devices:
+            host, device = map(int, use.device.split(":"))
+            assert use.peak_bytes <= cluster.hosts[host].devices[device].memory_bytes
+
+
+def test_the_score_has_the_last_word() -> None:
+    """A score that hates two stages turns the choice."""
+    profile = chain((1.0,) * 4, weights=(400 * MIB,) * 4)
+    cluster = make_cluster(2, device=Device(kind="x", memory_bytes=64 * GIB), bytes_per_s=1e8)
+    plain = make_plan(profile, cluster, PlanOptions(batch=8))
+    assert len(plain.best.plan.stages) == 2
+
+    def score(plan: Plan) -> Record:
+        seconds = 1.0 if len(plan.stages) == 1 else 9.0
+        return Record(
+            name="s",
+            source="simulated",
+            plan=plan,
+            cluster="c",
+            step_s=(seconds,),
+            step_images=plan.batch,
+            limit="taste",
+        )
+
+    scored = make_plan(profile, cluster, PlanOptions(batch=8), score)
+    assert len(scored.best.plan.stages) == 1
+    assert scored.best.limit == "taste"
+
+
+PROGRAM = """
+import sys
+from stagewright.cluster import Cluster
+from stagewright.planning import PlanOptions
+from stagewright.planning.search import make_plan
+from stagewright.profile import Profile
+found = make_plan(Profile.load(sys.argv[1]), Cluster.load(sys.argv[2]), PlanOptions(batch=24))
+print(found.best.plan.to_dict(), [choice.plan.to_dict() for choice in found.others])
+"""
+
+
+def planned_with_seed(hash_seed: int, folder: Path) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    command = [sys.executable, "-c", PROGRAM, str(folder / "profile.json"), str(folder / "cluster.json")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_same_plan_whatever_the_hash_seed(runs: int, tmp_path: Path) -> None:
+    draw = random.Random(5)
+    random_profile(draw, 14).save(tmp_path / "profile.json")
+    random_cluster(draw, 7).save(tmp_path / "cluster.json")
+    assert len({planned_with_seed(seed, tmp_path) for seed in range(runs)}) == 1
+
+
+def many_layers(count: int) -> Profile:
+    draw = random.Random(1)
+    layers = tuple(
+        LayerProfile(
+            name=f"l{number}",
+            forward_s=(draw.uniform(0.0005, 0.002),),
+            backward_s=(draw.uniform(0.001, 0.004),),
+            output_bytes=draw.choice([1e5, 1e6]),
+            saved_bytes=1e6,
+            parameter_bytes=draw.choice([0, MIB, 8 * MIB]),
+        )
+        for number in range(count)
+    )
+    return Profile(model="deep", device="x", source="analytic", batch_sizes=(64,), layers=layers)
+
+
+@pytest.mark.slow
+def test_a_thousand_layers_on_64_devices_are_planned_within_10_s(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = make_cluster(64, device=Device(kind="x", memory_bytes=80 * GIB))
+    found = make_plan(many_layers(1000), cluster, PlanOptions(batch=512))
+    with capsys.disabled():
+        print(f"\n1,000 layers on 64 devices: {found.seconds:.1f} s, {shape(found.best.plan)[:40]} …")
+    assert found.seconds < 10
+    assert found.data_parallel is not None
+    assert found.best.step_s <= found.data_parallel.step_s
+
+
+def test_thinned_cuts_carry_little_and_keep_the_ends() -> None:
+    profile = many_layers(200)
+    costs = Costs(profile, make_cluster(2))
+    kept = thin_cuts(costs, range(201), 40)
+    assert (kept[0], kept[-1]) == (0, 200)
+    assert len(kept) <= 40
+    light = sum(costs.crossings[cut] == 1e5 for cut in kept[1:-1])
+    assert light > 0.8 * (len(kept) - 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"batch_per_device": 8}, "--batch-per-device needs"),
+        ({"batch": 8, "num_microbatches": 9}, "9, but the batch has 8 rows"),
+        ({"batch": 8, "placement": "0:0.0:1", "cut": ("b", "c")}, "makes 3 stages, but the placement has 2"),
+        ({"batch": 8, "placement": "0:0.0:1.0:2.0:3.0:4"}, "cannot be cut into the placement's 5"),
+        ({"batch": 8, "staleness": "3,2,x"}, "staleness '3,2,x'"),
+        ({"batch": 8, "placement": "0:9"}, "names device 9 of host 0"),
+    ],
+)
+def test_contradictions_are_refused(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(StagewrightError, match=words):
+        make_plan(chain((1.0,) * 3), make_cluster(6), PlanOptions(**wrong))  # type: ignore[arg-type]
+
+
+def test_a_batch_of_zero_is_refused() -> None:
+    with pytest.raises(UsageError, match="--batch is 0"):
+        PlanOptions(batch=0)

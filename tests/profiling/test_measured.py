@@ -1,0 +1,114 @@
+"""Profiles measured on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import process_time
+
+import pytest
+import torch
+from torch import nn
+
+from stagewright.errors import ProfileError
+from stagewright.models import build_model, cross_entropy_sum, make_layered
+from stagewright.profile import Profile
+from stagewright.profiling import measured
+from stagewright.profiling.measured import layers_against_model, make_profile
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> object:
+    """Timings of one thread are steadier on a machine that does other things too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_profile_has_every_layer_at_every_size(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    model = build_model("tiny-cnn")
+    profile = make_profile(
+        model, batch_sizes=(4, 16), name="tiny-cnn", repeats=3, progress=lambda done, total: seen.append((done, total))
+    )
+    assert profile.names == model.names
+    assert (profile.device, profile.source, profile.precision) == ("cpu", "measured", "fp32")
+    assert all(len(layer.forward_s) == 2 and min(layer.forward_s) > 0 for layer in profile.layers)
+    assert profile.optimizer_s > 0
+    assert profile.versions["torch"] == str(torch.__version__)
+    assert seen == [(number + 1, 10) for number in range(10)]
+    assert Profile.load(profile.save(tmp_path / "p.json")) == profile
+
+
+def test_a_users_own_model_can_be_profiled() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(x + torch.relu(self.inner(x)))
+
+    layered = make_layered(
+        Residual(), (torch.zeros(2, 8),), loss=cross_entropy_sum(), targets=(torch.zeros(2, dtype=torch.long),)
+    )
+    profile = make_profile(layered, batch_sizes=(3,), repeats=1)
+    assert profile.model == "residual"
+    assert profile.layers[-1].name == "loss"
+    assert sum(layer.parameter_bytes for layer in profile.layers) == 4 * (8 * 8 + 8 + 8 * 4 + 4)
+
+
+def test_profiling_leaves_the_model_as_it_was() -> None:
+    model = build_model("resnet18", image_size=32)
+    model.model.eval()
+    before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    make_profile(model, batch_sizes=(2,), repeats=1)
+    after = model.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(parameter.grad is None for parameter in model.model.parameters())
+    assert not model.model.training
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("vgg16", marks=pytest.mark.slow)])
+def test_the_layers_add_up_to_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within 5%, in this thread's CPU seconds: the wall clock also counts what other programs do meanwhile."""
+    monkeypatch.setattr(measured, "perf_counter", process_time)
+    model = build_model(name, image_size=64 if name == "resnet18" else 32)
+    ratios: list[float] = []
+    for _ in range(6):  # caches are still shared with other programs: one quiet run will do
+        ratios += layers_against_model(make_profile(model, batch_sizes=(8,), repeats=5))
+        if abs(ratios[-1] - 1) < 0.05:
+            break
+    with capsys.disabled():
+        print(f"\nsum of the layers against the whole {name}, CPU: {', '.join(f'{each - 1:+.1%}' for each in ratios)}")
+    assert abs(ratios[-1] - 1) < 0.05
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_layers_add_up_to_the_model_on_a_gpu(precision: str) -> None:
+    model = build_model("resnet50", device="cuda")
+    profile = make_profile(model, batch_sizes=(64,), precision=precision)  # type: ignore[arg-type]
+    assert layers_against_model(profile)[0] == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 8)])
+def test_a_batch_of_zero_is_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ProfileError, match="expected 1 row or more"):
+        make_profile(build_model("tiny-cnn"), batch_sizes=sizes)
+
+
+def test_sizes_out_of_order_and_no_repeats_are_refused() -> None:
+    with pytest.raises(ProfileError, match="ascending"):
+        make_profile(build_model("tiny-cnn"), batch_sizes=(8, 4), repeats=1)
+    with pytest.raises(ProfileError, match="0 repeats"):
+        make_profile(build_model("tiny-cnn"), batch_sizes=(4,), repeats=0)
+
+
+def test_lower_precisions_run_on_the_cpu_too() -> None:
+    profile = make_profile(build_model("tiny-cnn"), batch_sizes=(4,), precision="bf16", repeats=1)
+    assert profile.layers[0].output_bytes == build_model("tiny-cnn").carried(1)[0].bytes_per_row / 2

@@ -1,0 +1,91 @@
+"""`stagewright simulate` and `stagewright calibrate`, from the outside."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from stagewright.cli.calibrate import calibrate
+from stagewright.cli.simulate import simulate
+from stagewright.errors import DataError, UsageError
+from stagewright.record import Record
+from tests.simulation.cases import even_profile, plan, star
+
+APP = typer.Typer()
+APP.command()(simulate)
+APP.command()(calibrate)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A plan of two stages, its profile and a cluster, as files."""
+    figures = even_profile(2, output_bytes=1.0, parameter_bytes=100, saved_bytes=1.0)
+    return {
+        "plan": str(plan([2, 1], 2).save(tmp_path / "plan.json")),
+        "profile": str(figures.save(tmp_path / "profile.json")),
+        "cluster": str(star(10.0, 10.0, 10.0).save(tmp_path / "cluster.yaml")),
+    }
+
+
+def call(files, *options):
+    what = ["simulate", files["plan"], "--profile", files["profile"], "--cluster", files["cluster"]]
+    result = CliRunner().invoke(APP, [*what, *options])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_json_has_the_promised_figures(files):
+    figures = json.loads(call(files, "--json"))
+    assert {"images_per_s", "step_s", "epoch_s", "devices"} <= set(figures)
+    assert [set(device) for device in figures["devices"]] == [{"device", "peak_bytes", "busy_share"}] * 3
+    assert figures["images_per_s"] == pytest.approx(4 / figures["step_s"])
+    assert figures["epoch_s"] == pytest.approx(1_281_167 / figures["images_per_s"])
+
+
+def test_the_screen_says_where_the_time_goes(files):
+    text = call(files)
+    for words in ("images/s", "epoch", "0:0-1", "busy", "GiB", "critical path:", "limited by", "reduce among 0:0-1"):
+        assert words in text
+
+
+def test_trace_timeline_and_record_are_saved(files, tmp_path):
+    trace, picture, record = tmp_path / "trace.json", tmp_path / "timeline.svg", tmp_path / "run.record.json"
+    call(files, "--trace", str(trace), "--timeline", str(picture), "-o", str(record))
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert any(name.startswith("F") for name in names)
+    assert picture.read_text().lstrip().startswith("<svg")
+    assert Record.load(record).source == "simulated"
+
+
+def test_sweeps_are_a_table_and_a_plot(files, tmp_path):
+    text = call(files, "--bandwidth", "x1,x2,x64,x128", "--plot", str(tmp_path / "plot.svg"))
+    assert "links ×64" in text
+    assert "stops helping after" in text
+    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+    rows = json.loads(call(files, "--batch", "4,8", "--json"))
+    assert [row["setting"] for row in rows] == ["batch 4", "batch 8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--data", "films"], "--data is 'films'"),
+        (["--precision", "fp1"], "--precision is 'fp1'"),
+        (["--bandwidth", "fast"], "--bandwidth 'fast'"),
+        (["--devices", "2,4"], "--devices is for data parallelism"),
+        (["--batch", "4,8", "--bandwidth", "x1,x2"], "sweep one at a time|more than one"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(files, options, fault):
+    with pytest.raises(UsageError, match=fault):
+        call(files, *options)
+
+
+def test_calibrate_refuses_what_is_no_table(tmp_path):
+    (tmp_path / "rows.csv").write_text("id,cluster\n")
+    result = CliRunner().invoke(APP, ["calibrate", str(tmp_path / "rows.csv")])
+    assert isinstance(result.exception, DataError)

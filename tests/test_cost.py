@@ -1,0 +1,142 @@
+"""The formulas: seconds and bytes of layers, rings, trees and stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, find_cluster, make_cluster
+from stagewright.cost import (
+    COPY_SHARE,
+    Costs,
+    Wires,
+    crossing_bytes,
+    crossings,
+    interpolate,
+    num_buckets,
+    ring_s,
+)
+from tests.simulation.cases import even_profile, layer, profile, star
+
+
+def ids(count: int) -> tuple[DeviceId, ...]:
+    return tuple(DeviceId(0, number) for number in range(count))
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(0, 0.0), (5, 2.0), (10, 3.0), (15, 4.0), (20, 5.0), (40, 9.0)])
+def test_seconds_lie_on_the_lines_between_and_beyond_the_measured_sizes(rows, seconds):
+    assert interpolate((10, 20), (3.0, 5.0), rows) == pytest.approx(seconds)
+
+
+def test_one_measured_size_means_proportion():
+    assert interpolate((10,), (3.0,), 25) == pytest.approx(7.5)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=9), st.integers(1, 9), st.data())
+def test_prefix_sums_are_sums(seconds, rows, data):
+    costs = Costs(profile(*(layer(f"l{n}", value, 2 * value) for n, value in enumerate(seconds))), make_cluster(1))
+    first = data.draw(st.integers(0, len(seconds)))
+    last = data.draw(st.integers(first, len(seconds)))
+    assert costs.forward_s(first, last, rows) == pytest.approx(rows * sum(seconds[first:last]), abs=1e-9)
+    assert costs.backward_s(first, last, rows, 2.0) == pytest.approx(rows * sum(seconds[first:last]), abs=1e-9)
+
+
+def test_recomputing_adds_a_forward_to_backward():
+    costs = Costs(even_profile(2), make_cluster(1))
+    assert costs.backward_s(0, 2, 1, recompute=True) == pytest.approx(2 * (2.0 + 1.0))
+
+
+def test_a_skip_connection_crosses_every_cut_that_it_spans():
+    # a ─▶ b ─▶ c ─▶ d, and a ─▶ d beside it
+    layers = [layer(name, output_bytes=size) for name, size in (("a", 1.0), ("b", 10.0), ("c", 100.0))]
+    made = profile(*layers, replace(layer("d", output_bytes=5.0), inputs=("a", "c")))
+    assert crossings(made) == (0.0, 1.0, 11.0, 101.0, 0.0)
+    assert crossing_bytes(made, 2) == 11.0
+
+
+def test_the_optimizer_step_is_shared_out_by_parameters_and_versions_cost_a_copy():
+    layers = (layer("l0", parameter_bytes=30), layer("l1", parameter_bytes=10))
+    costs = Costs(profile(*layers, optimizer_s=4.0), make_cluster(1))
+    assert costs.optimizer_s(0, 1) == pytest.approx(3.0)
+    assert costs.optimizer_s(0, 1, versions=2) == pytest.approx(3.0 * (1 + COPY_SHARE))
+
+
+def test_buckets_are_ready_from_the_last_layer_to_the_first():
+    # Backward: conv2 1 s and conv1 1 s hold 20 bytes each, fc 2 s holds 40.
+    layers = [layer(n, 1, s, parameter_bytes=b) for n, s, b in (("conv1", 1, 20), ("conv2", 1, 20), ("fc", 2, 40))]
+    costs = Costs(profile(*layers), make_cluster(1))
+    assert costs.ready_shares(0, 3, 1, 2) == pytest.approx((0.5, 1.0))
+    assert costs.ready_shares(0, 3, 1, 4) == pytest.approx((0.5, 0.5, 0.75, 1.0))
+    assert costs.ready_shares(0, 3, 1, 1) == pytest.approx((1.0,))
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_an_all_reduce_alone_is_a_ring_over_the_slowest_link(count):
+    costs = Costs(even_profile(1), star(*[10.0] * (count - 1), 4.0))
+    assert costs.reduce_s(1000, ids(count)) == pytest.approx(ring_s(1000, count, 4.0))
+
+
+def test_one_device_reduces_nothing():
+    assert Costs(even_profile(1), star(1.0)).reduce_s(1000, ids(1)) == 0.0
+    assert ring_s(1000, 1, 1.0) == 0.0
+
+
+def test_small_reductions_over_slow_wires_climb_a_tree():
+    wires = Wires(star(*[1e9] * 16, latency_s=1e-3))
+    assert wires.collective(ids(16), 8).kind == "tree"
+    assert wires.collective(ids(16), 1e9).kind == "ring"
+
+
+def test_ring_edges_that_cross_one_link_in_one_direction_share_it():
+    # Devices 0 and 2 on one switch, 1 and 3 on the other; any good ring crosses the bridge once in each direction.
+    device = Device(kind="d", memory_bytes=1)
+    links = [Link(ends=(str(n), f"s{n % 2}"), kind="PIX", bytes_per_s=10.0) for n in range(4)]
+    bridge = Link(ends=("s0", "s1"), kind="SYS", bytes_per_s=5.0)
+    cluster = Cluster(name="c", hosts=(Host(devices=(device,) * 4, links=(*links, bridge)),))
+    wires = Wires(cluster)
+    assert wires.collective(ids(4), 1e6).bytes_per_s == 5.0
+    assert [id.device % 2 for id in wires.ring_order(ids(4))] in ([0, 0, 1, 1], [0, 1, 1, 0])
+
+
+def test_the_ring_over_nvlinks_uses_double_links_all_the_way_round():
+    wires = Wires(find_cluster("v100-sxm2-8x4"))
+    order = wires.ring_order(ids(8))
+    kinds = {
+        wires.cluster.wires[link // 2].kind for a, b in zip(order, (*order[1:], order[0])) for link in wires.path(a, b)
+    }
+    assert kinds == {"NV2"}
+
+
+def test_transfers_that_start_together_take_as_long_as_the_fullest_link():
+    costs = Costs(even_profile(1), star(*[100.0] * 7, 10.0))
+    moves = [(DeviceId(0, number), DeviceId(0, 7), 50.0) for number in range(7)]
+    assert costs.exchange_s(moves) == pytest.approx(35.0)
+    assert costs.transfer_s(50.0, *moves[0][:2]) == pytest.approx(5.0)
+
+
+def test_bytes_of_a_stage_by_kind():
+    made = profile(
+        layer("l0", output_bytes=3.0, saved_bytes=5.0, parameter_bytes=100, workspace_bytes=2.0),
+        layer("l1", saved_bytes=1.0),
+    )
+    costs = Costs(made, make_cluster(2))
+    device = Device(kind="d", memory_bytes=1 << 40, framework_bytes=7)
+    found = costs.stage_bytes(0, 1, rows=10, held=3, versions=2, num_replicas=4, device=device)
+    assert found._asdict() == {
+        "weights": 100,
+        "versions": 100,
+        "gradients": 200,
+        "optimizer": 100,
+        "activations": 150,
+        "buffers": 2 * 10 * 3 + 100,
+        "workspace": 20,
+        "framework": 7,
+    }
+    assert found.total == sum(found)
+
+
+def test_buckets_are_of_about_sixteen_mebibytes():
+    assert [num_buckets(size << 20) for size in (0, 1, 16, 17, 528)] == [1, 1, 1, 2, 33]

@@ -1,0 +1,52 @@
+"""The README's commands and its Python work as they are printed, in the order in which they stand there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("stagewright ")]
+
+
+@pytest.mark.timeout(300)
+def test_the_commands_work_in_turn(tmp_path: Path) -> None:
+    assert len(COMMANDS) >= 6
+    for command in COMMANDS:
+        words = [sys.executable, "-m", *shlex.split(command)]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "results" / "report.html").stat().st_size > 10_000
+
+
+def test_the_python_works(tmp_path: Path) -> None:
+    (block,) = blocks("python")
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"0:0-2\.0:3: [\d,]+ images/s predicted", done.stdout)
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for text in (README, (ROOT / "CONTRIBUTING.md").read_text()):
+        for line in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
+            assert line in targets
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
