@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from time import process_time
 
 import pytest
@@ -75,17 +76,18 @@ def test_profiling_leaves_the_model_as_it_was() -> None:
 def test_the_layers_add_up_to_the_model(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Within 5%, in this thread's CPU seconds: the wall clock also counts what other programs do meanwhile."""
+    """Within 5%, by the median over several profiles: on a machine that does other things each alone may be off.
+
+    CPU seconds, not those on the wall, which also count what other programs do meanwhile.
+    """
     monkeypatch.setattr(measured, "perf_counter", process_time)
-    model = build_model(name, image_size=64 if name == "resnet18" else 32)
+    model = build_model(name, image_size=32)
     ratios: list[float] = []
-    for _ in range(6):  # caches are still shared with other programs: one quiet run will do
-        ratios += layers_against_model(make_profile(model, batch_sizes=(8,), repeats=5))
-        if abs(ratios[-1] - 1) < 0.05:
-            break
+    while len(ratios) < 3 or (abs(median(ratios) - 1) > 0.05 and len(ratios) < 15):
+        ratios += layers_against_model(make_profile(model, batch_sizes=(16,), repeats=5))
     with capsys.disabled():
-        print(f"\nsum of the layers against the whole {name}, CPU: {', '.join(f'{each - 1:+.1%}' for each in ratios)}")
-    assert abs(ratios[-1] - 1) < 0.05
+        print(f"\nsum of the layers against the whole {name}, CPU: {median(ratios) - 1:+.1%}, {len(ratios)} profiles")
+    assert abs(median(ratios) - 1) < 0.05
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from stagewright.cluster import parse_placement
-from stagewright.models import cross_entropy_sum, make_layered
+from stagewright.models import Layered, cross_entropy_sum, make_layered
 from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import FunctionFeed
@@ -91,16 +90,15 @@ def plan_of(case: Case, names: tuple[str, ...]) -> Plan:
     )  # fmt: skip
 
 
-def layered_tower():
+def layered_tower(dtype: torch.dtype = torch.float64) -> Layered:
     """The model of the cases, with its loss."""
-    model = Tower().double()
-    sample, target = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, dtype=torch.long)
-    return model, make_layered(model, (sample,), loss=cross_entropy_sum(), targets=(target,))
+    sample, target = torch.zeros(2, 6, dtype=dtype), torch.zeros(2, dtype=torch.long)
+    return make_layered(Tower().to(dtype), (sample,), loss=cross_entropy_sum(), targets=(target,))
 
 
 def run_case(case: Case, world: World) -> float:
     """The largest relative difference of losses and weights from the reference's."""
-    model, layered = layered_tower()
+    layered = layered_tower()
     plan = plan_of(case, layered.names)
     settings = Settings(precision="fp64", clip_norm=case.clip_norm, timeout_s=30.0)
 
@@ -131,7 +129,7 @@ def difference(case: Case, plan: Plan, worker: Worker) -> float:
     names = dict(zip((name for name, _ in reference.named_parameters()), weights))
     worst = 0.0
     for here in worker.hosted.values():
-        assert not (here.runner.held or here.activations or here.gradients), "something is still held"
+        assert not {**here.runner.held, **here.activations, **here.gradients}, "something is still held"
         for name, parameter in here.weights.newest().state_dict().items():
             worst = max(worst, float((parameter - names[name]).norm() / names[name].norm()))
     last = worker.plan.workers[-1]

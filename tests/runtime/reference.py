@@ -33,7 +33,7 @@ def train_delayed(
 
     `stage_of` names the stage of each parameter.
     """
-    newest = [parameter for parameter in model.parameters()]
+    newest = list(model.parameters())
     optimizer = make_optimizer(newest)
     history = [[parameter.detach().clone() for parameter in newest]]
     losses = []

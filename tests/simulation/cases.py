@@ -8,7 +8,8 @@ from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, make_clus
 from stagewright.plan import Plan, Policy, Route, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.scheduling import make_schedule
-from stagewright.simulation.engine import Engine, Log
+from stagewright.simulation.engine import Engine
+from stagewright.simulation.log import Log
 from stagewright.simulation.program import Program, make_program
 
 FREE = 1e30

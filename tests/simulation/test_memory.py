@@ -59,7 +59,7 @@ def test_held_activations_stay_within_what_the_schedule_promises(case):
     program, log = run(*case, num_batches=4)
     ledger, bounds = Ledger(program, log), holds(made)
     for stage, workers in enumerate(made.workers):
-        rows = max(op.rows for ops in program.ops for op in ops if op.action.stage == stage)
+        rows = max(work.rows for work in program.works if work.stage == stage)
         most = rows * costs.held_bytes(stage, stage + 1, bounds[stage], made.stages[stage].recompute)
         for worker in workers:
             if made.policy != "zero-bubble":

@@ -19,7 +19,9 @@ class Wires:
     def start(self, *links: int, num_bytes: float = 100.0, edges: int = 1) -> Flow:
         loads = tuple((link, edges) for link in links)
         alone = min(self.rates[link] / edges for link in links)
-        return self.network.start(loads, num_bytes, 0.0, alone)
+        flow = self.network.make_flow(loads, alone)
+        self.network.start(flow, num_bytes, 0.0)
+        return flow
 
     def settled(self, *flows: Flow) -> list[float]:
         self.network.settle(0.0)
@@ -58,10 +60,11 @@ def test_when_a_flow_ends_the_others_speed_up():
 def test_flows_that_share_nothing_do_not_disturb_one_another():
     heard: list[int] = []
     network = Network((10.0, 10.0), lambda flow: heard.append(flow.number))
-    network.start(((0, 1),), 1.0, 0.0, 10.0)
-    network.start(((1, 1),), 1.0, 0.0, 10.0)
+    first, second, third = (network.make_flow(((link, 1),), 10.0) for link in (0, 1, 1))
+    network.start(first, 1.0, 0.0)
+    network.start(second, 1.0, 0.0)
     network.settle(0.0)
-    network.start(((1, 1),), 1.0, 0.5, 10.0)
+    network.start(third, 1.0, 0.5)
     network.settle(0.5)
     assert heard == [1, 2, 2, 3] or heard == [1, 2, 3, 2]
 

@@ -24,6 +24,7 @@ VERBS = {
     "schedule": "Draw, check and save who does what in which order.",
     "simulate": "Predict the time and memory of a plan, on hardware that is not here.",
     "calibrate": "Refit device and cluster files to measured runs.",
+    "data": "Make, convert and inspect sets of labelled images.",
     "train": "Train for real, with a worker for each device.",
     "report": "One page and one Markdown file from the records in a folder.",
 }

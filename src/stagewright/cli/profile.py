@@ -93,16 +93,13 @@ def make(
     save_device: Path | None,
 ) -> Profile:
     """The profile of a model that comes with the library: measured on cpu and cuda, worked out for other kinds."""
-    import torch
-
     from stagewright.models import build_model
+    from stagewright.profiling.measured import has_cuda, make_profile
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or ("cuda" if has_cuda() else "cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) and not figures:
-        if device != "cpu" and not torch.cuda.is_available():
+        if device != "cpu" and not has_cuda():
             raise UsageError(f"--device {device}: this machine has no such device", "use cpu, or a kind such as h200")
-        from stagewright.profiling.measured import make_profile
-
         built = build_model(model, device=device, image_size=image_size)
         with progress_bar(f"timing {model}") as progress:
             return make_profile(

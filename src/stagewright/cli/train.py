@@ -32,26 +32,52 @@ def train(
     recompute: Annotated[bool, typer.Option(help="run forward again instead of keeping activations")] = False,
     buckets: Annotated[int | None, typer.Option(help="pieces that a stage's gradients are reduced in")] = None,
     data: Annotated[str, typer.Option(help="synthetic, or a folder of records, tar shards or images")] = "synthetic",
-    evaluation_data: Annotated[str | None, typer.Option(help="a folder to evaluate on after every epoch")] = None,
-    steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
+    evaluation_data: Annotated[str | None, typer.Option(help="synthetic, or a folder to evaluate on")] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="epochs between evaluations; one comes at the end as well")
+    ] = None,
+    on_corrupt: Annotated[str, typer.Option(help="images that cannot be read: stop or skip")] = "stop",
+    recipe: Annotated[
+        str | None, typer.Option(help="a recipe file or name (resnet50, alexnet, vgg16); other options override it")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps, at most")] = None,
     epochs: Annotated[int | None, typer.Option(help="passes over the data")] = None,
+    epoch_images: Annotated[
+        int | None, typer.Option(help="images of an epoch of synthetic data; ImageNet's by default")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one")] = None,
     share: Annotated[int, typer.Option(help="workers that share one card, under CUDA MPS where it can be started")] = 1,
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64")] = "fp32",
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 with a dynamic loss scale, or fp64")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="largest norm of all gradients together")] = None,
     sync_batch_norm: Annotated[bool, typer.Option(help="batch norm over all replicas' rows")] = False,
     channels_last: Annotated[bool, typer.Option(help="images with their channels last in memory")] = False,
     compile: Annotated[bool, typer.Option(help="compile the stages with torch.compile")] = False,
-    optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw or rmsprop")] = "sgd",
-    learning_rate: Annotated[float, typer.Option(help="the learning rate after warm-up")] = 0.01,
-    momentum: Annotated[float, typer.Option(help="of sgd and rmsprop")] = 0.9,
-    weight_decay: Annotated[float, typer.Option()] = 0.0,
-    decay: Annotated[str, typer.Option(help="none, cosine, step, polynomial or exponential")] = "none",
-    warm_up_steps: Annotated[int, typer.Option(help="steps over which the learning rate rises")] = 0,
-    label_smoothing: Annotated[float, typer.Option()] = 0.0,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw or rmsprop")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="the learning rate after warm-up")] = None,
+    momentum: Annotated[float | None, typer.Option(help="of sgd and rmsprop")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="how strongly weights are drawn to 0")] = None,
+    decay_all: Annotated[
+        bool | None, typer.Option("--decay-all/--no-decay-all", help="weight decay of norms and biases too")
+    ] = None,
+    decay: Annotated[
+        str | None, typer.Option(help="of the rate: none, cosine, step, polynomial or exponential")
+    ] = None,
+    decay_rate: Annotated[
+        float | None, typer.Option(help="what step multiplies with, and exponential over the run")
+    ] = None,
+    decay_power: Annotated[float | None, typer.Option(help="of polynomial")] = None,
+    decay_steps: Annotated[str | None, typer.Option(help="when step multiplies, such as 1000,2000")] = None,
+    decay_epochs: Annotated[str | None, typer.Option(help="the same in epochs, such as 30,60,80")] = None,
+    warm_up_steps: Annotated[int | None, typer.Option(help="steps over which the learning rate rises")] = None,
+    warm_up_epochs: Annotated[float | None, typer.Option(help="the same in epochs")] = None,
+    label_smoothing: Annotated[float | None, typer.Option(help="share of a label that goes to all classes")] = None,
+    crop_area: Annotated[float | None, typer.Option(help="smallest share of an image that a random crop keeps")] = None,
     image_size: Annotated[int | None, typer.Option(help="side of the images")] = None,
     num_classes: Annotated[int | None, typer.Option(help="classes that the model tells apart")] = None,
     log_every: Annotated[int, typer.Option(help="steps between log lines")] = 10,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="log for TensorBoard too")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="log to Weights & Biases too")] = False,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="log to MLflow too")] = False,
     warm_up: Annotated[int, typer.Option(help="first steps that are not measured")] = 2,
     threads: Annotated[int | None, typer.Option(help="CPU threads a worker; by default its share of the cores")] = None,
     timeout: Annotated[float, typer.Option(help="seconds that anyone waits for anyone")] = 300.0,

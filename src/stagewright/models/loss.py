@@ -8,13 +8,15 @@ A sum adds up over microbatches of any sizes; a mean does not as soon as they ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+
+from stagewright.errors import ModelError
 
 Loss = Callable[..., Tensor]
 """`loss(*outputs, *targets)`: a scalar, the sum over the rows."""
@@ -81,6 +83,16 @@ def cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
 def token_cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
     """The loss of a language model: `loss(logits, labels)`, labels already shifted."""
     return TokenCrossEntropySum(label_smoothing=label_smoothing)
+
+
+def smoothed(loss: Loss, label_smoothing: float) -> Loss:
+    """The same cross entropy, with labels that keep 1 − label_smoothing and share the rest among all classes."""
+    if not isinstance(loss, CrossEntropySum | TokenCrossEntropySum):
+        raise ModelError(
+            f"label smoothing of {label_smoothing:g} needs a cross entropy, and the loss is {loss}",
+            "smooth the labels in the loss itself",
+        )
+    return replace(loss, label_smoothing=label_smoothing)
 
 
 def mean_loss(mean: Loss) -> Loss:

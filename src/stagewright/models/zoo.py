@@ -13,6 +13,7 @@ import torch
 from stagewright.errors import ModelError
 from stagewright.models import alexnet, gpt, resnet, tiny, vgg
 from stagewright.models.layered import Layered, make_layered
+from stagewright.models.loss import smoothed
 from stagewright.models.recipe import Recipe
 
 
@@ -67,6 +68,7 @@ def build_model(
     device: torch.device | str = "cpu",
     num_classes: int | None = None,
     image_size: int | None = None,
+    label_smoothing: float = 0.0,
     **options: Any,
 ) -> Layered:
     """A model of the zoo as layers, with the same weights wherever it is built with the same seed.
@@ -76,7 +78,8 @@ def build_model(
     entry = find_entry(name)
     sizes = {"num_classes": num_classes, "image_size": image_size}
     recipe = _build(entry, options | {k: v for k, v in sizes.items() if v is not None}, seed, device)
-    return make_layered(recipe.module, recipe.inputs, loss=recipe.loss, targets=recipe.targets, names=recipe.layers)
+    loss = smoothed(recipe.loss, label_smoothing) if label_smoothing else recipe.loss
+    return make_layered(recipe.module, recipe.inputs, loss=loss, targets=recipe.targets, names=recipe.layers)
 
 
 def find_entry(name: str) -> Entry:

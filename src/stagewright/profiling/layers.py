@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stagewright.errors import ProfileError
 from stagewright.models.layered import Layered
@@ -81,7 +82,7 @@ def run_units(
     accumulate: bool = True,
 ) -> None:
     """Runs every unit forward, then every unit backward in the opposite order; `start` opens each forward."""
-    kept: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
+    kept: list[tuple[list[Tensor], list[GradientEdge | None]]] = []
     tensors: Sequence[Tensor] = inputs
     with running(pieces.precision, inputs[0].device):
         for number, unit in enumerate(pieces.units):
@@ -89,9 +90,9 @@ def run_units(
             entering = [t.detach().requires_grad_(spec.needs_grad) for t, spec in zip(tensors, specs)]
             start(number)
             tensors = unit.module(*entering, *(targets if unit.module.has_loss else ()))
-            kept.append((entering, tuple(tensors)))
+            kept.append((entering, [edge_of(tensor) for tensor in tensors]))
             mark(number, False)
-    del tensors
+    del tensors, entering
     gradients: list[Tensor | None] = [None] * len(kept[-1][1])
     for number in reversed(range(len(kept))):
         entering, outputs = kept.pop()
@@ -100,20 +101,25 @@ def run_units(
         mark(number, True)
 
 
+def edge_of(tensor: Tensor) -> GradientEdge | None:
+    """Where backward enters; unlike the tensor itself it keeps no memory that backward does not need."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
 def run_backward(
     unit: Unit,
     entering: Sequence[Tensor],
-    outputs: Sequence[Tensor],
+    outputs: Sequence[GradientEdge | None],
     gradients: Sequence[Tensor | None],
     accumulate: bool,
 ) -> list[Tensor | None]:
     """The gradients of what entered a unit, from those of its outputs."""
-    pairs = [(out, grad) for out, grad in zip(outputs, gradients) if out.requires_grad]
+    pairs = [(edge, grad) for edge, grad in zip(outputs, gradients) if edge is not None]
     if unit.module.has_loss:
-        pairs = [(outputs[0], None)]
+        pairs = pairs[:1]
     if not pairs:
         return [None] * len(entering)
-    roots, seeds = [out for out, _ in pairs], [grad for _, grad in pairs]
+    roots, seeds = [edge for edge, _ in pairs], [grad for _, grad in pairs]
     if accumulate:
         torch.autograd.backward(roots, seeds)
         return [tensor.grad for tensor in entering]

@@ -97,9 +97,9 @@ def worker_environment(plan: Plan, folder: Path, *, threads: int | None, device:
         RUN_FOLDER: str(folder),
         "OMP_NUM_THREADS": str(threads or max(1, cores // workers)),
         "PYTHONUNBUFFERED": "1",
+        # Workers started here are all here, whatever hosts the placement names.
+        "GLOO_SOCKET_IFNAME": "lo",
     }
-    if len({id.host for id in plan.devices}) == 1:
-        made["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cuda":
         made.setdefault("NCCL_MAX_NCHANNELS", "2")
     return {key: os.environ.get(key, value) for key, value in made.items()}

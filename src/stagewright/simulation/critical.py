@@ -6,7 +6,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 
 from stagewright.cluster import format_devices
-from stagewright.simulation.engine import SAME_MOMENT, Cause, Done, Log, Moved
+from stagewright.simulation.engine import SAME_MOMENT
+from stagewright.simulation.log import Done, Log, Moved
 from stagewright.simulation.program import UPDATE, Program
 
 LINK_WORDS: Mapping[str, str] = {
@@ -54,7 +55,7 @@ class Path:
         found, best = (0, len(self.log.done[0]) - 1), -1.0
         for worker, entries in enumerate(self.log.done):
             at = self.ended_by(worker, self.stop_s)
-            while at > 0 and entries[at].op.code != UPDATE:
+            while at > 0 and entries[at].code != UPDATE:
                 at -= 1
             if at >= 0 and entries[at].stop_s > best:
                 found, best = (worker, at), entries[at].stop_s
@@ -69,13 +70,14 @@ class Path:
         cause = entry.cause
         if cause is None:
             return (worker, at - 1, entry.start_s) if at > 0 else None
-        if cause.kind == "transfer":
-            return self.before_transfer(cause.number, entry)
-        if cause.kind == "reduction":
-            return self.before_reduction(cause.number, entry)
-        if cause.kind == "data":
-            return self.before_data(worker, at, cause)
-        return self.on(cause.number, entry.start_s, entry)
+        kind, number = cause
+        if kind == "transfer":
+            return self.before_transfer(number, entry)
+        if kind == "reduction":
+            return self.before_reduction(number, entry)
+        if kind == "data":
+            return self.before_data(worker, at, number)
+        return self.on(number, entry.start_s, entry)
 
     def on(self, worker: int, time_s: float, waiting: Done) -> tuple[int, int, float] | None:
         """The worker's action that was over, or under way, at a time, and began before the one that waits."""
@@ -123,19 +125,19 @@ class Path:
                 return None
         return self.on(last, until_s, waiting)
 
-    def before_data(self, worker: int, at: int, cause: Cause) -> tuple[int, int, float] | None:
+    def before_data(self, worker: int, at: int, host: int) -> tuple[int, int, float] | None:
         """Decoding runs one batch ahead: it goes back to the forward of the batch before."""
         entries = self.log.done[worker]
         here = entries[at]
         same = (n for n in range(at - 1, -1, -1) if entries[n].op is here.op)
         last = next(same, None)
         begin_s = 0.0 if last is None else entries[last].start_s
-        self.add(f"data loading of host {cause.number}", begin_s, here.start_s)
+        self.add(f"data loading of host {host}", begin_s, here.start_s)
         return None if last is None else (worker, last, begin_s)
 
     def compute_words(self, entry: Done) -> str:
         """`compute of stage 0`, `update of stage 0`."""
-        return f"{'update' if entry.op.code == UPDATE else 'compute'} of stage {entry.op.action.stage}"
+        return f"{'update' if entry.code == UPDATE else 'compute'} of stage {entry.action.stage}"
 
     def transfer_words(self, moved: Moved) -> str:
         """`transfer 0 → 1 over the host bridge`."""

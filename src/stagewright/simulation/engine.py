@@ -11,104 +11,61 @@ anew:
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from typing import NamedTuple, cast
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any
 
 from stagewright.errors import SimulationError
-from stagewright.schedule import Action
+from stagewright.simulation.dynamic import Chooser
 from stagewright.simulation.loading import Loader
+from stagewright.simulation.log import BUFFERS, Cause, Change, Done, Log, Moved, Reduced
 from stagewright.simulation.network import Flow, Network
-from stagewright.simulation.program import AGREE, COMPUTES, GATHER, NOTHING, RECEIVE, SEND, UPDATE, Channel, Op, Program
+from stagewright.simulation.program import (
+    ACTION,
+    AGREE,
+    COMPUTES,
+    DATA,
+    GATHER,
+    RECEIVE,
+    SEND,
+    UPDATE,
+    Channel,
+    PlainOp,
+    Program,
+)
 
 SAME_MOMENT = 1e-12
 """Events this close to one another, relative to the time, are one moment: rounding must not split it."""
+WORKER, CALL = -1, 0
+"""What an event is for: a worker goes on, or something is called; other numbers are the turn of a flow that is over."""
+named: Any = tuple.__new__
+"""Makes a named tuple of a plain one, in a third of the time that its own call takes."""
 
 
-class Done(NamedTuple):
-    """An op that ran, and what it waited for last: a transfer, a reduction … or None for the op before it."""
+class Worker:
+    """A worker's list, how far it is, what it waits for, and what ended its last wait."""
 
-    op: Op
-    batch: int
-    start_s: float
-    stop_s: float
-    cause: Cause | None
-    order: int
-    """Grows from one action to the next, over all workers: nothing waits for what has a larger one."""
+    __slots__ = ("buffers", "cause", "chooser", "done", "number", "ops", "place", "turn", "wait")
 
-
-class Cause(NamedTuple):
-    """What ended a wait: `transfer` or `reduction` by its place in the log, `worker` by number, `data` by host."""
-
-    kind: str
-    number: int
-
-
-class Moved(NamedTuple):
-    """A transfer that arrived."""
-
-    channel: int
-    sent: Action
-    batch: int
-    num_bytes: float
-    issued_s: float
-    start_s: float
-    stop_s: float
-
-
-class Reduced(NamedTuple):
-    """A bucket that was reduced."""
-
-    stage: int
-    batch: int
-    bucket: int
-    start_s: float
-    stop_s: float
-    last: int
-    """The worker whose gradients came last."""
-
-
-class Log(NamedTuple):
-    """All that happened."""
-
-    done: list[list[Done]]
-    """Worker by worker, in order: what took time on the device."""
-    moved: list[Moved]
-    reduced: list[Reduced]
-    posted: list[list[tuple[float, Op, int]]]
-    """Worker by worker: when each receipt was issued, and of which batch."""
-
-
-class Parcel(NamedTuple):
-    """A transfer that both ends have issued."""
-
-    channel: int
-    slot: int
-    sent: Op
-    batch: int
-    issued_s: float
-    start_s: float
-
-
-class Bucket(NamedTuple):
-    """A reduction under way."""
-
-    stage: int
-    batch: int
-    bucket: int
-    start_s: float
-    last: int
+    def __init__(self, number: int, ops: tuple[PlainOp, ...], turn: int) -> None:
+        self.number, self.ops, self.turn, self.place = number, ops, turn, 0
+        self.wait: object = None
+        self.cause: Cause | None = None
+        self.chooser: Chooser | None = None
+        self.done: list[Done] = []
+        self.buffers: list[Change] = []
 
 
 class Lane:
     """A channel's state: what its two ends have issued, and whether a transfer is under way."""
 
-    __slots__ = ("busy", "ends", "posted", "sent")
+    __slots__ = ("busy", "ends", "flow", "number", "posted", "sent", "source", "target")
 
-    def __init__(self, ends: Channel) -> None:
-        self.ends = ends
-        self.sent: deque[tuple[Op, int, float]] = deque()
-        self.posted: deque[tuple[Op, int]] = deque()
+    def __init__(self, number: int, ends: Channel, flow: Flow, source: Worker, target: Worker) -> None:
+        self.number, self.ends, self.flow, self.source, self.target = number, ends, flow, source, target
+        self.sent: deque[tuple[PlainOp, int, float]] = deque()
+        self.posted: deque[tuple[PlainOp, int, int]] = deque()
         self.busy = False
 
 
@@ -116,239 +73,296 @@ class Engine:
     """One run of a program over a number of batches."""
 
     def __init__(self, program: Program, num_batches: int, loader: Loader | None = None) -> None:
-        workers, stages = len(program.ops), len(program.reductions)
         self.program, self.num_batches, self.loader = program, num_batches, loader
-        self.now_s = 0.0
-        self.heap: list[tuple[float, int, int, int, object]] = []
-        self.num_events = 0
-        self.network = Network(program.costs.wires.rates, self.foresee)
-        self.log = Log([[] for _ in range(workers)], [], [], [[] for _ in range(workers)])
-        # Workers: the turn and the op they have reached, what they wait for, and what ended their last wait.
-        self.turns = [-program.offsets[1]] * workers
-        self.places = [0] * workers
-        self.waits: list[object] = [None] * workers
-        self.causes: list[Cause | None] = [None] * workers
-        # Transfers: receipts that forwards and backwards still miss, and both ends' issues by channel.
+        self.now_s, self.num_events = 0.0, 0
+        self.heap: list[tuple[float, int, int, Any]] = []
+        self.last_turn, self.num_slots = num_batches - program.offsets[0], max(len(program.slot_bytes), 1)
+        self.workers = [Worker(number, ops, -program.offsets[1]) for number, ops in enumerate(program.lists)]
+        if program.plan.policy == "dynamic":
+            for worker in self.workers:
+                worker.chooser = Chooser(self, worker)
+        self.moved: list[Moved] = []
+        self.reductions: list[Reduced] = []
+        self.network = network = Network(program.costs.wires.rates, self.foresee)
+        # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
         self.missing: dict[int, int] = {}
-        self.lanes = [Lane(channel) for channel in program.channels]
-        self.under_way: dict[Flow, Parcel | Bucket] = {}
+        self.landing: dict[int, tuple[float, int]] = {}
+        self.lanes = [
+            Lane(n, c, network.make_flow(c.loads, c.bytes_per_s, c.shared), *self.ends(c))
+            for n, c in enumerate(program.channels)
+        ]
         # Reductions: replicas that are ready, buckets that wait for the one before, buckets still to come.
+        self.flows = [
+            network.make_flow(one.way.loads, one.way.bytes_per_s, one.shared) if one.way else None
+            for one in program.reductions
+        ]
         self.ready: dict[tuple[int, int, int], int] = {}
-        self.queues: list[deque[tuple[int, int, int]]] = [deque() for _ in range(stages)]
-        self.reducing = [False] * stages
+        self.queues: list[deque[tuple[int, int, int]]] = [deque() for _ in program.reductions]
+        self.reducing = [False] * len(program.reductions)
         self.unreduced: dict[tuple[int, int], int] = {}
         self.arrived: dict[int, set[int]] = {}
         self.agreed: set[int] = set()
 
+    def ends(self, channel: Channel) -> tuple[Worker, Worker]:
+        """The two workers of a channel."""
+        return self.workers[channel.source], self.workers[channel.target]
+
     def run(self) -> Log:
         """Everything, from the first forward to the last update."""
-        for worker in range(len(self.places)):
-            self.step(worker, None)
-        self.network.settle(self.now_s)
-        heap, pop, settle = self.heap, heapq.heappop, self.network.settle
+        heap, settle, step = self.heap, self.network.settle, self.step
+        for worker in self.workers:
+            step(worker)
+        settle(self.now_s)
         while heap:
             moment = heap[0][0] * (1 + SAME_MOMENT)
             while heap and heap[0][0] <= moment:
-                self.now_s, _, kind, number, what = pop(heap)
-                HANDLERS[kind](self, number, what)
+                self.now_s, _, turn, who = heappop(heap)
+                if turn < 0:
+                    step(who)
+                elif turn == CALL:
+                    who()
+                elif who.turn == turn:
+                    self.arrive(who)
             settle(self.now_s)
-        stop = self.num_batches - self.program.offsets[0]
-        if any(turn < stop for turn in self.turns):
-            raise SimulationError(*self.stuck(next(n for n, turn in enumerate(self.turns) if turn < stop)))
-        return self.log
+        for worker in self.workers:
+            if worker.turn < self.last_turn:
+                raise SimulationError(*self.stuck(worker))
+        workers = self.workers
+        return Log([one.done for one in workers], self.moved, self.reductions, [one.buffers for one in workers])
 
     # events
 
-    def at(self, time_s: float, kind: int, number: int, what: object = None) -> None:
+    def at(self, time_s: float, turn: int, who: object) -> None:
         """Puts an event on the heap."""
         self.num_events += 1
-        heapq.heappush(self.heap, (time_s, self.num_events, kind, number, what))
+        heappush(self.heap, (time_s, self.num_events, turn, who))
 
     def foresee(self, flow: Flow) -> None:
-        """The network has changed a flow's rate: this is when it will be over."""
-        self.at(flow.stop_s, ARRIVES, flow.turn, flow)
+        """The network has changed a flow's rate: this is when it will be over, unless the rate changes again."""
+        self.num_events += 1
+        heappush(self.heap, (flow.stop_s, self.num_events, flow.turn, flow))
 
-    def wake(self, worker: int, waited: object, cause: Cause) -> None:
-        """Goes on with a worker if this is what it waits for."""
-        if self.waits[worker] == waited:
-            self.waits[worker] = None
-            self.causes[worker] = cause
-            self.step(worker, None)
-
-    def arrive(self, turn: int, what: object) -> None:
-        """A flow is over, unless its rate has changed since this was foreseen; the latency follows."""
-        flow = cast(Flow, what)
-        if flow.turn != turn:
-            return
-        self.network.stop(flow)
-        load = self.under_way.pop(flow)
-        if isinstance(load, Parcel):
-            lane = self.lanes[load.channel]
-            latency_s, kind = lane.ends.latency_s, LANDS
-            lane.busy = False
-            if lane.sent and lane.posted:
-                self.pair_up(load.channel, lane)
-        else:
-            way = self.program.reductions[load.stage].way
-            latency_s, kind = (way.latency_s if way is not None else 0.0), REDUCES
-        if latency_s:
-            self.at(self.now_s + latency_s, kind, 0, load)
-        else:
-            HANDLERS[kind](self, 0, load)
+    def wake(self, worker: Worker, waited: object, cause: Cause, time_s: float) -> None:
+        """Goes on with a worker at a time if this is what it waits for."""
+        if worker.wait == waited:
+            worker.wait = None
+            worker.cause = cause
+            self.at(time_s, WORKER, worker)
 
     # workers
 
-    def step(self, worker: int, _: object) -> None:
-        """Runs a worker until something takes time or has to be waited for."""
-        ops, place, turn = self.program.ops[worker], self.places[worker], self.turns[worker]
-        batches, count, last = self.num_batches, len(ops), self.num_batches - self.program.offsets[0]
-        goes_on = True
-        while goes_on:
+    def step(self, worker: Worker) -> None:
+        """Runs a worker until something takes time or has to be waited for.
+
+        Nearly all of the time is spent here: what is frequent is written out, what is rare is called.
+        """
+        if worker.chooser is not None:
+            worker.chooser.step()
+            return
+        ops, place, turn, now_s = worker.ops, worker.place, worker.turn, self.now_s
+        count, batches = len(ops), self.num_batches
+        while True:
             if place == count:
                 place, turn = 0, turn + 1
-                self.turns[worker] = turn
-            if turn >= last or not count:
-                self.turns[worker] = last
+                worker.turn = turn
+            if turn >= self.last_turn or not count:
+                worker.turn = self.last_turn
                 break
             op = ops[place]
+            code, offset, seconds, slot, channel, _, _, _, ready, _ = op
+            batch = turn + offset
             place += 1
-            batch = turn + op.offset
             if not 0 <= batch < batches:
                 continue
-            code = op.code
             if code == SEND:
-                lane = self.lanes[op.channel]
-                lane.sent.append((op, batch, self.now_s))
-                if lane.posted and not lane.busy:
-                    self.pair_up(op.channel, lane)
+                self.send(worker, op, batch)
             elif code == RECEIVE:
                 self.receive(worker, op, batch)
-            elif code == GATHER:
-                self.bucket_ready(worker, (op.channel, batch, op.action.peer))
-            elif code != NOTHING:
-                if (code != COMPUTES or op.slot >= 0 or op.loads >= 0) and not self.may_start(worker, op, batch):
+            elif code == COMPUTES:
+                if slot >= 0 and not self.has_rows(worker, slot + batch * self.num_slots):
                     place -= 1
                     break
-                goes_on = code == AGREE or self.occupy(worker, op, batch)
-        self.places[worker] = place
+                if channel == DATA and self.loader is not None and not self.loaded(worker, op, batch):
+                    place -= 1
+                    break
+                self.num_events += 1
+                worker.done.append(
+                    named(Done, (op, batch, now_s, now_s + seconds, worker.cause, self.num_events))
+                )
+                worker.cause = None
+                heappush(self.heap, (now_s + seconds, self.num_events, WORKER, worker))
+                if ready:
+                    self.foresee_buckets(worker, op, batch)
+                break
+            elif not self.passes(worker, op, batch):
+                place -= 1
+                break
+            elif code == UPDATE:
+                self.occupy(worker, op, batch)
+                break
+        worker.place = place
 
-    def may_start(self, worker: int, op: Op, batch: int) -> bool:
-        """Whether an op can run now; if not, the worker waits for what it lacks."""
-        if op.code == COMPUTES:
-            key = op.slot + batch * self.program.num_slots
-            if op.slot >= 0 and key in self.missing:
-                self.waits[worker] = key
+    def has_rows(self, worker: Worker, key: int) -> bool:
+        """Whether all receipts of a slot have landed; if not, the worker waits for them."""
+        if key in self.missing:
+            worker.wait = key
+            return False
+        if key in self.landing:
+            time_s, number = self.landing.pop(key)
+            if time_s > self.now_s:
+                worker.cause = ("transfer", number)
+                self.at(time_s, WORKER, worker)
                 return False
-            return self.loader is None or op.loads < 0 or self.loaded(worker, op, batch)
-        if op.code == UPDATE:
-            return self.reduced_whole(worker, op.channel, batch)
-        return self.agree(worker, batch)
+        return True
 
-    def occupy(self, worker: int, op: Op, batch: int) -> bool:
+    def passes(self, worker: Worker, op: PlainOp, batch: int) -> bool:
+        """Whether a worker gets past a reduction, an update or an agreement; if not, it waits for what that lacks."""
+        code, stage = op[0], op[4]
+        if code == GATHER:
+            self.bucket_ready(worker.number, stage, batch, op[ACTION].peer)
+        if code == UPDATE:
+            return self.reduced_whole(worker, stage, batch)
+        return code != AGREE or self.agree(worker, batch)
+
+    def occupy(self, worker: Worker, op: PlainOp, batch: int) -> None:
         """Starts an op that takes time; buckets become ready while a batch's last backward runs."""
-        now_s = self.now_s
-        stop_s = now_s + op.seconds
-        self.log.done[worker].append(Done(op, batch, now_s, stop_s, self.causes[worker], self.num_events))
-        self.causes[worker] = None
-        if op.ready:
-            for bucket, share in enumerate(op.ready):
-                self.at(now_s + share * op.seconds, GATHERS, worker, (op.action.stage, batch, bucket))
-        self.at(stop_s, STEPS, worker)
-        return False
+        stop_s = self.now_s + op[2]
+        self.at(stop_s, WORKER, worker)
+        worker.done.append(Done(op, batch, self.now_s, stop_s, worker.cause, self.num_events))
+        worker.cause = None
+        if op[8]:
+            self.foresee_buckets(worker, op, batch)
 
-    def loaded(self, worker: int, op: Op, batch: int) -> bool:
+    def foresee_buckets(self, worker: Worker, op: PlainOp, batch: int) -> None:
+        """Buckets become ready while a batch's last backward runs."""
+        for bucket, share in enumerate(op[8]):
+            ready = partial(self.bucket_ready, worker.number, op[ACTION].stage, batch, bucket)
+            self.at(self.now_s + share * op[2], CALL, ready)
+
+    def loaded(self, worker: Worker, op: PlainOp, batch: int) -> bool:
         """Whether the host has decoded the rows; if not, the worker comes back when it has."""
-        loader, host = cast(Loader, self.loader), self.program.plan.devices[worker].host
-        ready_s = loader.ready_s(host, batch, op.loads)
+        loader, host = self.loader, self.program.plan.devices[worker.number].host
+        if loader is None:
+            return True
+        ready_s = loader.ready_s(host, batch, op[9])
         if ready_s > self.now_s:
-            self.causes[worker] = Cause("data", host)
-            self.at(ready_s, STEPS, worker)
+            worker.cause = ("data", host)
+            self.at(ready_s, WORKER, worker)
             return False
         loader.began(host, batch, self.now_s)
         return True
 
-    def reduced_whole(self, worker: int, stage: int, batch: int) -> bool:
+    def reduced_whole(self, worker: Worker, stage: int, batch: int) -> bool:
         """Whether every bucket of a stage is reduced."""
         reduction = self.program.reductions[stage]
         if reduction.num_replicas > 1 and self.unreduced.get((stage, batch), reduction.num_buckets):
-            self.waits[worker] = (stage, batch)
+            worker.wait = (stage, batch)
             return False
         return True
 
-    def agree(self, worker: int, batch: int) -> bool:
+    def agree(self, worker: Worker, batch: int) -> bool:
         """Whether all workers have met: each comes when its own stages' gradients are reduced."""
         if batch in self.agreed:
             return True
         for stage, workers in enumerate(self.program.plan.workers):
-            if worker in workers and not self.reduced_whole(worker, stage, batch):
+            if worker.number in workers and not self.reduced_whole(worker, stage, batch):
                 return False
         here = self.arrived.setdefault(batch, set())
-        here.add(worker)
-        if len(here) == len(self.places):
-            self.at(self.now_s + self.program.agree_s, AGREES, worker, batch)
-        self.waits[worker] = batch
+        here.add(worker.number)
+        if len(here) == len(self.workers):
+            self.at(self.now_s + self.program.agree_s, CALL, partial(self.agree_over, worker.number, batch))
+        worker.wait = ("agreement", batch)
         return False
 
-    def agree_over(self, last: int, what: object) -> None:
+    def agree_over(self, last: int, batch: int) -> None:
         """All workers have met: they go on together."""
-        batch = cast(int, what)
         self.agreed.add(batch)
-        for worker in sorted(self.arrived.pop(batch)):
-            self.wake(worker, batch, Cause("worker", last))
+        for number in sorted(self.arrived.pop(batch)):
+            self.wake(self.workers[number], ("agreement", batch), ("worker", last), self.now_s)
 
     # transfers
 
-    def receive(self, worker: int, op: Op, batch: int) -> None:
-        """Issues a receipt."""
-        key = op.slot + batch * self.program.num_slots
-        self.missing[key] = self.missing.get(key, 0) + 1
-        self.log.posted[worker].append((self.now_s, op, batch))
-        lane = self.lanes[op.channel]
-        lane.posted.append((op, batch))
-        if lane.sent and not lane.busy:
-            self.pair_up(op.channel, lane)
+    def send(self, worker: Worker, op: PlainOp, batch: int) -> None:
+        """Issues a sending."""
+        lane = self.lanes[op[4]]
+        lane.sent.append((op, batch, self.now_s))
+        worker.buffers.append((self.now_s, op[5], BUFFERS))
+        if lane.posted and not lane.busy:
+            self.pair_up(lane)
 
-    def pair_up(self, channel: int, lane: Lane) -> None:
+    def receive(self, worker: Worker, op: PlainOp, batch: int) -> None:
+        """Issues a receipt."""
+        lane, key, missing = self.lanes[op[4]], op[3] + batch * self.num_slots, self.missing
+        missing[key] = missing.get(key, 0) + 1
+        lane.posted.append((op, batch, key))
+        worker.buffers.append((self.now_s, op[5], BUFFERS))
+        if lane.sent and not lane.busy:
+            self.pair_up(lane)
+
+    def pair_up(self, lane: Lane) -> None:
         """Starts the next transfer of a channel that is free and whose ends have both issued it."""
         sent, batch, issued_s = lane.sent.popleft()
-        received, other = lane.posted.popleft()
-        if batch != other or sent.action.microbatch != received.action.microbatch:
-            raise SimulationError(*self.mismatch(channel, sent, batch, received, other))
-        parcel = Parcel(channel, received.slot, sent, batch, issued_s, self.now_s)
-        ends = lane.ends
-        if sent.num_bytes and ends.loads:
+        received, other, key = lane.posted.popleft()
+        if batch != other or sent[9] != received[9]:
+            raise SimulationError(*self.mismatch(lane, sent, batch, received, other))
+        flow, num_bytes, now_s = lane.flow, sent[5], self.now_s
+        flow.load = (lane, key, sent[7], batch, num_bytes, issued_s, now_s)
+        if num_bytes and flow.loads:
             lane.busy = True
-            self.under_way[self.network.start(ends.loads, sent.num_bytes, self.now_s, ends.bytes_per_s)] = parcel
+            self.network.start(flow, num_bytes, now_s)
         else:
-            self.at(self.now_s + ends.latency_s, LANDS, 0, parcel)
+            self.land(*flow.load)
 
-    def mismatch(self, channel: int, sent: Op, batch: int, received: Op, other: int) -> tuple[str, str]:
+    def mismatch(self, lane: Lane, sent: PlainOp, batch: int, received: PlainOp, other: int) -> tuple[str, str]:
         """What is wrong with a channel whose ends disagree."""
-        ends = self.program.channels[channel]
         return (
-            f"worker {ends.source} sends {sent.action} of batch {batch} while worker {ends.target} receives "
-            f"{received.action} of batch {other}",
+            f"worker {lane.source.number} sends {sent[ACTION]} of batch {batch} while worker {lane.target.number} "
+            f"receives {received[ACTION]} of batch {other}",
             "both ends of a pair must issue their transfers in the same order: check the schedule",
         )
 
-    def land(self, _: int, what: object) -> None:
-        """A transfer has arrived: whoever waits for it may go on."""
-        channel, slot, sent, batch, issued_s, start_s = cast(Parcel, what)
-        moved = self.log.moved
-        moved.append(Moved(channel, sent.action, batch, sent.num_bytes, issued_s, start_s, self.now_s))
-        key = slot + batch * self.program.num_slots
-        left = self.missing[key] - 1
+    def arrive(self, flow: Flow) -> None:
+        """A flow is over; the latency follows."""
+        self.network.stop(flow)
+        load = flow.load
+        lane = load[0]
+        if lane is None:
+            stage = load[1]
+            way = self.program.reductions[stage].way
+            self.at(self.now_s + (way.latency_s if way else 0.0), CALL, partial(self.reduced, *load[1:]))
+            return
+        self.land(*load)
+        lane.busy = False
+        if lane.sent and lane.posted:
+            self.pair_up(lane)
+
+    def land(self, lane: Lane, key: int, *what: Any) -> None:
+        """A transfer arrives after its latency: whoever waits for it, or will, may go on then."""
+        latency_s, moved, missing = lane.ends.latency_s, self.moved, self.missing
+        stop_s = self.now_s + latency_s
+        moved.append(named(Moved, (lane.number, *what, stop_s)))
+        lane.source.buffers.append((stop_s, -what[2], BUFFERS))
+        left = missing[key] - 1
+        if left or latency_s or key in self.landing:
+            latest = self.landing.get(key)
+            if latest is None or stop_s >= latest[0]:
+                self.landing[key] = (stop_s, len(moved) - 1)
         if left:
-            self.missing[key] = left
-        else:
-            del self.missing[key]
-            self.wake(self.program.channels[channel].target, key, Cause("transfer", len(moved) - 1))
+            missing[key] = left
+            return
+        del missing[key]
+        target = lane.target
+        if target.wait == key:
+            time_s, number = self.landing.pop(key, (stop_s, len(moved) - 1))
+            self.wake(target, key, ("transfer", number), time_s)
+        elif target.chooser is not None:
+            self.at(self.landing[key][0] if key in self.landing else stop_s, WORKER, target)
 
     # reductions
 
-    def bucket_ready(self, worker: int, what: object) -> None:
+    def bucket_ready(self, worker: int, stage: int, batch: int, bucket: int) -> None:
         """One replica has its gradients of a bucket; the last one queues the reduction."""
-        stage, batch, bucket = key = cast(tuple[int, int, int], what)
+        key = stage, batch, bucket
         count = self.ready.get(key, 0) + 1
         self.ready[key] = count
         if count == self.program.reductions[stage].num_replicas:
@@ -361,37 +375,35 @@ class Engine:
         if self.reducing[stage] or not self.queues[stage]:
             return
         batch, bucket, worker = self.queues[stage].popleft()
-        _, _, bucket_bytes, way = self.program.reductions[stage]
+        reduction, flow = self.program.reductions[stage], self.flows[stage]
         self.reducing[stage] = True
-        load = Bucket(stage, batch, bucket, self.now_s, worker)
-        if way is not None and bucket_bytes:
-            flow = self.network.start(way.loads, way.passes * bucket_bytes, self.now_s, way.bytes_per_s)
-            self.under_way[flow] = load
+        load = (stage, batch, bucket, self.now_s, worker)
+        if flow is not None and reduction.way is not None and reduction.bucket_bytes:
+            flow.load = (None, *load)
+            self.network.start(flow, reduction.way.passes * reduction.bucket_bytes, self.now_s)
         else:
-            self.at(self.now_s, REDUCES, 0, load)
+            self.at(self.now_s, CALL, partial(self.reduced, *load))
 
-    def reduced(self, _: int, what: object) -> None:
+    def reduced(self, stage: int, batch: int, bucket: int, start_s: float, last: int) -> None:
         """A bucket is reduced: the next one starts, and the update may go on after the last."""
-        stage, batch, bucket, start_s, last = cast(Bucket, what)
-        self.log.reduced.append(Reduced(stage, batch, bucket, start_s, self.now_s, last))
+        self.reductions.append(Reduced(stage, batch, bucket, start_s, self.now_s, last))
         self.reducing[stage] = False
         self.next_bucket(stage)
         key = (stage, batch)
         left = self.unreduced.get(key, self.program.reductions[stage].num_buckets) - 1
         self.unreduced[key] = left
         if not left:
-            for worker in self.program.plan.workers[stage]:
-                self.wake(worker, key, Cause("reduction", len(self.log.reduced) - 1))
+            for number in self.program.plan.workers[stage]:
+                self.wake(self.workers[number], key, ("reduction", len(self.reductions) - 1), self.now_s)
 
-    def stuck(self, worker: int) -> tuple[str, str]:
+    def stuck(self, worker: Worker) -> tuple[str, str]:
         """Which worker waits for what, when nothing can happen any more."""
-        op = self.program.ops[worker][min(self.places[worker], len(self.program.ops[worker]) - 1)]
+        op = worker.ops[min(worker.place, len(worker.ops) - 1)]
+        action, batch = op[ACTION], worker.turn + op[1]
+        if worker.chooser is not None:
+            action, batch = worker.chooser.head()
         return (
-            f"worker {worker} waits for ever before {op.action._replace(batch=0)} of batch "
-            f"{self.turns[worker] + op.offset}, at {self.now_s:.6f} s: what it needs is never sent or reduced",
+            f"worker {worker.number} waits for ever before {action._replace(batch=0)} of batch "
+            f"{batch}, at {self.now_s:.6f} s: what it needs is never sent or reduced",
             "check the schedule: stagewright schedule --check FILE",
         )
-
-
-STEPS, ARRIVES, LANDS, REDUCES, GATHERS, AGREES = range(6)
-HANDLERS = (Engine.step, Engine.arrive, Engine.land, Engine.reduced, Engine.bucket_ready, Engine.agree_over)

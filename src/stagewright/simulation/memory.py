@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from stagewright.cost import StageBytes
 from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Kind
-from stagewright.simulation.engine import Log
-from stagewright.simulation.program import UPDATE, Op, Program, stage_layers
+from stagewright.simulation.log import BUFFERS, Change, Log
+from stagewright.simulation.program import Program, Work, stage_layers
 
-GRADIENTS, ACTIVATIONS, BUFFERS, WORKSPACE = (
-    MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "buffers", "workspace")
+GRADIENTS, ACTIVATIONS, WORKSPACE = (
+    MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "workspace")
 )
 LAST_HALVES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 FIRST_HALVES = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-
-
-Change = tuple[float, float, int]
-"""(when, bytes taken or, where negative, given back, which kind of memory)."""
 
 
 class Use(NamedTuple):
@@ -31,6 +29,18 @@ class Use(NamedTuple):
     parts: dict[str, tuple[int, ...]]
 
 
+class Taken(NamedTuple):
+    """What an op of one work takes and gives back."""
+
+    is_forward: bool
+    stage: int
+    workspace: float
+    at_start: float
+    """Activations, as it starts."""
+    at_stop: float
+    """Activations, as it stops: never positive."""
+
+
 class Ledger:
     """The changes of every worker's memory in one run."""
 
@@ -38,12 +48,8 @@ class Ledger:
         self.program, self.log, self.plan, self.costs = program, log, program.plan, program.costs
         self.bounds = stage_layers(self.plan, self.costs.profile)
         self.devices = [self.costs.cluster.device(id) for id in self.plan.devices]
-        self._taken: dict[tuple[str, int, int, int], tuple[float, float, float]] = {}
-        self.sent: list[list[Change]] = [[] for _ in self.plan.devices]
-        for moved in log.moved:
-            source = self.sent[program.channels[moved.channel].source]
-            source.append((moved.issued_s, moved.num_bytes, BUFFERS))
-            source.append((moved.stop_s, -moved.num_bytes, BUFFERS))
+        self.taken = [self.taken_by(work) for work in program.works]
+        self.gradients = [self.costs.parameter_bytes(*bounds) for bounds in self.bounds]
 
     def base(self, worker: int) -> StageBytes:
         """What a worker holds before anything runs: all its stages' weights, versions, states and flat buckets."""
@@ -59,34 +65,26 @@ class Ledger:
 
     def changes(self, worker: int) -> list[Change]:
         """All changes of one worker; of those at one moment, what is given back comes first."""
-        found = [*self.sent[worker], *self.received(worker), *self.computed(worker)]
+        found = [*self.log.buffers[worker], *self.computed(worker)]
         found.sort()
         return found
 
-    def received(self, worker: int) -> Iterator[Change]:
-        """Receipt buffers: from the issue on, until forward takes the rows over or backward has used them."""
-        waiting: dict[tuple[int, int], float] = {}
-        for time_s, op, batch in self.log.posted[worker]:
-            waiting[op.slot, batch] = waiting.get((op.slot, batch), 0.0) + op.num_bytes
-            yield (time_s, op.num_bytes, BUFFERS)
-        for op, batch, start_s, stop_s, _, _ in self.log.done[worker]:
-            if op.slot >= 0:
-                free_s = start_s if op.action.kind is Kind.FORWARD else stop_s
-                yield (free_s, -waiting.get((op.slot, batch), 0.0), BUFFERS)
-
     def computed(self, worker: int) -> Iterator[Change]:
-        """Activations, workspaces and gradients."""
+        """Activations, workspaces, gradients, and the receipt buffers that forward takes over and backward has used."""
         begun: set[tuple[int, int]] = set()
+        slot_bytes, taken = self.program.slot_bytes, self.taken
         for op, batch, start_s, stop_s, _, _ in self.log.done[worker]:
-            stage, kind = op.action.stage, op.action.kind
-            if op.code == UPDATE:
+            _, _, _, slot, stage, _, work, _, _, _ = op
+            if work < 0:
                 if (stage, batch) in begun:
-                    yield stop_s, -self.costs.parameter_bytes(*self.bounds[stage]), GRADIENTS
+                    yield stop_s, -self.gradients[stage], GRADIENTS
                 continue
-            if kind is not Kind.FORWARD and (stage, batch) not in begun:
+            is_forward, stage, space, at_start, at_stop = taken[work]
+            if not is_forward and (stage, batch) not in begun:
                 begun.add((stage, batch))
-                yield start_s, self.costs.parameter_bytes(*self.bounds[stage]), GRADIENTS
-            space, at_start, at_stop = self.taken(worker, op)
+                yield start_s, self.gradients[stage], GRADIENTS
+            if slot >= 0 and slot_bytes[slot]:
+                yield (start_s if is_forward else stop_s), -slot_bytes[slot], BUFFERS
             if space:
                 yield start_s, space, WORKSPACE
                 yield stop_s, -space, WORKSPACE
@@ -95,38 +93,46 @@ class Ledger:
             if at_stop:
                 yield stop_s, at_stop, ACTIVATIONS
 
-    def taken(self, worker: int, op: Op) -> tuple[float, float, float]:
+    def taken_by(self, work: Work) -> Taken:
         """Workspace of a forward or backward, and the activations that it takes at its start and returns at its end."""
-        kind, stage = op.action.kind, op.action.stage
-        key = (kind._value_, stage, op.rows, worker)
-        found = self._taken.get(key)
-        if found is None:
-            bounds, recompute = self.bounds[stage], self.plan.stages[stage].recompute
-            whole = op.rows * self.costs.held_bytes(*bounds, 1, device=self.devices[worker])
-            kept = op.rows * self.costs.crossings[bounds[0]] if recompute else whole
-            again = whole if recompute and kind in FIRST_HALVES else 0.0
-            freed = kept + (whole if recompute else 0.0) if kind in LAST_HALVES else 0.0
-            space = op.rows * self.costs.workspace_bytes(*bounds)
-            found = self._taken[key] = (space, kept if kind is Kind.FORWARD else again, -freed)
-        return found
+        kind, stage, rows, device = work
+        bounds, recompute = self.bounds[stage], self.plan.stages[stage].recompute
+        whole = rows * self.costs.held_bytes(*bounds, 1, device=device)
+        kept = rows * self.costs.crossings[bounds[0]] if recompute else whole
+        again = whole if recompute and kind in FIRST_HALVES else 0.0
+        freed = kept + (whole if recompute else 0.0) if kind in LAST_HALVES else 0.0
+        is_forward = kind is Kind.FORWARD
+        space = rows * self.costs.workspace_bytes(*bounds)
+        return Taken(is_forward, stage, space, kept if is_forward else again, -freed)
 
     def use(self, worker: int, *, course: bool = True) -> Use:
         """The peak of one worker's device and, where wanted, its course."""
-        now = [float(part) for part in self.base(worker)]
-        peak, total = tuple(now), sum(now)
-        most, times, parts = total, [0.0], [tuple(now)]
-        for time_s, num_bytes, kind in self.changes(worker):
-            now[kind] += num_bytes
-            total += num_bytes
-            if total > most:
-                most, peak = total, tuple(now)
-            if course:
-                # The first point is what there was before anything ran, even if something starts at once.
-                if len(times) > 1 and times[-1] == time_s:
-                    parts[-1] = tuple(now)
-                else:
-                    times.append(time_s)
-                    parts.append(tuple(now))
+        base, changes = self.base(worker), self.changes(worker)
+        totals = list(accumulate(map(itemgetter(1), changes), initial=float(sum(base))))
+        most = totals.index(max(totals))
+        peak = [float(part) for part in base]
+        for _, num_bytes, kind in changes[:most]:
+            peak[kind] += num_bytes
         whole = {name: round(part) for name, part in zip(MEMORY_KINDS, peak)}
-        columns = {name: tuple(map(round, column)) for name, column in zip(MEMORY_KINDS, zip(*parts))}
-        return Use(sum(whole.values()), whole, tuple(times) if course else (), columns if course else {})
+        times, parts = course_of(base, changes) if course else ((), {})
+        return Use(sum(whole.values()), whole, times, parts)
+
+
+def course_of(base: StageBytes, changes: list[Change]) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]]]:
+    """When memory changed, and kind by kind what was held from then on.
+
+    The first point is what there was before anything ran, even if something starts at once.
+    """
+    times = [change[0] for change in changes]
+    ends = [n for n, (here, there) in enumerate(zip(times, times[1:]), start=1) if here != there]
+    if times:
+        ends.append(len(times))
+    parts: dict[str, tuple[int, ...]] = {}
+    changing = {change[2] for change in changes}
+    for kind, (name, start) in enumerate(zip(MEMORY_KINDS, base)):
+        if kind not in changing:
+            parts[name] = (start,) * (len(ends) + 1)
+            continue
+        held = list(accumulate((c[1] if c[2] == kind else 0.0 for c in changes), initial=float(start)))
+        parts[name] = (start, *(round(held[n]) for n in ends))
+    return (0.0, *(times[n - 1] for n in ends)), parts

@@ -13,22 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from typing import Any
 
 Loads = tuple[tuple[int, int], ...]
 """(directed link, edges on it), link by link."""
 
+MAX_KNOWN = 100_000
+"""How many groups of flows have their rates kept."""
+
 
 class Flow:
-    """Bytes on their way, with the rate they have now and when they would arrive with it."""
+    """What carries bytes over some links, again and again: what is left of them, the rate, when they would arrive."""
 
-    __slots__ = ("alone", "left_bytes", "loads", "number", "rate", "since_s", "stop_s", "turn")
+    __slots__ = ("alone", "left_bytes", "load", "loads", "number", "rate", "shared", "since_s", "stop_s", "turn")
 
-    def __init__(self, number: int, loads: Loads, num_bytes: float, alone: float) -> None:
-        self.number, self.loads, self.left_bytes, self.alone = number, loads, num_bytes, alone
-        self.rate = 0.0
-        self.since_s = self.stop_s = 0.0
+    def __init__(self, number: int, loads: Loads, alone: float, shared: Loads) -> None:
+        self.number, self.loads, self.alone, self.shared = number, loads, alone, shared
+        self.left_bytes = self.rate = self.since_s = self.stop_s = 0.0
         self.turn = 0
         """How often the rate has changed: an arrival that was foreseen at an earlier turn is void."""
+        self.load: Any = None
+        """What its bytes are, for whoever started it."""
 
 
 class Network:
@@ -37,28 +42,37 @@ class Network:
     def __init__(self, rates: Sequence[float], on_change: Callable[[Flow], None]) -> None:
         self.rates = rates
         self.on_change = on_change
+        self.flows: list[Flow] = []
         self._on_link: list[dict[Flow, int]] = [{} for _ in rates]
         self._touched: dict[int, None] = {}
-        self._num_flows = 0
+        self._known: dict[tuple[int, ...], dict[Flow, float]] = {}
 
-    def start(self, loads: Loads, num_bytes: float, now_s: float, alone: float) -> Flow:
-        """A new flow, `alone` being its rate on empty links; if it shares some, it moves from the next `settle` on."""
-        self._num_flows += 1
-        flow = Flow(self._num_flows, loads, num_bytes, alone)
+    def make_flow(self, loads: Loads, alone: float, shared: Loads | None = None) -> Flow:
+        """A flow that does not run yet, `alone` being its rate on empty links, `shared` the loads that others may share."""
+        self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared))
+        return self.flows[-1]
+
+    def start(self, flow: Flow, num_bytes: float, now_s: float) -> None:
+        """Gives a flow bytes to carry; if it shares links now, it moves from the next `settle` on."""
+        flow.left_bytes = num_bytes
         shares, on_links = False, self._on_link
-        for link, edges in loads:
+        for link, edges in flow.shared:
             on_link = on_links[link]
-            shares = shares or bool(on_link)
+            if on_link:
+                shares = True
             on_link[flow] = edges
         if shares:
-            self._touched[loads[0][0]] = None
-        else:
-            self._change(flow, alone, now_s)
-        return flow
+            self._touched[flow.shared[0][0]] = None
+            return
+        flow.rate, flow.since_s = flow.alone, now_s
+        flow.stop_s = now_s + num_bytes / flow.alone
+        flow.turn += 1
+        self.on_change(flow)
 
     def stop(self, flow: Flow) -> None:
         """Takes a flow off its links; the others speed up at the next `settle`."""
-        for link, _ in flow.loads:
+        flow.rate = 0.0
+        for link, _ in flow.shared:
             on_link = self._on_link[link]
             del on_link[flow]
             if on_link:
@@ -71,34 +85,40 @@ class Network:
         touched, self._touched = self._touched, {}
         while touched:
             flows = self._component(touched)
-            if len(flows) == 1:
-                (flow,) = flows
-                self._change(flow, flow.alone, now_s)
-                continue
-            for flow, rate in fair_rates(flows, self.rates, self._on_link).items():
-                self._change(flow, rate, now_s)
+            for flow, rate in self._rates_of(flows).items():
+                if rate != flow.rate:
+                    self._change(flow, rate, now_s)
 
-    def _component(self, touched: dict[int, None]) -> dict[Flow, None]:
+    def _component(self, touched: dict[int, None]) -> list[Flow]:
         """The flows that share links with one touched link, directly or through others; takes its links away."""
         first, _ = touched.popitem()
-        links, seen = [first], {first}
+        on_links, links, seen = self._on_link, [first], {first}
         flows: dict[Flow, None] = {}
         while links:
-            for flow in self._on_link[links.pop()]:
-                if flow in flows:
-                    continue
-                flows[flow] = None
-                for link, _ in flow.loads:
-                    if link not in seen:
-                        seen.add(link)
-                        touched.pop(link, None)
-                        if len(self._on_link[link]) > 1:
-                            links.append(link)
-        return flows
+            for flow in on_links[links.pop()]:
+                if flow not in flows:
+                    flows[flow] = None
+                    for link, _ in flow.shared:
+                        if link not in seen:
+                            seen.add(link)
+                            touched.pop(link, None)
+                            if len(on_links[link]) > 1:
+                                links.append(link)
+        return list(flows)
+
+    def _rates_of(self, flows: list[Flow]) -> dict[Flow, float]:
+        """Fair rates, which depend on nothing but who is under way: the same groups meet in every batch."""
+        if len(flows) == 1:
+            return {flows[0]: flows[0].alone}
+        key = tuple(sorted([flow.number for flow in flows]))
+        found = self._known.get(key)
+        if found is None:
+            found = fair_rates(flows, self.rates, self._on_link)
+            if len(self._known) < MAX_KNOWN:
+                self._known[key] = found
+        return found
 
     def _change(self, flow: Flow, rate: float, now_s: float) -> None:
-        if rate == flow.rate:
-            return
         if flow.rate:
             flow.left_bytes = max(flow.left_bytes - flow.rate * (now_s - flow.since_s), 0.0)
         flow.rate, flow.since_s = rate, now_s
@@ -108,7 +128,33 @@ class Network:
 
     def used(self) -> list[float]:
         """Bytes a second on each directed link now."""
-        return [sum(flow.rate * edges for flow, edges in on_link.items()) for on_link in self._on_link]
+        used = [0.0] * len(self.rates)
+        for flow in self.flows:
+            for link, edges in flow.loads:
+                used[link] += flow.rate * edges
+        return used
+
+
+def shared_loads(every: Sequence[Loads], rates: Sequence[float]) -> list[Loads]:
+    """For each of the loads those that decide how links are shared.
+
+    A link with one user is in that user's own bound already; of links with the same users the slowest holds for all:
+
+        a ──┐                                       a's and b's own links never matter,
+        b ──┴─ switch ─ 12 B/s ─ nic ─ 10 B/s ─ net    nor does the link of 12 B/s
+    """
+    users: dict[int, list[tuple[int, int]]] = {}
+    for number, loads in enumerate(every):
+        for link, edges in loads:
+            users.setdefault(link, []).append((number, edges))
+    slowest: dict[tuple[tuple[int, int], ...], int] = {}
+    for link, on_link in users.items():
+        if len(on_link) > 1:
+            other = slowest.setdefault(tuple(on_link), link)
+            if rates[link] < rates[other]:
+                slowest[tuple(on_link)] = link
+    kept = set(slowest.values())
+    return [tuple(load for load in loads if load[0] in kept) for loads in every]
 
 
 def fair_rates(flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence[dict[Flow, int]]) -> dict[Flow, float]:
@@ -140,7 +186,7 @@ def _shared_links(
     left: dict[int, float] = {}
     edges_on: dict[int, int] = {}
     for flow in flows:
-        for link, edges in flow.loads:
+        for link, edges in flow.shared:
             if len(on_link[link]) > 1:
                 left[link] = rates[link]
                 edges_on[link] = edges_on.get(link, 0) + edges
@@ -158,7 +204,7 @@ def _fullest(left: dict[int, float], edges_on: dict[int, int]) -> tuple[int, flo
 
 
 def _take(flow: Flow, rate: float, left: dict[int, float], edges_on: dict[int, int]) -> None:
-    for link, edges in flow.loads:
+    for link, edges in flow.shared:
         if link in edges_on:
             left[link] -= edges * rate
             edges_on[link] -= edges

@@ -1,16 +1,18 @@
-"""A schedule with its costs filled in: every action becomes an `Op` with seconds, bytes and numbers to wait for."""
+"""A schedule with its costs filled in: every action becomes an op with seconds, bytes and numbers to wait for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from stagewright.cluster import Cluster
+from stagewright.cluster import Cluster, Device
 from stagewright.cost import Collective, Costs
 from stagewright.errors import SimulationError
-from stagewright.plan import Plan
+from stagewright.plan import Plan, microbatch_rows
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Schedule
+from stagewright.simulation.network import Loads, shared_loads
 
 COMPUTES, RECEIVE, SEND, GATHER, AGREE, UPDATE, NOTHING = range(7)
 """What the engine tells apart: an action that computes, a receipt, a sending, a reduction …"""
@@ -25,6 +27,8 @@ CODES = {
     "V": NOTHING,
     "D": NOTHING,
 }
+DATA = -2
+"""The channel of a forward of the first stage: it waits for data."""
 
 
 class Op(NamedTuple):
@@ -37,14 +41,41 @@ class Op(NamedTuple):
     slot: int
     """What F and B wait for and receipts fill: a number a worker, stage, microbatch and direction; −1: none."""
     channel: int
-    """Which channel a transfer uses; the stage of a reduction or an update."""
+    """Which channel a transfer uses; the stage of a reduction or an update; of compute DATA, or −1."""
     num_bytes: float
+    work: int
+    """Which of the program's works a compute action is; −1: none."""
     action: Action
-    ready: tuple[float, ...] = ()
+    ready: tuple[float, ...]
     """Of a batch's last backward: for each bucket the share of it after which the bucket can be reduced."""
-    rows: int = 0
-    loads: int = -1
-    """The microbatch of data that a forward of the first stage waits for."""
+    microbatch: int
+
+
+PlainOp = tuple[int, int, float, int, int, float, int, Action, tuple[float, ...], int]
+"""The fields of an `Op` without their names: the engine unpacks hundreds of thousands, and named ones take twice as long."""
+
+CODE, OFFSET, SLOT, CHANNEL, WORK, ACTION, READY = 0, 1, 3, 4, 6, 7, 8
+"""Where a plain op has them."""
+
+
+class Work(NamedTuple):
+    """What ops of equal kind, stage, rows and device have in common."""
+
+    kind: Kind
+    stage: int
+    rows: int
+    device: Device
+
+
+class Mould(NamedTuple):
+    """An op's fields as far as they are the same for all microbatches of one pattern."""
+
+    code: int
+    seconds: float
+    first_slot: int
+    channel: int
+    num_bytes: float
+    work: int
 
 
 class Channel(NamedTuple):
@@ -53,9 +84,11 @@ class Channel(NamedTuple):
     source: int
     target: int
     forward: bool
-    loads: tuple[tuple[int, int], ...]
+    loads: Loads
     bytes_per_s: float
     latency_s: float
+    shared: Loads = ()
+    """The loads that another channel or reduction can get in the way of."""
 
 
 class Reduction(NamedTuple):
@@ -65,6 +98,7 @@ class Reduction(NamedTuple):
     num_buckets: int
     bucket_bytes: float
     way: Collective | None
+    shared: Loads = ()
 
 
 class Program(NamedTuple):
@@ -72,12 +106,19 @@ class Program(NamedTuple):
 
     plan: Plan
     costs: Costs
-    ops: tuple[tuple[Op, ...], ...]
+    lists: tuple[tuple[PlainOp, ...], ...]
+    works: tuple[Work, ...]
     channels: tuple[Channel, ...]
     reductions: tuple[Reduction, ...]
-    num_slots: int
+    slot_bytes: tuple[float, ...]
+    """What is received for each slot, in one batch."""
     offsets: tuple[int, int]
     agree_s: float
+
+    @property
+    def ops(self) -> tuple[tuple[Op, ...], ...]:
+        """The lists with names."""
+        return tuple(tuple(map(Op._make, plain)) for plain in self.lists)
 
 
 def make_program(schedule: Schedule, profile: Profile, cluster: Cluster, costs: Costs | None = None) -> Program:
@@ -104,85 +145,133 @@ def stage_layers(plan: Plan, profile: Profile) -> tuple[tuple[int, int], ...]:
 
 
 class Compiler:
-    """Numbers slots and channels while it goes through the orders."""
+    """Numbers slots, channels and works while it goes through the orders."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.plan, self.costs = schedule, schedule.plan, costs
         self.bounds = stage_layers(self.plan, costs.profile)
-        self.speeds = [costs.cluster.device(id).speed for id in self.plan.devices]
-        self.slots: dict[tuple[int, int, int, bool], int] = {}
+        self.devices = [costs.cluster.device(id) for id in self.plan.devices]
+        self.patterns = patterns(self.plan)
+        self.is_dynamic = self.plan.policy == "dynamic"
+        self.slot_bytes: list[float] = []
+        self.first_slots: dict[tuple[int, int, bool], int] = {}
         self.channels: list[Channel] = []
-        self.channel_numbers: dict[tuple[int, int, bool], int] = {}
+        self.channel_numbers: dict[tuple[int, int, bool, int], int] = {}
+        self.works: list[Work] = []
+        self.work_numbers: dict[Work, int] = {}
         self._rows: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
         self._seconds: dict[tuple[str, int, int, float], float] = {}
 
     def program(self) -> Program:
         """The whole program."""
-        ops = tuple(tuple(self.worker_ops(worker, order)) for worker, order in enumerate(self.schedule.orders))
+        lists = tuple(tuple(self.worker_ops(worker, order)) for worker, order in enumerate(self.schedule.orders))
+        reductions = [self.reduction(stage) for stage in range(len(self.plan.stages))]
+        loads = [*(one.loads for one in self.channels), *(one.way.loads if one.way else () for one in reductions)]
+        shared = iter(shared_loads(loads, self.costs.wires.rates))
         return Program(
             self.plan,
             self.costs,
-            ops,
-            tuple(self.channels),
-            tuple(self.reduction(stage) for stage in range(len(self.plan.stages))),
-            max(len(self.slots), 1),
+            lists,
+            tuple(self.works),
+            tuple(one._replace(shared=next(shared)) for one in self.channels),
+            tuple(one._replace(shared=next(shared)) for one in reductions),
+            tuple(self.slot_bytes),
             self.schedule.offsets,
             self.agree_s(),
         )
 
-    def worker_ops(self, worker: int, order: Sequence[Action]) -> list[Op]:
-        """The ops of one worker's turn."""
-        receipts = (self.at_receiver(worker, action) for action in order if CODES[action.kind._value_] == RECEIVE)
-        received = {(a.stage, a.microbatch, a.kind is Kind.RECEIVE_FORWARD) for a in receipts}
-        ops = [self.op(worker, action, received) for action in order]
-        updates = [index for index, op in enumerate(ops) if op.code == UPDATE]
-        for index in updates[-1:]:
-            overhead_s = self.costs.cluster.device(self.plan.devices[worker]).step_overhead_s
-            ops[index] = ops[index]._replace(seconds=ops[index].seconds + overhead_s)
-        for index, shares in self.last_backwards(worker, order):
-            ops[index] = ops[index]._replace(ready=shares)
-        # A replica without rows has no backward that would say when its (empty) gradients are ready: G itself does.
-        ready = {op.action.stage for op in ops if op.ready}
-        return [op._replace(code=NOTHING) if op.code == GATHER and op.action.stage in ready else op for op in ops]
+    def worker_ops(self, worker: int, order: Sequence[Action]) -> list[PlainOp]:
+        """The ops of one worker's turn, without those that do nothing; a dynamic order's windows end at them."""
+        moulds: dict[tuple[str, int, int, int], Mould] = {}
+        ops: list[PlainOp] = []
+        add, numbers, slot_bytes = ops.append, self.patterns, self.slot_bytes
+        for action in order:
+            kind, stage, offset, microbatch, peer = action
+            key = (kind._value_, stage, peer, numbers[microbatch])
+            if key not in moulds:
+                moulds[key] = self.mould(worker, action)
+            code, seconds, slot, channel, num_bytes, work = moulds[key]
+            if code == NOTHING and not self.is_dynamic:
+                continue
+            if slot >= 0:
+                slot += microbatch
+                if code == RECEIVE:
+                    slot_bytes[slot] += num_bytes
+            add((code, offset, seconds, slot, channel, num_bytes, work, action, (), microbatch))
+        self.finish(worker, ops)
+        return ops if self.is_dynamic else [op for op in ops if op[CODE] != NOTHING]
 
-    def op(self, worker: int, action: Action, received: set[tuple[int, int, bool]]) -> Op:
-        """One action with its costs."""
-        code = CODES[action.kind._value_]
+    def finish(self, worker: int, ops: list[PlainOp]) -> None:
+        """Gives last backwards the shares at which buckets are ready, and the last update the step's overhead."""
+        rare = [index for index, op in enumerate(ops) if op[CODE] >= GATHER]
+        gathers = [index for index in rare if ops[index][CODE] == GATHER]
+        last = self.last_backwards(ops) if gathers else {}
+        for index in gathers:
+            # A replica without rows has no backward that would say when its (empty) gradients are ready: G itself does.
+            if ops[index][CHANNEL] in last:
+                ops[index] = (NOTHING, *ops[index][1:])
+        for stage in {ops[index][CHANNEL] for index in gathers} & set(last):
+            op = ops[last[stage]]
+            rows, buckets = self.works[op[WORK]].rows, self.plan.stages[stage].num_buckets
+            ops[last[stage]] = (*op[:READY], self.costs.ready_shares(*self.bounds[stage], rows, buckets), op[-1])
+        for index in [index for index in rare if ops[index][CODE] == UPDATE][-1:]:
+            op = ops[index]
+            ops[index] = (*op[:2], op[2] + self.devices[worker].step_overhead_s, *op[3:])
+
+    def last_backwards(self, ops: Sequence[PlainOp]) -> dict[int, int]:
+        """Stage by stage the index of the backward after which the gradients of a batch are whole."""
+        whole = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        stages = {number: work.stage for number, work in enumerate(self.works) if work.kind in whole}
+        last: dict[int, int] = {}
+        for index, op in enumerate(ops):
+            if op[WORK] in stages:
+                stage = stages[op[WORK]]
+                # In the loop, an action of an earlier batch comes in a later turn: the last one has the lowest offset.
+                if stage not in last or op[OFFSET] <= ops[last[stage]][OFFSET]:
+                    last[stage] = index
+        return last
+
+    def mould(self, worker: int, action: Action) -> Mould:
+        """One action's costs."""
+        code, stage = CODES[action.kind._value_], action.stage
         if code == COMPUTES:
-            return self.compute_op(worker, action, received)
+            return self.compute_mould(worker, action)
         if code == RECEIVE:
-            action = self.at_receiver(worker, action)
-            forward = action.kind is Kind.RECEIVE_FORWARD
-            channel, num_bytes = (
-                self.channel(action.peer, worker, forward),
-                self.message_bytes(worker, action, not forward),
-            )
-            return Op(code, action.batch, 0.0, self.slot(worker, action, forward), channel, num_bytes, action)
+            forward, user = action.kind is Kind.RECEIVE_FORWARD, self.user(worker, action)
+            num_bytes = self.message_bytes(worker, user, action, not forward)
+            channel = self.channel(action.peer, worker, forward, stage)
+            return Mould(code, 0.0, self.first_slot(worker, user, forward), channel, num_bytes, -1)
         if code == SEND:
             forward = action.kind is Kind.SEND_FORWARD
-            channel, num_bytes = self.channel(worker, action.peer, forward), self.message_bytes(worker, action, forward)
-            return Op(code, action.batch, 0.0, -1, channel, num_bytes, action)
-        seconds = self.update_s(action.stage, self.speeds[worker]) if code == UPDATE else 0.0
-        return Op(code, action.batch, seconds, -1, action.stage, 0.0, action)
+            num_bytes = self.message_bytes(worker, stage, action, forward)
+            return Mould(code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1)
+        seconds = self.update_s(stage, self.devices[worker].speed) if code == UPDATE else 0.0
+        return Mould(code, seconds, -1, stage, 0.0, -1)
 
-    def compute_op(self, worker: int, action: Action, received: set[tuple[int, int, bool]]) -> Op:
+    def compute_mould(self, worker: int, action: Action) -> Mould:
         """Forward, backward or one of its halves."""
         kind, stage, _, microbatch, _ = action
         first, stop = self.rows(stage, microbatch, worker)
-        is_forward = kind is Kind.FORWARD
-        waits = kind is not Kind.BACKWARD_WEIGHT and (stage, microbatch, is_forward) in received
-        slot = self.slot(worker, action, is_forward) if waits else -1
-        seconds = self.compute_s(kind, stage, stop - first, self.speeds[worker])
-        loads = microbatch if is_forward and stage == 0 else -1
-        return Op(COMPUTES, action.batch, seconds, slot, -1, 0.0, action, (), stop - first, loads)
+        is_forward, device = kind is Kind.FORWARD, self.devices[worker]
+        may_wait = stage > 0 if is_forward else kind is not Kind.BACKWARD_WEIGHT and stage + 1 < len(self.bounds)
+        slot = self.first_slot(worker, stage, is_forward) if may_wait else -1
+        seconds = self.compute_s(kind, stage, stop - first, device.speed)
+        channel = DATA if is_forward and stage == 0 else -1
+        return Mould(COMPUTES, seconds, slot, channel, 0.0, self.work(Work(kind, stage, stop - first, device)))
 
-    def at_receiver(self, worker: int, action: Action) -> Action:
-        """A receipt with the stage that will use it: schedules name the stage that made what is received."""
+    def work(self, work: Work) -> int:
+        """The number of a work."""
+        if work not in self.work_numbers:
+            self.work_numbers[work] = len(self.works)
+            self.works.append(work)
+        return self.work_numbers[work]
+
+    def user(self, worker: int, action: Action) -> int:
+        """The stage that will use what is received: schedules name the stage that made it."""
         step = 1 if action.kind is Kind.RECEIVE_FORWARD else -1
         workers, user = self.plan.workers, action.stage + step
-        if action.peer in workers[action.stage] and 0 <= user < len(workers) and worker in workers[user]:
-            return action._replace(stage=user)
-        return action
+        is_made_by_peer = action.peer in workers[action.stage] and 0 <= user < len(workers)
+        return user if is_made_by_peer and worker in workers[user] else action.stage
 
     def rows(self, stage: int, microbatch: int, worker: int) -> tuple[int, int]:
         """The rows of a microbatch that a worker handles in a stage."""
@@ -220,14 +309,17 @@ class Compiler:
         """Seconds of U."""
         return self.costs.optimizer_s(*self.bounds[stage], speed, versions=self.plan.versions[stage])
 
-    def slot(self, worker: int, action: Action, forward: bool) -> int:
-        """The number of what a forward or backward waits for."""
-        key = (worker, action.stage, action.microbatch, forward)
-        return self.slots.setdefault(key, len(self.slots))
+    def first_slot(self, worker: int, stage: int, forward: bool) -> int:
+        """The number of what a worker's forward or backward of microbatch 0 waits for; the others follow."""
+        key = (worker, stage, forward)
+        if key not in self.first_slots:
+            self.first_slots[key] = len(self.slot_bytes)
+            self.slot_bytes += [0.0] * self.plan.num_microbatches
+        return self.first_slots[key]
 
-    def channel(self, source: int, target: int, forward: bool) -> int:
-        """The number of the channel, made at first use."""
-        key = (source, target, forward)
+    def channel(self, source: int, target: int, forward: bool, stage: int) -> int:
+        """The number of the channel, made at first use; stages that run in any order have channels of their own."""
+        key = (source, target, forward, stage if self.is_dynamic else -1)
         found = self.channel_numbers.get(key)
         if found is None:
             ends, wires = (self.plan.devices[source], self.plan.devices[target]), self.costs.wires
@@ -236,16 +328,12 @@ class Compiler:
             self.channels.append(Channel(source, target, forward, loads, wires.rate(*ends), wires.latency_s(*ends)))
         return found
 
-    def message_bytes(self, worker: int, action: Action, after: bool) -> float:
-        """Bytes of the rows that both ends of a transfer handle, over the boundary after the stage or before it."""
-        other = action.stage + (1 if after else -1)
-        mine = self.rows(action.stage, action.microbatch, worker)
-        theirs = self.rows(other, action.microbatch, action.peer)
-        if mine == theirs:
-            rows = mine[1] - mine[0]
-        else:
-            rows = max(min(mine[1], theirs[1]) - max(mine[0], theirs[0]), 0)
-        return rows * self.costs.crossings[self.bounds[action.stage][1 if after else 0]]
+    def message_bytes(self, worker: int, stage: int, action: Action, after: bool) -> float:
+        """Bytes of the rows that both ends of a transfer handle, over the boundary after the worker's stage or before it."""
+        mine = self.rows(stage, action.microbatch, worker)
+        theirs = self.rows(stage + (1 if after else -1), action.microbatch, action.peer)
+        rows = max(min(mine[1], theirs[1]) - max(mine[0], theirs[0]), 0)
+        return rows * self.costs.crossings[self.bounds[stage][1 if after else 0]]
 
     def reduction(self, stage: int) -> Reduction:
         """How a stage's gradients are reduced."""
@@ -253,23 +341,19 @@ class Compiler:
         num_bytes = self.costs.parameter_bytes(*self.bounds[stage]) / buckets
         return Reduction(len(devices), buckets, num_bytes, self.costs.wires.collective(devices, num_bytes))
 
-    def last_backwards(self, worker: int, order: Sequence[Action]) -> Iterator[tuple[int, tuple[float, ...]]]:
-        """The backwards after which a stage's gradients of a batch are whole, with the buckets' shares of each."""
-        stages = {action.stage for action in order if action.kind is Kind.REDUCE}
-        kinds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        for stage in stages:
-            places = [(-a.batch, index) for index, a in enumerate(order) if a.stage == stage and a.kind in kinds]
-            if places:
-                # In the loop, an action of an earlier batch comes in a later turn: the last one has the lowest offset.
-                _, index = max(places)
-                first, last = self.bounds[stage]
-                rows = self.rows(stage, order[index].microbatch, worker)
-                shares = self.costs.ready_shares(first, last, rows[1] - rows[0], self.plan.stages[stage].num_buckets)
-                yield index, shares
-
     def agree_s(self) -> float:
         """An agreement of all workers: an all-reduce of next to nothing."""
         if not self.schedule.agree:
             return 0.0
         way = self.costs.wires.collective(self.plan.devices, 0.0)
         return 0.0 if way is None else way.latency_s
+
+
+def patterns(plan: Plan) -> list[int]:
+    """For each microbatch a number that those share whose rows are shared out alike: by size, and by turn if they go round."""
+    cycle = math.lcm(*plan.replicas) if plan.route == "rotate" else 1
+    edges = (microbatch_rows(plan.batch, plan.num_microbatches, number) for number in range(plan.num_microbatches))
+    kinds: dict[tuple[int, int], int] = {}
+    return [
+        kinds.setdefault((stop - start, number % cycle), len(kinds)) for number, (start, stop) in enumerate(edges)
+    ]

@@ -12,8 +12,9 @@ from stagewright.profile import Profile
 from stagewright.record import DeviceUse, Record, Span
 from stagewright.schedule import Schedule
 from stagewright.simulation.critical import Path
-from stagewright.simulation.engine import Engine, Log
+from stagewright.simulation.engine import Engine
 from stagewright.simulation.loading import make_loader
+from stagewright.simulation.log import Log
 from stagewright.simulation.memory import Ledger
 from stagewright.simulation.program import Program, make_program
 from stagewright.simulation.steady import Steady, batches_done, batches_needed, find_steady
@@ -105,7 +106,7 @@ def spans(program: Program, log: Log) -> Iterator[Span]:
     """Every action with its times; a transfer is shown at both ends, a reduction at every replica."""
     for worker, entries in enumerate(log.done):
         for entry in entries:
-            action = entry.op.action
+            action = entry.action
             yield Span(
                 worker, action.kind.value, action.stage, entry.batch, action.microbatch, entry.start_s, entry.stop_s
             )

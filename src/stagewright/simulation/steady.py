@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stagewright.schedule import Schedule
-from stagewright.simulation.engine import Log
+from stagewright.simulation.log import Log
 from stagewright.simulation.program import UPDATE
 
 MAX_PERIOD = 4
@@ -37,7 +37,7 @@ def batches_done(log: Log, num_batches: int) -> list[float]:
     done = [0.0] * num_batches
     for entries in log.done:
         for entry in entries:
-            if entry.op.code == UPDATE and entry.stop_s > done[entry.batch]:
+            if entry.op[0] == UPDATE and entry.stop_s > done[entry.batch]:
                 done[entry.batch] = entry.stop_s
     return done
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -17,43 +18,50 @@ from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record
-from stagewright.runtime.launch import host_commands, is_worker, launch_hosts, new_run_folder, this_command
+from stagewright.runtime.feed import Feed
+from stagewright.runtime.launch import host_commands, is_worker, launch_hosts, new_run_folder
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.data import DataFeed, open_feed
 from stagewright.training.job import Job
 from stagewright.training.loop import train
 from stagewright.training.optimizers import Recipe
+from stagewright.training.recipes import RecipeFile, find_recipe, with_options
+
+if TYPE_CHECKING:
+    from stagewright.data.source import Dataset
 
 Options = Mapping[str, Any]
 DEFAULT_ROWS = 32
 """Rows a device, where no batch is given."""
 DEFAULT_STEPS = 20
+SYNTHETIC = "synthetic"
+IMAGENET_IMAGES = 1_281_167
+"""An epoch of made-up images, where one is asked for and its size is not."""
+EVALUATION_BATCHES = 10
+"""Batches of made-up images that an evaluation has."""
 
 
 def run_command(options: Options, console: Console) -> Record | None:
     """Trains as the options say; None where there is nothing to record (a dry run, other hosts)."""
-    settings = settings_of(options)
-    feed = open_feed(options["data"], options) if options["data"] != "synthetic" else None
-    model = model_of(options, feed)
+    recipe = recipe_of(options)
+    settings = settings_of(options, recipe)
+    dataset, evaluation_set = dataset_of(options["data"], options), dataset_of(options["evaluation_data"], options)
+    model = model_of(options, recipe, dataset)
     cluster = local_cluster(options, settings)
-    plan = plan_of(options, model, cluster)
+    plan = plan_of(options, recipe, model, cluster)
     check_devices(plan, cluster, settings, options["share"])
     if options["nodes"] and not is_worker():
         run_on_hosts(options, plan, console)
         return None
-    schedule = make_schedule(plan, agree=settings.agrees)
-    job, evaluation = job_of(options, plan, feed), None
-    if options["evaluation_data"]:
-        evaluation = open_feed(options["evaluation_data"], options, is_training=False)
-        job = replace(job, evaluation_rows=evaluation.num_rows)
-    if feed is not None:
-        feed.settle(plan, settings)
-    if evaluation is not None:
-        evaluation.settle(plan, settings)
+    job = job_of(options, recipe, plan, dataset, evaluation_set)
+    own = console if shows_lines(plan) else None
+    if own is not None:
+        say_what_is_skipped(own, dataset, evaluation_set)
     return train(
-        schedule, model, data=feed, recipe=recipe_of(options, job), job=job, settings=settings, evaluation=evaluation,
-        cluster=cluster.name, folder=options["folder"], console=console if shows_lines(plan) else None,
+        make_schedule(plan, agree=settings.agrees), model, data=feed_of(dataset, model, options, recipe),
+        evaluation=feed_of(evaluation_set, model, options, recipe, is_training=False),
+        recipe=steps_of(options, recipe, plan, job), job=job, settings=settings,
+        cluster=cluster.name, folder=options["folder"], console=own,
     )  # fmt: skip
 
 
@@ -62,19 +70,72 @@ def shows_lines(plan: Plan) -> bool:
     return not is_worker() or len(plan.devices) == 1
 
 
-def settings_of(options: Options) -> Settings:
+def recipe_of(options: Options) -> RecipeFile:
+    """The recipe by name, or the plain one, with what the other options say in its place."""
+    file = find_recipe(options["recipe"]) if options["recipe"] else RecipeFile()
+    return with_options(file, {**options, "decay_epochs": numbers_of(options, "decay_epochs")})
+
+
+def numbers_of(options: Options, key: str) -> tuple[int, ...] | None:
+    """The whole numbers of an option such as 30,60,80."""
+    if options[key] is None:
+        return None
+    try:
+        return tuple(int(part) for part in options[key].split(","))
+    except ValueError:
+        spelled = "--" + key.replace("_", "-")
+        raise UsageError(f"{spelled} is {options[key]!r}: expected whole numbers such as 30,60,80") from None
+
+
+def settings_of(options: Options, recipe: RecipeFile) -> Settings:
     """How the run computes."""
     device: Any = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    keys = ("precision", "clip_norm", "sync_batch_norm", "channels_last", "compile", "seed", "on_nan", "threads")
-    return Settings(device=device, timeout_s=options["timeout"], **{key: options[key] for key in keys})
+    keys = ("sync_batch_norm", "channels_last", "compile", "seed", "on_nan", "threads")
+    chosen = {key: options[key] for key in keys}
+    return Settings(
+        device=device, timeout_s=options["timeout"], precision=recipe.precision, clip_norm=recipe.clip_norm, **chosen
+    )
 
 
-def model_of(options: Options, feed: DataFeed | None) -> Layered:
+def dataset_of(spec: str | None, options: Options) -> Dataset | None:
+    """The images in a folder; None for made-up ones, which are made on the device."""
+    if spec is None or spec == SYNTHETIC:
+        return None
+    from stagewright.data.opening import open_dataset  # needs the extra `data`
+
+    return open_dataset(spec, on_corrupt=options["on_corrupt"])
+
+
+def say_what_is_skipped(console: Console, *datasets: Dataset | None) -> None:
+    """Prints how many records were left out, and the first of them."""
+    faults = [fault for dataset in datasets if dataset is not None for fault in dataset.faults]
+    if faults:
+        console.print(f"data: {count(len(faults), 'record')} skipped; the first: {faults[0]}", markup=False)
+
+
+def feed_of(
+    dataset: Dataset | None, model: Layered, options: Options, recipe: RecipeFile, *, is_training: bool = True
+) -> Feed | None:
+    """The images as the model takes them; None where they are made up."""
+    if dataset is None:
+        return None
+    from stagewright.training.data import DataFeed  # needs the extra `data`
+
+    shape = model.inputs[0].shape_per_row
+    if len(shape) != 3:
+        raise UsageError(f"{options['model']} takes rows of shape {shape}, not images", "use --data synthetic")
+    return DataFeed(
+        dataset, size=shape[-1], seed=options["seed"], is_training=is_training, crop_area=recipe.crop_area,
+        on_corrupt=options["on_corrupt"],
+    )  # fmt: skip
+
+
+def model_of(options: Options, recipe: RecipeFile, dataset: Dataset | None) -> Layered:
     """The model, the same on every worker."""
-    classes = options["num_classes"] or (feed.num_classes if feed is not None else None)
+    classes = options["num_classes"] or (dataset.num_classes if dataset is not None else None)
     return build_model(
         options["model"], seed=options["seed"], num_classes=classes, image_size=options["image_size"],
-        **({"label_smoothing": options["label_smoothing"]} if options["label_smoothing"] else {}),
+        label_smoothing=recipe.label_smoothing,
     )  # fmt: skip
 
 
@@ -100,7 +161,7 @@ def layer_table(model: Layered, name: str) -> LayerTable:
     return LayerTable(model=name, names=model.names, flops=forward_flops(model), parameter_bytes=tuple(sizes))
 
 
-def plan_of(options: Options, model: Layered, cluster: Cluster) -> Plan:
+def plan_of(options: Options, recipe: RecipeFile, model: Layered, cluster: Cluster) -> Plan:
     """The plan in a file, or the one that the options describe."""
     if options["plan_file"] is not None:
         plan = Plan.load(options["plan_file"])
@@ -111,16 +172,20 @@ def plan_of(options: Options, model: Layered, cluster: Cluster) -> Plan:
                 "make a plan for this model with `stagewright plan`",
             )
         return plan
-    batch = options["batch"]
-    if batch is None and options["batch_per_device"] is None:
-        batch = DEFAULT_ROWS * len(cluster.device_ids)
     wanted = PlanOptions(
-        batch=batch, batch_per_device=options["batch_per_device"], placement=options["placement"] or None,
+        batch=options["batch"], batch_per_device=rows_a_device(options, recipe), placement=options["placement"] or None,
         ratio=options["ratio"], ratio_of=options["ratio_of"], cut=tuple(options["cut"] or ()),
         num_microbatches=options["microbatches"], staleness=options["staleness"], policy=options["schedule"],
         route=options["route"], hold=options["hold"], recompute=options["recompute"], num_buckets=options["buckets"],
     )  # fmt: skip
     return fixed_plan(layer_table(model, options["model"]), wanted, cluster)
+
+
+def rows_a_device(options: Options, recipe: RecipeFile) -> int | None:
+    """Rows of one replica of the first stage, from the option, the recipe or the default; --batch comes first."""
+    if options["batch"] is not None:
+        return options["batch_per_device"]  # type: ignore[no-any-return]
+    return recipe.batch_per_device or DEFAULT_ROWS
 
 
 def check_devices(plan: Plan, cluster: Cluster, settings: Settings, share: int) -> None:
@@ -136,30 +201,56 @@ def check_devices(plan: Plan, cluster: Cluster, settings: Settings, share: int) 
         )
 
 
-def job_of(options: Options, plan: Plan, feed: DataFeed | None) -> Job:
-    """How long the run goes on."""
-    per_epoch = feed.num_rows // plan.batch if feed is not None else None
-    if per_epoch == 0:
-        raise UsageError(
-            f"{options['data']} holds {feed.num_rows if feed else 0:,} images, fewer than the batch of {plan.batch}",
-            "use a smaller --batch",
-        )
-    steps = options["steps"]
-    if steps is None and options["epochs"] and per_epoch:
-        steps = options["epochs"] * per_epoch
-    steps = steps or DEFAULT_STEPS
+def job_of(
+    options: Options, recipe: RecipeFile, plan: Plan, dataset: Dataset | None, evaluation_set: Dataset | None
+) -> Job:
+    """How long the run goes on: so many epochs, but no more than so many steps."""
+    per_epoch = steps_an_epoch(options, recipe, plan, dataset)
+    whole = recipe.epochs * per_epoch if recipe.epochs and per_epoch else None
+    steps = min(number for number in (whole, options["steps"] or (None if whole else DEFAULT_STEPS)) if number)
+    rows = evaluation_rows(options, plan, dataset, evaluation_set)
+    names: tuple[Any, ...] = ("tensorboard", "wandb", "mlflow")
     return Job(
         name=options["model"], steps=steps, warm_up=min(options["warm_up"], max(0, steps - 2)),
         log_every=options["log_every"], steps_per_epoch=per_epoch,
         epoch_images=per_epoch * plan.batch if per_epoch else None,
-        evaluate_every=1 if options["evaluation_data"] else None,
+        evaluate_every=(recipe.evaluate_every or 1) if rows else None, evaluation_rows=rows,
+        sinks=tuple(name for name in names if options[name]),
     )  # fmt: skip
 
 
-def recipe_of(options: Options, job: Job) -> Recipe:
-    """Optimizer and learning rate."""
-    keys = ("optimizer", "learning_rate", "momentum", "weight_decay", "decay", "warm_up_steps", "label_smoothing")
-    return Recipe(total_steps=job.steps, **{key: options[key] for key in keys})
+def steps_an_epoch(options: Options, recipe: RecipeFile, plan: Plan, dataset: Dataset | None) -> int | None:
+    """How many whole batches an epoch has; None where nobody counts in epochs."""
+    images: int | None = options["epoch_images"] if dataset is None else len(dataset)
+    if images is None and not recipe.needs_epochs:
+        return None
+    images = images or IMAGENET_IMAGES
+    if images < plan.batch:
+        raise UsageError(
+            f"an epoch of {options['data']} has {images:,} images, fewer than the batch of {plan.batch:,}",
+            "use a smaller --batch",
+        )
+    return images // plan.batch
+
+
+def evaluation_rows(options: Options, plan: Plan, dataset: Dataset | None, evaluation_set: Dataset | None) -> int:
+    """How many images an evaluation has; 0 where none is asked for."""
+    if evaluation_set is not None:
+        return len(evaluation_set)
+    if options["evaluation_data"] is None and options["evaluate_every"] is None:
+        return 0
+    if dataset is not None:
+        raise UsageError("--evaluate-every needs images to evaluate on", "add --evaluation-data FOLDER")
+    return EVALUATION_BATCHES * plan.batch
+
+
+def steps_of(options: Options, recipe: RecipeFile, plan: Plan, job: Job) -> Recipe:
+    """The recipe in steps; with epochs the learning rate follows them, even where --steps ends the run before."""
+    total = recipe.epochs * job.steps_per_epoch if recipe.epochs and job.steps_per_epoch else job.steps
+    return recipe.in_steps(
+        batch=plan.batch, per_epoch=job.steps_per_epoch, total_steps=total,
+        warm_up_steps=options["warm_up_steps"], decay_steps=numbers_of(options, "decay_steps"),
+    )  # fmt: skip
 
 
 def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
@@ -169,7 +260,7 @@ def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
     if len(hosts) != needed:
         raise UsageError(f"--nodes names {count(len(hosts), 'host')}, but the placement uses {needed}")
     workers = [sum(id.host == number for id in plan.devices) for number in range(needed)]
-    command = ["-m", "stagewright", *this_command()[3:]]
+    command = ["-m", "stagewright", *(word for word in sys.argv[1:] if word != "--dry-run")]
     commands = host_commands(command, hosts, workers, port=29_400)
     if options["dry_run"]:
         for each in commands:

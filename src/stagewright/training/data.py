@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from stagewright.data.augment import EvalTransform, TrainTransform
+from stagewright.data.augment import EvalTransform, TrainTransform, Transform
 from stagewright.data.loader import Batch, Loader, Range, Want
-from stagewright.data.opening import open_dataset
-from stagewright.data.source import Dataset
+from stagewright.data.source import Dataset, OnCorrupt
 from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.world import pick_device
 
-DEFAULT_SIZE = 224
+MAX_THREADS = 8
+"""Threads that read images for one worker, at most."""
 
 
 class DataFeed:
     """Rows of a dataset, epoch after epoch; images where the first stage is, labels where the last one is."""
 
-    def __init__(self, dataset: Dataset, *, size: int, seed: int, is_training: bool, num_workers: int = 2) -> None:
-        self.dataset, self._seed, self._is_training = dataset, seed, is_training
-        self._size, self._num_workers = size, num_workers
+    def __init__(
+        self, dataset: Dataset, *, size: int, seed: int = 0, is_training: bool = True, crop_area: float = 0.08,
+        on_corrupt: OnCorrupt = "stop",
+    ) -> None:  # fmt: skip
+        self.dataset, self._seed, self._is_training, self._on_corrupt = dataset, seed, is_training, on_corrupt
+        self._transform: Transform = TrainTransform(size=size, area=(crop_area, 1.0))
+        if not is_training:
+            self._transform = EvalTransform(size=size, shorter=max(size, size * 256 // 224))
         self._streams: dict[Want, _Stream] = {}
 
     @property
@@ -33,26 +38,17 @@ class DataFeed:
         """The images of an epoch."""
         return len(self.dataset)
 
-    @property
-    def num_classes(self) -> int:
-        """How many labels there are."""
-        return self.dataset.num_classes
-
     def settle(self, plan: Plan, settings: Settings) -> None:
         """Learns which rows this worker needs."""
         worker = int(os.environ.get("RANK", "0"))
-        transform = (
-            TrainTransform(size=self._size)
-            if self._is_training
-            else EvalTransform(size=self._size, shorter=max(self._size, self._size * 256 // 224))
-        )
-        wants: tuple[tuple[Want, int], ...] = (("images", 0), ("labels", len(plan.stages) - 1))
-        for want, stage in wants:
+        threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // plan.replicas[0]))
+        wants: tuple[tuple[Want, int, int], ...] = (("images", 0, threads), ("labels", len(plan.stages) - 1, 0))
+        for want, stage, num_workers in wants:
             loader = Loader(
                 dataset=self.dataset, batch=plan.batch, row_ranges=_Rows(plan, stage, worker), want=want,
-                transform=transform, seed=self._seed, shuffle=self._is_training, keep_last=not self._is_training,
-                num_workers=self._num_workers if want == "images" else 0, device=target_device(settings),
-                dtype=torch.float64 if settings.precision == "fp64" else torch.float32,
+                transform=self._transform, seed=self._seed, shuffle=self._is_training, keep_last=not self._is_training,
+                num_workers=num_workers, device=target_device(settings), pin_memory=settings.device == "cuda",
+                dtype=torch.float64 if settings.precision == "fp64" else torch.float32, on_corrupt=self._on_corrupt,
                 channels_last=settings.channels_last, timeout_s=settings.timeout_s,
             )  # fmt: skip
             self._streams[want] = _Stream(loader)
@@ -119,12 +115,5 @@ class _Stream:
 
 
 def target_device(settings: Settings) -> torch.device | None:
-    """Where the rows are wanted; None leaves them on the host."""
-    return torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else None
-
-
-def open_feed(path: str, options: Mapping[str, Any], *, is_training: bool = True) -> DataFeed:
-    """The images of a folder as a feed."""
-    return DataFeed(
-        open_dataset(path), size=options["image_size"] or DEFAULT_SIZE, seed=options["seed"], is_training=is_training
-    )
+    """Where the rows are wanted: on this worker's card, or None, which leaves them on the host."""
+    return pick_device(settings) if settings.device == "cuda" else None

@@ -20,12 +20,12 @@ def plain_line(event: dict[str, Any]) -> str | None:
         return (
             f"train: epoch {event['epoch']}, iter {event['iter']}, loss: {event['loss']:.6f}, "
             f"top_1: {event['top_1']:.6f}, top_k: {event['top_k']:.6f}, "
-            f"samples/s: {event['images_per_s']:.3f} {event['time']}"
+            f"samples/s: {event['images_per_s']:.3f} {event['time']:.1f}"
         )
     if kind == "validation":
         return (
             f"validation: epoch {event['epoch']}, iter {event['iter']}, top_1: {event['top_1']:.6f}, "
-            f"top_k: {event['top_k']:.6f}, samples/s: {event['images_per_s']:.3f} {event['time']}"
+            f"top_k: {event['top_k']:.6f}, samples/s: {event['images_per_s']:.3f} {event['time']:.1f}"
         )
     return f"{kind}: {event['text']}" if "text" in event else None
 
@@ -80,6 +80,7 @@ class Display:
             figures = f"loss {event['loss']:.4f}  top-1 {event['top_1']:.1%}  top-5 {event['top_k']:.1%}"
             if event.get("scale", 1.0) != 1.0:
                 figures += f"  scale {event['scale']:g}"
+            figures += f"  memory {event.get('driver_bytes', event['memory_bytes']) / 2**30:.1f} GiB"
             rate = f"{event['images_per_s']:,.0f} images/s"
             self._progress.update(self._task, completed=event["iter"], rate=rate, figures=figures)
         else:

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from stagewright.training.sinks import Sink
 
 NAME = "events.jsonl"
 
 
 class Teller:
-    """Writes events."""
+    """Writes events, here and into every sink."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sinks: Sequence[Sink] = ()) -> None:
         self._file = (folder / NAME).open("a", encoding="utf-8", buffering=1)
+        self._sinks = tuple(sinks)
 
-    def tell(self, kind: str, **values: Any) -> None:
-        """Writes one event, with the time."""
-        self._file.write(json.dumps({"event": kind, "time": time.time(), **values}) + "\n")
+    def tell(self, kind: str, **values: Any) -> dict[str, Any]:
+        """Writes one event, with the time, and returns it."""
+        event = {"event": kind, "time": time.time(), **values}
+        self._file.write(json.dumps(event) + "\n")
+        for sink in self._sinks:
+            sink.write(event)
+        return event
 
     def close(self) -> None:
-        """Lets the file go."""
+        """Lets everything go."""
         self._file.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:

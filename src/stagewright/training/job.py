@@ -6,6 +6,7 @@ from pydantic import Field
 
 from stagewright.errors import UsageError
 from stagewright.noun import noun
+from stagewright.training.sinks import SinkName
 
 
 @noun(error=UsageError)
@@ -24,8 +25,19 @@ class Job:
     evaluate_every: int | None = Field(default=None, ge=1)
     """Evaluate after every so many epochs."""
     evaluation_rows: int = Field(default=0, ge=0)
+    """How many images an evaluation has."""
     first_step: int = Field(default=0, ge=0)
     """Where a resumed run goes on."""
+    sinks: tuple[SinkName, ...] = ()
+    """Where figures go beside the run folder's events and summary.csv."""
+
+    def __post_init__(self) -> None:
+        if self.evaluate_every is not None and self.evaluation_rows == 0:
+            raise UsageError("evaluate_every is given, but evaluation_rows is 0", "say how many images there are")
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that the step before the `step`-th update belongs to, 0 where the data has none."""
+        return (step - 1) // self.steps_per_epoch if self.steps_per_epoch else 0
 
     def parts(self) -> list[tuple[int, int]]:
         """(first step, end) of the stretches that run without a stop: between evaluations, or all at once."""

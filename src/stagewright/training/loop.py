@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,10 @@ from stagewright.schedule import COMPUTE, Schedule
 from stagewright.training.display import Display, plain_line
 from stagewright.training.events import NAME, Teller
 from stagewright.training.job import Job
+from stagewright.training.memory import driver_bytes, memory_figures, peak_bytes
 from stagewright.training.metrics import METRICS, accuracy_sums
 from stagewright.training.optimizers import Recipe, optimizer_maker, rate_at
+from stagewright.training.sinks import Sink, check_sinks, open_sinks
 
 Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -96,6 +97,8 @@ def train(
     """
     job, settings = job or Job(), settings or Settings()
     check_agreement(schedule, settings)
+    check_smoothing(recipe, model)
+    check_sinks(job.sinks)
     alone = len(schedule.plan.devices) == 1
     if not is_worker() and not alone:
         return start_workers(schedule, job, settings, new_run_folder(job.name, folder), console or Console(), command)
@@ -111,6 +114,17 @@ def check_agreement(schedule: Schedule, settings: Settings) -> None:
         raise UsageError(
             "fp16 and gradient clipping need the agreement of all workers before an update",
             "make the schedule with make_schedule(plan, agree=True)",
+        )
+
+
+def check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> None:
+    """Refuses a recipe whose label smoothing the model's loss does not have: the loss was chosen with the model."""
+    wanted = recipe.label_smoothing if isinstance(recipe, Recipe) else 0.0
+    found = getattr(model.loss, "label_smoothing", 0.0)
+    if wanted and wanted != found:
+        raise UsageError(
+            f"the recipe smooths labels by {wanted:g}, but the model's loss by {found:g}",
+            f"build the model with label_smoothing={wanted:g}",
         )
 
 
@@ -176,10 +190,11 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     warm_up(worker)
     listener = Listener(run, worker, console)
     worker.on_update = listener.after_update
+    evaluation = evaluation_of(run)
     for first, stop in run.job.parts():
         run_stretch(worker, first, stop)
-        if run.job.evaluate_every is not None and run.evaluation is not None:
-            listener.evaluate(stop)
+        if evaluation is not None:
+            listener.evaluate(stop, evaluation)
     worker.close()
     record = gather(run, worker, listener)
     if world.worker == 0:
@@ -210,7 +225,24 @@ def feed_of(run: Run) -> Feed:
     """Where the rows come from."""
     if run.data is None:
         return synthetic_feed(run.layered, run.settings, run.world.device)
-    return FunctionFeed(run.data) if callable(run.data) else run.data
+    return FunctionFeed(run.data) if callable(run.data) else settled(run.data, run)
+
+
+def evaluation_of(run: Run) -> Feed | None:
+    """Where the rows of evaluations come from, where there are any: the first ones made up for training otherwise."""
+    if run.job.evaluate_every is None:
+        return None
+    if run.evaluation is None:
+        return synthetic_feed(run.layered, run.settings, run.world.device)
+    return settled(run.evaluation, run)
+
+
+def settled(feed: Feed, run: Run) -> Feed:
+    """The feed, told which rows this worker needs, where it wants to know."""
+    settle = getattr(feed, "settle", None)
+    if settle is not None:
+        settle(run.schedule.plan, run.settings)
+    return feed
 
 
 def synthetic_feed(layered: Layered, settings: Settings, device: torch.device, num_classes: int = 10) -> Feed:
@@ -234,7 +266,7 @@ class Listener:
         self.group = world.group("figures", plan.workers[-1])
         self.speaks = plan.workers[-1][0] == world.worker
         self.is_last = world.worker in plan.workers[-1]
-        self.teller = Teller(run.folder) if self.speaks else _Silent()
+        self.teller = Teller(run.folder, self.sinks()) if self.speaks else _Silent()
         self.logged_at = (time.perf_counter(), run.job.first_step)
         self.points: list[Point] = []
         self.started = time.perf_counter()
@@ -287,25 +319,18 @@ class Listener:
         """Logs loss and accuracy of a step, and the images/s since the last time."""
         now, (before, then) = time.perf_counter(), self.logged_at
         self.logged_at = (now, step)
-        per_epoch = self.run.job.steps_per_epoch
         rate = self.run.schedule.plan.batch * (step - then) / max(now - before, 1e-9)
-        values = {
-            "epoch": (step - 1) // per_epoch if per_epoch else 0, "iter": step, "loss": figures[0],
-            "top_1": figures[1], "top_k": figures[2], "images_per_s": rate, "scale": self.worker.scale.value,
-        }  # fmt: skip
-        self.teller.tell(kind, **values)
-        if self.console is not None:
-            self.console.print(
-                plain_line({"event": kind, "time": time.time(), **values}), highlight=False, markup=False
-            )
+        values = {"loss": figures[0], "top_1": figures[1], "top_k": figures[2], "images_per_s": rate}
+        self.say(kind, step, {**values, "scale": self.worker.scale.value})
         self.point("top_1", step, figures[1])
         self.point("top_k", step, figures[2])
 
-    def show(self, kind: str, values: dict[str, Any]) -> None:
-        """Prints a log line where nobody else watches the events."""
+    def say(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Tells an event of a step, and prints its line where nobody else watches the events."""
+        place = {"epoch": self.run.job.epoch_of(step), "iter": step}
+        event = self.teller.tell(kind, **place, **values, **memory_figures(self.run.world.device))
         if self.console is not None:
-            line = plain_line({"event": kind, "time": time.time(), **values})
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(plain_line(event), highlight=False, markup=False, soft_wrap=True)
 
     def point(self, name: str, step: int, value: float) -> None:
         """Adds a point to a curve."""
@@ -314,22 +339,27 @@ class Listener:
             seconds = time.perf_counter() - self.started
             self.points.append(Point(name=name, step=step, epoch=epoch, value=value, seconds=seconds))
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, step: int, feed: Feed) -> None:
         """Evaluates with the newest weights, and logs it."""
-        assert self.run.evaluation is not None
-        plan, started = self.run.schedule.plan, time.perf_counter()
-        means = evaluate(self.worker, self.run.evaluation, self.run.job.evaluation_rows, plan.batch).tolist()
+        rows, started = self.run.job.evaluation_rows, time.perf_counter()
+        means = evaluate(self.worker, feed, rows, self.run.schedule.plan.batch).tolist()
         if self.speaks:
-            rate = self.run.job.evaluation_rows / (time.perf_counter() - started)
-            per_epoch = self.run.job.steps_per_epoch
-            epoch = (step - 1) // per_epoch if per_epoch else 0
-            values = {"epoch": epoch, "iter": step, "top_1": means[1], "top_k": means[2], "images_per_s": rate}
-            self.teller.tell("validation", **values)
-            self.show("validation", values)
-            self.point("validation_loss", step, means[0])
-            self.point("validation_top_1", step, means[1])
-            self.point("validation_top_k", step, means[2])
+            rate = rows / (time.perf_counter() - started)
+            self.say("validation", step, {"top_1": means[1], "top_k": means[2], "images_per_s": rate})
+            for name, value in zip(("loss", *METRICS), means):
+                self.point(f"validation_{name}", step, value)
         self.logged_at = (time.perf_counter(), step)
+
+    def sinks(self) -> list[Sink]:
+        """Where this run's figures go beside its events."""
+        run, plan = self.run, self.run.schedule.plan
+        about = {
+            "name": run.job.name, "placement": plan.placement, "batch": plan.batch, "policy": plan.policy,
+            "microbatches": plan.num_microbatches, "versions": plan.versions, "precision": run.settings.precision,
+            "seed": run.settings.seed, "recipe": run.recipe if isinstance(run.recipe, Recipe) else "own",
+        }  # fmt: skip
+        is_resumed = run.job.first_step > 0
+        return open_sinks(run.job.sinks, run.folder, about, rank=run.world.worker, is_resumed=is_resumed)
 
 
 class _Silent(Teller):
@@ -338,8 +368,8 @@ class _Silent(Teller):
     def __init__(self) -> None:
         pass
 
-    def tell(self, kind: str, **values: Any) -> None:
-        return None
+    def tell(self, kind: str, **values: Any) -> dict[str, Any]:
+        return values
 
     def close(self) -> None:
         return None
@@ -350,6 +380,7 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
     spans = worker.clock.spans()
     own = {
         "spans": [list(span) for span in spans], "steps": worker.clock.step_s(), "peak": peak_bytes(run.world.device),
+        "driver": driver_bytes(run.world.device),
         "points": [point.__dict__ for point in listener.points],
         "start_up": max(0.0, time.perf_counter() - listener.started),
     }  # fmt: skip
@@ -371,7 +402,7 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         step_s=tuple(steps),
         step_images=plan.batch,
         devices=tuple(
-            device_use(run.schedule, number, id, told[number]["peak"], moved, traced_s)
+            device_use(run.schedule, number, id, told[number], moved, traced_s)
             for number, id in enumerate(plan.devices)
         ),
         spans=moved,
@@ -395,19 +426,15 @@ def device_name(device: torch.device) -> str:
 
 
 def device_use(
-    schedule: Schedule, number: int, id: DeviceId, peak: int, spans: Sequence[Span], traced_s: float
+    schedule: Schedule, number: int, id: DeviceId, told: Mapping[str, Any], spans: Sequence[Span], traced_s: float
 ) -> DeviceUse:
     """What one device did, from the spans of the traced steps."""
     stages = tuple(stage for stage, members in enumerate(schedule.plan.workers) if number in members)
     busy = sum(span.stop_s - span.start_s for span in spans if span.worker == number and span.kind in COMPUTE_KINDS)
-    return DeviceUse(device=str(id), stages=stages, busy_share=min(1.0, busy / max(traced_s, 1e-9)), peak_bytes=peak)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most memory that this worker had: of its card, or of its process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    share = min(1.0, busy / max(traced_s, 1e-9))
+    return DeviceUse(
+        device=str(id), stages=stages, busy_share=share, peak_bytes=told["peak"], driver_bytes=told["driver"]
+    )
 
 
 def gather_json(value: object, world: World) -> list[Any]:

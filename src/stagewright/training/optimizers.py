@@ -21,8 +21,8 @@ DECAYS: tuple[Decay, ...] = get_args(Decay)
 
 
 @noun(error=UsageError)
-class Recipe:
-    """Optimizer and learning rate: what turns gradients into weights."""
+class Optimization:
+    """Optimizer, learning rate and loss, as far as they need no count of steps or epochs."""
 
     optimizer: OptimizerName = "sgd"
     learning_rate: float = Field(default=0.01, ge=0)
@@ -30,17 +30,24 @@ class Recipe:
     weight_decay: float = Field(default=0.0, ge=0)
     decay_all: bool = True
     """Whether weight decay holds for norms and biases too."""
-    warm_up_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises linearly from near 0."""
     decay: Decay = "none"
-    decay_steps: tuple[int, ...] = ()
-    """The steps after which a `step` decay multiplies the rate by `decay_rate`."""
     decay_rate: float = Field(default=0.1, gt=0)
     """What `step` multiplies with, and `exponential` over the whole run."""
     decay_power: float = Field(default=1.0, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Of the loss that the model was built with."""
+
+
+@noun(error=UsageError)
+class Recipe(Optimization):
+    """What turns gradients into weights, step by step."""
+
+    warm_up_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises linearly from near 0."""
+    decay_steps: tuple[int, ...] = ()
+    """The steps after which a `step` decay multiplies the rate by `decay_rate`."""
     total_steps: int | None = Field(default=None, ge=1)
     """When `cosine`, `polynomial` and `exponential` end."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
 
     def __post_init__(self) -> None:
         if self.decay in ("cosine", "polynomial", "exponential") and self.total_steps is None:

@@ -1,0 +1,227 @@
+"""Our runtime against the peers on CPU workers: torch DDP, torch.distributed.pipelining, and the plain loop.
+
+    python benchmarks/peers.py dp          AlexNet and ResNet-18 on four workers, against DDP
+    python benchmarks/peers.py pipeline    an even tower in 2 and 4 stages, against Schedule1F1B
+    python benchmarks/peers.py single      one worker, against the plain loop
+
+Both contenders live in the same processes and take turns; the ratio is that of the medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stagewright.cluster import DeviceId
+from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered
+from stagewright.plan import Plan, Stage
+from stagewright.runtime.feed import FunctionFeed
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.worker import Worker
+from stagewright.runtime.world import World, open_world
+from stagewright.scheduling import make_schedule
+
+ROUNDS = 9
+BUCKET_BYTES = 25 << 20
+
+Step = Callable[[int], None]
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    """The optimizer of all contenders."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)  # type: ignore[arg-type]
+
+
+def rows(shape: tuple[int, ...], num_classes: int, batch: int) -> tuple[Tensor, Tensor]:
+    """One batch for everyone."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(batch, *shape, generator=generator)
+    return inputs, torch.randint(num_classes, (batch,), generator=generator)
+
+
+def ours(
+    model: Layered, world: World, parts: list[tuple[int, int]], replicas: int, data: tuple[Tensor, Tensor], m: int
+) -> Step:
+    """Our worker: these runs of layers as stages, each on `replicas` workers."""
+    stages = tuple(
+        Stage(
+            layers=model.names[first:last],
+            devices=tuple(DeviceId(0, number * replicas + each) for each in range(replicas)),
+            num_buckets=num_buckets(model, first, last) if replicas > 1 else 1,
+        )
+        for number, (first, last) in enumerate(parts)
+    )
+    plan = Plan(model="benchmark", stages=stages, batch=len(data[0]), num_microbatches=m)
+    feed = FunctionFeed(lambda _, start, stop: ((data[0][start:stop],), (data[1][start:stop],)))
+    worker = Worker(make_schedule(plan), model, world, Settings(), make_optimizer=sgd, feed=feed)
+    done = [0]
+
+    def step(number: int) -> None:
+        worker.run(number, done[0])
+        done[0] += number
+        worker.figures.clear()
+
+    return step
+
+
+def num_buckets(model: Layered, first: int, last: int) -> int:
+    """One bucket for each 25 MiB of parameters, as DDP does."""
+    names = set(model.parameter_names(first, last))
+    size = sum(each.numel() * 4 for name, each in model.model.named_parameters() if name in names)
+    return max(1, round(size / BUCKET_BYTES))
+
+
+def plain(module: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
+    """The ordinary loop over a module that returns logits."""
+    optimizer = sgd(module.parameters())
+
+    def step(number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(module(inputs), labels).backward()
+            optimizer.step()
+
+    return step
+
+
+class Tower(nn.Sequential):
+    """Equal layers, so that stages are even."""
+
+    def __init__(self, depth: int = 8, width: int = 1024) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
+
+
+def torch_pipeline(world: World, data: tuple[Tensor, Tensor], m: int) -> Step:
+    """torch.distributed.pipelining's 1F1B over the same tower."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    tower, count = Tower(), world.size
+    size = len(tower) // count
+    own = tower[world.worker * size : (world.worker + 1) * size]
+    stage = PipelineStage(own, world.worker, count, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, m, loss_fn=nn.functional.cross_entropy)
+    optimizer = sgd(own.parameters())
+
+    def step(number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad(set_to_none=True)
+            if world.worker == 0:
+                schedule.step(data[0])
+            elif world.worker == count - 1:
+                schedule.step(target=data[1])
+            else:
+                schedule.step()
+            optimizer.step()
+
+    return step
+
+
+def take_turns(contenders: dict[str, Step], steps: int, world: World) -> dict[str, list[float]]:
+    """Seconds a step of each contender, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for step in contenders.values():
+        step(2)
+    for _ in range(ROUNDS):
+        for name, step in contenders.items():
+            wait(world)
+            started = time.perf_counter()
+            step(steps)
+            wait(world)
+            times[name].append((time.perf_counter() - started) / steps)
+    return times
+
+
+def wait(world: World) -> None:
+    """Waits for all workers."""
+    if world.control is not None:
+        dist.barrier(group=world.control)
+
+
+def show(title: str, times: dict[str, list[float]], world: World) -> None:
+    """One line: medians, spreads, and the peer's time over ours."""
+    if world.worker:
+        return
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    parts = [f"{name} {middle[name] * 1e3:8.2f} ms ±{spread(values):5.1%}" for name, values in times.items()]
+    peer, own = middle.values()
+    print(f"{title:34} {'   '.join(parts)}   ratio {peer / own:5.3f}", flush=True)
+
+
+def spread(values: list[float]) -> float:
+    """Half the distance of the quartiles, as a share of the median."""
+    quartiles = statistics.quantiles(values, n=4)
+    return (quartiles[2] - quartiles[0]) / 2 / quartiles[1]
+
+
+def compare_dp(world: World) -> None:
+    """Data parallelism on all workers against DDP in its recommended form."""
+    for name, size, batch in (("alexnet", 64, 64), ("resnet18", 64, 64)):
+        data = rows((3, size, size), 1000, batch)
+        share = slice(world.worker * batch // world.size, (world.worker + 1) * batch // world.size)
+        reference = build_model(name, image_size=size).model
+        module = nn.parallel.DistributedDataParallel(reference, gradient_as_bucket_view=True)
+        model = build_model(name, image_size=size)
+        contenders = {
+            "DDP": plain(module, data[0][share], data[1][share]),
+            "ours": ours(model, world, [(0, model.num_layers)], world.size, data, 1),
+        }
+        show(f"dp, {name}, {world.size} workers", take_turns(contenders, 2, world), world)
+
+
+def compare_pipeline(world: World) -> None:
+    """An even pipeline, one worker a stage, against Schedule1F1B."""
+    batch, microbatches = 512, 8
+    data = rows((1024,), 1024, batch)
+    sample = (data[0][:2],)
+    model = make_layered(Tower(), sample, loss=cross_entropy_sum(), targets=(data[1][:2],))
+    count, inner = world.size, model.num_layers - 1
+    edges = [inner * number // count for number in range(count)] + [model.num_layers]
+    contenders = {
+        "Schedule1F1B": torch_pipeline(world, data, microbatches),
+        "ours": ours(model, world, list(zip(edges, edges[1:])), 1, data, microbatches),
+    }
+    show(f"1f1b, {count} even stages, 8 microbatches", take_turns(contenders, 4, world), world)
+
+
+def compare_single(world: World) -> None:
+    """One stage on one device against the plain loop."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    for name, size, batch in (("alexnet", 64, 32), ("resnet18", 64, 32)):
+        data = rows((3, size, size), 1000, batch)
+        model = build_model(name, image_size=size)
+        contenders = {
+            "plain loop": plain(build_model(name, image_size=size).model, *data),
+            "ours": ours(model, world, [(0, model.num_layers)], 1, data, 1),
+        }
+        show(f"one device, {name}", take_turns(contenders, 4, world), world)
+
+
+COMPARE = {"dp": (compare_dp, (4,)), "pipeline": (compare_pipeline, (2, 4)), "single": (compare_single, (1,))}
+
+
+def main(what: str) -> None:
+    """Compares as one of the workers, or starts them."""
+    compare, sizes = COMPARE[what]
+    if "RANK" in os.environ:
+        torch.set_num_threads(1)
+        with open_world(Settings(timeout_s=120.0)) as world:
+            compare(world)
+        return
+    for size in sizes:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        subprocess.run([*launcher, sys.argv[0], what], env=environment, check=True, stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or COMPARE:
+        main(each)

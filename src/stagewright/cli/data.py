@@ -1,0 +1,176 @@
+"""`stagewright data`: makes, converts and inspects sets of labelled images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from stagewright.data.writing import IMAGES_PER_FILE
+
+if TYPE_CHECKING:
+    from stagewright.data.inspection import Inspection, Spread
+    from stagewright.data.source import Dataset, OnCorrupt
+    from stagewright.data.writing import Format
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+FORMATS = "folder, ofrecord or tar"
+SHOWN_CLASSES = 12
+SHOWN_FAULTS = 5
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+OnFault = Annotated[str, typer.Option(help="Records that cannot be read: stop or skip.")]
+PerFile = Annotated[int, typer.Option(help="Images of one OFRecord part or tar shard.")]
+
+
+@app.callback()
+def data() -> None:
+    """Make, convert and inspect sets of labelled images: class folders, OFRecord parts, WebDataset tar shards.
+
+    Example: stagewright data make shapes --images 500 --format ofrecord
+    """
+
+
+@app.command()
+def make(
+    directory: Annotated[Path, typer.Argument(help="A new folder for the images.")],
+    images: Annotated[int, typer.Option(help="How many images, as many of every class.")] = 2000,
+    classes: Annotated[int, typer.Option(help="How many classes.")] = 10,
+    size: Annotated[int, typer.Option(help="Side of the images.")] = 64,
+    format: Annotated[str, typer.Option(help=f"{FORMATS.capitalize()}.")] = "folder",
+    seed: Annotated[int, typer.Option(help="Another seed makes other images of the same classes.")] = 0,
+    images_per_file: PerFile = IMAGES_PER_FILE,
+    as_json: AsJson = False,
+) -> None:
+    """Make a small set of coloured shapes that a small network learns.
+
+    Example: stagewright data make shapes --images 500 --format ofrecord
+    """
+    from stagewright.data.generate import make_images
+
+    with progress("drawing", images) as tick:
+        made = make_images(
+            directory, classes, images, size, cast("Format", format), seed,
+            images_per_file=images_per_file, progress=tick,
+        )  # fmt: skip
+    say(as_json, f"{made:,} images of {classes} classes in {directory}", directory, num_images=made)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A folder of images, OFRecord parts or tar shards.")],
+    directory: Annotated[Path, typer.Argument(help="A new folder.")],
+    format: Annotated[str, typer.Option(help=f"{FORMATS.capitalize()}.")] = "ofrecord",
+    images_per_file: PerFile = IMAGES_PER_FILE,
+    on_corrupt: OnFault = "stop",
+    as_json: AsJson = False,
+) -> None:
+    """Write the same images, byte for byte and in order, in another format.
+
+    Example: stagewright data convert shapes shapes-tar --format tar
+    """
+    from stagewright.data.convert import convert as convert_images
+
+    dataset = read(source, on_corrupt)
+    with progress("converting", len(dataset)) as tick:
+        made = convert_images(
+            dataset, directory, cast("Format", format), images_per_file=images_per_file, progress=tick
+        )
+    skipped = len(dataset.faults)
+    told = f"{made:,} images in {directory}" + (f", {skipped:,} skipped" if skipped else "")
+    say(as_json, told, directory, num_images=made, num_skipped=skipped)
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="A folder of images, OFRecord parts or tar shards.")],
+    sheet: Annotated[Path | None, typer.Option(help="Save a contact sheet (PNG) here.")] = None,
+    on_corrupt: OnFault = "skip",
+    as_json: AsJson = False,
+) -> None:
+    """Count images, sizes and labels, and say what cannot be read.
+
+    Example: stagewright data inspect shapes --sheet shapes.png
+    """
+    from stagewright.data.inspection import inspect_dataset, save_contact_sheet
+
+    dataset = read(directory, on_corrupt)
+    with progress("reading", len(dataset)) as tick:
+        found = inspect_dataset(dataset, progress=tick)
+    if sheet is not None:
+        save_contact_sheet(dataset, sheet)
+    if as_json:
+        typer.echo(json.dumps(asdict(found) | ({"sheet": str(sheet)} if sheet else {})))
+        return
+    show(found, directory)
+    if sheet is not None:
+        typer.echo(f"  saved {sheet}")
+
+
+def read(directory: Path, on_corrupt: str) -> Dataset:
+    """The images of a folder."""
+    from stagewright.data.opening import open_dataset
+
+    return open_dataset(directory, on_corrupt=cast("OnCorrupt", on_corrupt))
+
+
+def say(as_json: bool, text: str, directory: Path, **figures: int) -> None:
+    """One line for a person, or the figures for a script."""
+    typer.echo(json.dumps({"directory": str(directory), **figures}) if as_json else text)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal's stderr, nothing elsewhere; it is called with how many are done."""
+    console = Console(stderr=True)
+    columns: Any = (TextColumn(what), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def show(found: Inspection, directory: Path) -> None:
+    """What was found, for a person: the sum, the sizes, the classes, the faults.
+
+    500 images of 10 classes in shapes, 0.6 MiB
+    bytes 1,003 to 1,622, median 1,272 · 64 × 64 pixels
+    """
+    total = found.total_bytes / 2**20
+    typer.echo(f"\n  {found.num_images:,} images of {found.num_classes:,} classes in {directory}, {total:,.1f} MiB")
+    typer.echo(
+        f"  bytes {spread(found.image_bytes)} · heights {spread(found.heights)} · widths {spread(found.widths)}\n"
+    )
+    Console(highlight=False, markup=False).print(class_table(found))
+    if found.faults:
+        typer.echo(f"  {len(found.faults):,} cannot be read:")
+    for fault in found.faults[:SHOWN_FAULTS]:
+        typer.echo(f"  {fault}")
+
+
+def spread(numbers: Spread) -> str:
+    """`64`, or `1,003 to 1,622, median 1,272`."""
+    if numbers.smallest == numbers.largest:
+        return f"{numbers.median:,}"
+    return f"{numbers.smallest:,} to {numbers.largest:,}, median {numbers.median:,}"
+
+
+def class_table(found: Inspection) -> Table:
+    """A line a class, the first few."""
+    table = Table(box=None, padding=(0, 2))
+    for title in ("label", "class", "images"):
+        table.add_column(title, justify="left" if title == "class" else "right")
+    names = found.class_names or ("",) * found.num_classes
+    for label, number in enumerate(found.class_counts[:SHOWN_CLASSES]):
+        table.add_row(str(label), names[label] if label < len(names) else "", f"{number:,}")
+    left = found.num_classes - SHOWN_CLASSES
+    if left > 0:
+        table.add_row("…", f"{left:,} more", f"{sum(found.class_counts[SHOWN_CLASSES:]):,}")
+    return table

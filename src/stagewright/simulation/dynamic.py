@@ -1,0 +1,197 @@
+"""Dynamic orders: a worker runs whatever is ready, backward first, as `stagewright.runtime.dynamic` does.
+
+Each stage's forwards stay in their order, and so do its backwards; how the two interleave is decided while it runs,
+within the number of microbatches that the stage may hold. Reductions, agreements and updates stay where they are: what
+stands between two of them is one window.
+
+    order     F0 F1 F2 │ B0 F3 B1 B2 B3 │ G U          window: F0 … B3
+    dynamic   F0 F1 B0   F2 B1 F3 B2 B3   G U          because B0 came early and F2's rows late
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from stagewright.schedule import Action, Kind
+from stagewright.scheduling import holds
+from stagewright.simulation.program import ACTION, CHANNEL, CODE, COMPUTES, DATA, RECEIVE, SEND, SLOT, UPDATE, PlainOp
+
+if TYPE_CHECKING:
+    from stagewright.simulation.engine import Engine, Worker
+
+AHEAD = 2
+"""How many units of a stream have their receipts issued, as in the runtime."""
+
+Placed = tuple[PlainOp, int]
+"""An op and its batch."""
+Key = tuple[int, int, int, bool]
+"""(stage, batch, microbatch, whether forward)."""
+Streams = dict[tuple[int, bool], deque["Unit"]]
+
+
+class Unit(NamedTuple):
+    """One compute op with the receipts it needs and the sendings it feeds."""
+
+    op: PlainOp
+    batch: int
+    receives: list[Placed]
+    sends: list[Placed]
+
+    @property
+    def key(self) -> Key:
+        """What it is."""
+        action = self.op[ACTION]
+        return action.stage, self.batch, action.microbatch, action.kind is Kind.FORWARD
+
+
+class Chooser:
+    """What a worker with a dynamic order does next."""
+
+    def __init__(self, engine: Engine, worker: Worker) -> None:
+        self.engine, self.worker, self.plan = engine, worker, engine.program.plan
+        self.limits = holds(self.plan)
+        self.held = [0] * len(self.plan.stages)
+        self.windows = windows(self.unrolled())
+        self.streams: Streams = {}
+        self.rest: deque[Placed] = deque()
+        self.posted: set[Key] = set()
+        self.finished: set[Key] = set()
+        self.current: Unit | None = None
+        self.busy_s = 0.0
+
+    def unrolled(self) -> Iterator[Placed]:
+        """The worker's ops over all batches."""
+        engine = self.engine
+        for turn in range(self.worker.turn, engine.last_turn):
+            for op in self.worker.ops:
+                if 0 <= turn + op[1] < engine.num_batches:
+                    yield op, turn + op[1]
+
+    def step(self) -> None:
+        """Goes on as far as possible: called when something ends, lands or is waited for no more."""
+        if self.engine.now_s < self.busy_s or self.worker.wait is not None:
+            return
+        self.finish()
+        while any(self.streams.values()) or self.rest or self.open():
+            if any(self.streams.values()):
+                self.post()
+                unit = next((unit for unit in self.heads() if self.can_run(unit)), None)
+                if unit is not None:
+                    self.start(unit)
+                return
+            op, batch = self.rest[0]
+            if not self.engine.passes(self.worker, op, batch):
+                return
+            self.rest.popleft()
+            if op[CODE] == UPDATE:
+                self.occupy(op, batch)
+                return
+        self.worker.turn = self.engine.last_turn
+
+    def open(self) -> bool:
+        """The next window, if there is one."""
+        found = next(self.windows, None)
+        if found is None:
+            return False
+        units, rest = found
+        self.rest = deque(rest)
+        for unit in units:
+            self.streams.setdefault((unit.key[0], unit.key[3]), deque()).append(unit)
+        return True
+
+    def heads(self) -> Iterator[Unit]:
+        """The first unit of each stream: backward first, and the latest stage first, which frees the most."""
+        for key in sorted(self.streams, key=lambda key: (key[1], -key[0])):
+            if self.streams[key]:
+                yield self.streams[key][0]
+
+    def post(self) -> None:
+        """Issues the receipts of the first units of every stream."""
+        for stream in self.streams.values():
+            for unit in list(stream)[:AHEAD]:
+                if unit.key not in self.posted:
+                    self.posted.add(unit.key)
+                    for op, batch in unit.receives:
+                        self.engine.receive(self.worker, op, batch)
+
+    def can_run(self, unit: Unit) -> bool:
+        """Whether a unit has its rows and, going forward, a place to hold them."""
+        stage, batch, microbatch, is_forward = unit.key
+        if is_forward and self.held[stage] >= self.limits[stage]:
+            return False
+        if not is_forward and (stage, batch, microbatch, True) not in self.finished:
+            return False
+        near = (stage + (-1 if is_forward else 1), batch, microbatch, is_forward)
+        if self.is_near(stage, near[0], microbatch) and near not in self.finished:
+            return False
+        if unit.op[CHANNEL] == DATA:
+            return self.engine.loaded(self.worker, unit.op, batch)
+        slot = unit.op[SLOT] + batch * self.engine.num_slots
+        landing_s, _ = self.engine.landing.get(slot, (0.0, 0))
+        return unit.op[SLOT] < 0 or (slot not in self.engine.missing and landing_s <= self.engine.now_s)
+
+    def is_near(self, stage: int, other: int, microbatch: int) -> bool:
+        """Whether this worker itself makes rows in the other stage that it needs in this one."""
+        number, workers = self.worker.number, self.plan.workers
+        if not 0 <= other < len(workers) or number not in workers[other]:
+            return False
+        shares = [(workers[at], self.plan.shares(at, microbatch)) for at in (stage, other)]
+        own = [(one.start, one.stop) for among, some in shares for one in some if among[one.replica] == number]
+        return len(own) == 2 and max(own[0][0], own[1][0]) < min(own[0][1], own[1][1])
+
+    def start(self, unit: Unit) -> None:
+        """Runs a unit that can run."""
+        self.streams[unit.key[0], unit.key[3]].popleft()
+        landed = self.engine.landing.pop(unit.op[SLOT] + unit.batch * self.engine.num_slots, None)
+        if unit.op[CHANNEL] != DATA:
+            # It waited for rows only if they came after the device was free.
+            self.worker.cause = ("transfer", landed[1]) if landed and landed[0] > self.busy_s else None
+        self.held[unit.key[0]] += unit.key[3]
+        self.current = unit
+        self.occupy(unit.op, unit.batch)
+
+    def occupy(self, op: PlainOp, batch: int) -> None:
+        """Keeps the device busy with an op."""
+        self.busy_s = self.engine.now_s + op[2]
+        self.engine.occupy(self.worker, op, batch)
+
+    def finish(self) -> None:
+        """Sends what the unit that has just ended made."""
+        unit, self.current = self.current, None
+        if unit is not None:
+            self.finished.add(unit.key)
+            self.held[unit.key[0]] -= not unit.key[3]
+            for op, batch in unit.sends:
+                self.engine.send(self.worker, op, batch)
+
+    def head(self) -> tuple[Action, int]:
+        """What it waits before, and of which batch."""
+        op, batch = next(((unit.op, unit.batch) for unit in self.heads()), self.rest[0] if self.rest else (None, 0))
+        return (op or self.worker.ops[0])[ACTION], batch
+
+
+def windows(ops: Iterator[Placed]) -> Iterator[tuple[list[Unit], list[Placed]]]:
+    """The order cut at reductions, agreements and updates: units, then what ends the window."""
+    units: dict[Key, Unit] = {}
+    early: dict[Key, list[Placed]] = {}
+    rest: list[Placed] = []
+    for op, batch in ops:
+        code, action = op[CODE], op[ACTION]
+        if code == COMPUTES:
+            if rest:
+                yield list(units.values()), rest
+                units, rest = {}, []
+            key = (action.stage, batch, action.microbatch, action.kind is Kind.FORWARD)
+            units[key] = Unit(op, batch, early.pop(key, []), [])
+        elif code == RECEIVE:
+            forward = action.kind is Kind.RECEIVE_FORWARD
+            # A receipt names the stage that made what is received; the one beside it uses that.
+            key = (action.stage + (1 if forward else -1), batch, action.microbatch, forward)
+            early.setdefault(key, []).append((op, batch))
+        elif code == SEND:
+            units[action.stage, batch, action.microbatch, action.kind is Kind.SEND_FORWARD].sends.append((op, batch))
+        else:
+            rest.append((op, batch))
+    yield list(units.values()), rest

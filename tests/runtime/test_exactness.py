@@ -1,0 +1,64 @@
+"""Every plan equals a few lines of single-process PyTorch, with real processes, in double precision."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.cases import Case, all_cases, size_of
+from tests.runtime.running import run_workers
+
+TOLERANCE = 1e-9
+STRIDE = 7
+"""Every seventh case runs by default; the strides walk through placements, policies, routes and sizes."""
+
+
+def run_cases(cases: list[Case], folder: Path, timeout_s: float) -> list[dict[str, object]]:
+    """What came out of the cases, from one set of workers for each number of workers."""
+    results: list[dict[str, object]] = []
+    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    for size in sorted({size_of(case) for case in cases}):
+        out = folder / f"results-{size}.json"
+        run_workers(size, "tests.runtime.cases", str(folder / "cases.json"), str(out), timeout_s=timeout_s)
+        results += json.loads(out.read_text())
+    return results
+
+
+def check(results: list[dict[str, object]], expected: int) -> None:
+    """Every case ran, and none is further from the reference than rounding explains."""
+    assert len(results) == expected
+    wrong = [result for result in results if not float(str(result["worst"])) < TOLERANCE]
+    assert not wrong, f"{len(wrong)} of {expected} differ from the reference, such as {wrong[0]}"
+
+
+@pytest.mark.timeout(420)
+def test_a_part_of_the_matrix_equals_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = all_cases()[::STRIDE]
+    results = run_cases(cases, tmp_path, 200)
+    check(results, len(cases))
+    with capsys.disabled():
+        print(f"\n{len(cases)} of {len(all_cases())} exactness cases, worst {max(r['worst'] for r in results):.1e}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_matrix_equals_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = all_cases()
+    results = run_cases(cases, tmp_path, 1800)
+    check(results, len(cases))
+    with capsys.disabled():
+        print(f"\nall {len(cases)} exactness cases, worst {max(r['worst'] for r in results):.1e}")
+
+
+def test_the_default_part_touches_everything() -> None:
+    cases = all_cases()[::STRIDE]
+    assert {case.placement for case in cases} == {case.placement for case in all_cases()}
+    assert {case.policy for case in cases} == {case.policy for case in all_cases()}
+    assert {case.route for case in cases} == {"split", "rotate"}
+    assert {case.optimizer for case in cases} == {"sgd", "adamw"}
+    assert {"0", "ssp", "2bw"} <= {case.staleness for case in cases}
+    assert any(case.clip_norm for case in cases)
+    assert {case.batch % case.microbatches == 0 for case in cases} == {True, False}

@@ -1,0 +1,47 @@
+"""When a worker comes to harm, all end at once, nobody is left behind, and the first cause is shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.running import ROOT
+
+SAYS = {
+    "kill": "worker 3 (stage 1, device 0:3) stopped with signal 9 at",
+    "raise": "worker 3 (stage 1, device 0:3) failed with exit status 1 at",
+    "nan": "the loss of step 5 is nan",
+    "stop": "worker",
+}
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The processes that still have the run's folder in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(folder).encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("how", SAYS)
+def test_harm_to_one_worker_ends_all_with_the_first_cause(how: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.runtime.failing", how, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert SAYS[how] in done.stderr
+    assert "Traceback" not in done.stderr.partition("error: ")[2]
+    if how == "raise":
+        assert "the disk is on fire" in done.stderr
+    time.sleep(0.5)
+    assert processes_of(tmp_path) == []
