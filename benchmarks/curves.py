@@ -1,6 +1,6 @@
 """Training curves on real images: a small ResNet, data parallel and in two pipelines, to over 90 % top-1.
 
-    python benchmarks/curves.py [FOLDER] [--epochs 6] [--images 2000] [--only dp]
+    python benchmarks/curves.py [FOLDER] [--epochs 5] [--images 2000] [--only dp]
 
 Makes a set of coloured shapes, trains ResNet-18 at 32 × 32 pixels on four worker processes, evaluates it on images it
 has not seen after every epoch, and writes a report with the curves. The table says how good each run ended, how long
@@ -30,7 +30,7 @@ RUNS = {
     "3-1 ssp": "--placement 0:0-2.0:3 --cut layer4.0 --staleness ssp",
 }
 TRAINING = (
-    "--image-size 32 --crop-area 0.5 --batch 96 --learning-rate 0.05 --weight-decay 1e-4 --decay cosine "
+    "--image-size 32 --crop-area 0.5 --batch 96 --learning-rate 0.02 --weight-decay 1e-4 --decay cosine "
     "--warm-up-epochs 1 --log-every 10 --device cpu"
 )
 GOAL = 0.9
@@ -97,7 +97,7 @@ def main() -> None:
     """Makes the data, trains, reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("out/curves"))
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--only", choices=RUNS, action="append")
     chosen = parser.parse_args()

@@ -106,7 +106,7 @@ def torch_pipeline(world: World, data: tuple[Tensor, Tensor], m: int) -> Step:
 
     tower, count = Tower(), world.size
     size = len(tower) // count
-    own = tower[world.worker * size : (world.worker + 1) * size]
+    own = nn.Sequential(*list(tower)[world.worker * size : (world.worker + 1) * size])
     stage = PipelineStage(own, world.worker, count, torch.device("cpu"))
     schedule = Schedule1F1B(stage, m, loss_fn=nn.functional.cross_entropy)
     optimizer = sgd(own.parameters())

@@ -2,9 +2,9 @@
 
     python benchmarks/series.py --models alexnet,vgg16,resnet50 --rounds 3
 
-Each worker has an eighth of the card's multiprocessors (CUDA MPS) and NCCL between them runs over loopback sockets, as it
-would between hosts on a modest network. All contenders of a model run in the same processes, in turn, and the median of
-the rounds counts. `limit` is each worker training on its own rows with no communication at all.
+Each worker has an eighth of the card's multiprocessors (CUDA MPS) and NCCL between them runs over loopback sockets, as
+it would between hosts on a modest network. All contenders of a model run in the same processes, in turn, and the median
+of the rounds counts. `limit` is each worker training on its own rows with no communication at all.
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ def row(
 def table(results: list[dict[str, object]]) -> str:
     """The results beside the limit and DDP at its best."""
     lines = [
-        f"{'model':10} {'contender':22} {'step':>9} {'images/s':>9} {'spread':>7} {'of limit':>8} {'× DDP':>6} {'peak':>9}  losses"
+        f"{'model':10} {'contender':22} {'step':>9} {'images/s':>9} {'spread':>7} {'of limit':>8} {'× DDP':>6} "
+        f"{'peak':>9}  losses"
     ]
     for name in dict.fromkeys(str(result["model"]) for result in results):
         own = [result for result in results if result["model"] == name]

@@ -134,6 +134,35 @@ def test_yaml_means_what_it_looks_like(tmp_path: Path) -> None:
     assert (plan.placement, plan.model, plan.stages[0].row_weights) == ("0:0-1.1:3", "no", (1e-5, 1.0))
 
 
+AWKWARD = (
+    "",
+    " ",
+    "a ",
+    "no",
+    "null",
+    "~",
+    "1e5",
+    "0:7",
+    "1:30",
+    "012",
+    "0x1f",
+    "2001-01-01",
+    "<<",
+    "=",
+    "- a",
+    "a: b",
+    "#",
+)
+SEPARATORS = ("\x85", "\u2028", "\ufeff", "\n", "\r\n", "a\tb", "\0", "\x7f", "\ufffe", "\U0001f600", "é", "'\"'")
+
+
+@pytest.mark.parametrize("text", [*AWKWARD, *SEPARATORS], ids=ascii)
+@every_ending
+def test_awkward_names_are_read_as_they_were_written(text: str, ending: str, tmp_path: Path) -> None:
+    cluster = Cluster(name=text, hosts=make_cluster(1).hosts, notes=(text, "plain"))
+    assert Cluster.load(cluster.save(tmp_path / f"cluster{ending}")) == cluster
+
+
 def test_a_yaml_file_may_repeat_a_part_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(

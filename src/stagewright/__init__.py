@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, find_cluster, make_cluster
+    from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, find_cluster, make_cluster, parse_devices
     from stagewright.errors import (
         CheckpointError,
         ClusterError,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         StagewrightError,
         UsageError,
     )
-    from stagewright.models import MODELS, Layered, build_model, make_layered
+    from stagewright.models import MODELS, Layered, build_model, cross_entropy_sum, make_layered, mean_loss
     from stagewright.plan import Plan, Stage
     from stagewright.planning.fixed import fixed_plan
     from stagewright.planning.options import PlanOptions
@@ -46,10 +46,11 @@ if TYPE_CHECKING:
     from stagewright.profiling.measured import make_profile
     from stagewright.record import Point, Record, Span
     from stagewright.report import make_report
+    from stagewright.runtime.settings import Settings
     from stagewright.schedule import Action, Kind, Schedule
     from stagewright.scheduling import make_schedule
     from stagewright.simulation import simulate
-    from stagewright.training import train
+    from stagewright.training import Job, Recipe, train
 
 __all__ = [
     "MODELS",
@@ -62,6 +63,7 @@ __all__ = [
     "DeviceId",
     "FileError",
     "Host",
+    "Job",
     "Kind",
     "LayerProfile",
     "Layered",
@@ -74,17 +76,20 @@ __all__ = [
     "Point",
     "Profile",
     "ProfileError",
+    "Recipe",
     "Record",
     "RecordError",
     "RunError",
     "Schedule",
     "ScheduleError",
+    "Settings",
     "SimulationError",
     "Span",
     "Stage",
     "StagewrightError",
     "UsageError",
     "build_model",
+    "cross_entropy_sum",
     "find_cluster",
     "fixed_plan",
     "make_cluster",
@@ -93,15 +98,17 @@ __all__ = [
     "make_profile",
     "make_report",
     "make_schedule",
+    "mean_loss",
+    "parse_devices",
     "simulate",
     "train",
 ]
 
 _HOMES = {
-    "cluster": "Cluster Device DeviceId Host Link find_cluster make_cluster",
+    "cluster": "Cluster Device DeviceId Host Link find_cluster make_cluster parse_devices",
     "errors": "CheckpointError ClusterError DataError FileError ModelError PlacementError PlanError ProfileError "
     "RecordError RunError ScheduleError SimulationError StagewrightError UsageError",
-    "models": "MODELS Layered build_model make_layered",
+    "models": "MODELS Layered build_model cross_entropy_sum make_layered mean_loss",
     "plan": "Plan Stage",
     "planning.fixed": "fixed_plan",
     "planning.options": "PlanOptions",
@@ -110,10 +117,11 @@ _HOMES = {
     "profiling.measured": "make_profile",
     "record": "Point Record Span",
     "report": "make_report",
+    "runtime.settings": "Settings",
     "schedule": "Action Kind Schedule",
     "scheduling": "make_schedule",
     "simulation": "simulate",
-    "training": "train",
+    "training": "Job Recipe train",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -123,7 +123,7 @@ def test_norms_and_biases_can_be_spared_from_weight_decay(decay_all: bool, decay
 def test_label_smoothing_reaches_the_loss(name: str) -> None:
     model = build_model(name, label_smoothing=0.2)
     whole = model.stage(0, model.num_layers)
-    rows = [torch.cat([each, each]) for each in (*model.samples, *model.sample_targets)]
+    rows = [torch.zeros(2, *spec.shape_per_row, dtype=spec.dtype) for spec in (*model.inputs, *model.targets)]
     with torch.no_grad():
         loss, logits = whole(*rows)
     labels = rows[-1].reshape(-1)

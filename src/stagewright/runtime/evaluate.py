@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stagewright.plan import Plan
 from stagewright.runtime.feed import Feed
+from stagewright.runtime.reduce import copy_from
 from stagewright.runtime.worker import Worker
 from stagewright.schedule import Kind, Schedule
 from stagewright.scheduling import make_schedule
@@ -68,6 +69,4 @@ def share_buffers(worker: Worker) -> None:
     for here in worker.hosted.values():
         group = here.reducer.group
         if group is not None:
-            source = worker.plan.workers[here.stage][0]
-            for buffer in here.weights.modules[0].buffers():
-                dist.broadcast(buffer, source, group=group)
+            copy_from(worker.plan.workers[here.stage][0], here.weights.modules[0].buffers(), group)

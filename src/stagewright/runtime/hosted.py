@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.runtime.batch_norm import synchronize_batch_norm
-from stagewright.runtime.reduce import Reducer
+from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
 from stagewright.runtime.weights import OptimizerMaker, Weights
@@ -112,6 +112,9 @@ def host_stages(
         if world.worker in plan.workers[number]:
             module = place(layered.stage(first, last), settings, world.device)
             module = synchronize_batch_norm(module, norms) if settings.sync_batch_norm else module
+            if group is not None:
+                # A model that was built without a seed differs from worker to worker; a stage has one beginning.
+                copy_from(plan.workers[number][0], [*module.parameters(), *module.buffers()], group)
             runner = StageRunner(
                 number, module, settings, batch_rows=plan.batch, recompute=stage.recompute,
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),

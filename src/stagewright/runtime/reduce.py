@@ -7,7 +7,7 @@ reduce                [ 0 ]            [ 1 ]       [ 2 ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -144,3 +144,15 @@ def make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int) -> list[B
 def shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
     """A flat piece in a parameter's shape and memory layout, so that copies and steps run straight through."""
     return piece.as_strided(parameter.size(), parameter.stride(), piece.storage_offset())
+
+
+@torch.no_grad()
+def copy_from(source: int, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Makes these tensors the same on all workers of a group: those of one of them."""
+    laid_out = [(tensor, tensor.detach().contiguous()) for tensor in tensors]
+    works = [dist.broadcast(flat, source, group=group, async_op=True) for _, flat in laid_out]
+    for work, (tensor, flat) in zip(works, laid_out):
+        if work is not None:
+            work.wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat)

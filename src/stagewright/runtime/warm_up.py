@@ -13,7 +13,6 @@ from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.precision import gradient_sums
 from stagewright.runtime.worker import Worker
 
-
 TIMES = 2
 """The second time runs what the first cannot: adding to a gradient, to a sum, to a momentum."""
 

@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from stagewright.errors import SimulationError
+from stagewright.schedule import Action
 from stagewright.simulation.dynamic import Chooser
 from stagewright.simulation.loading import Loader
 from stagewright.simulation.log import BUFFERS, Cause, Change, Done, Log, Moved, Reduced
@@ -60,13 +61,17 @@ class Worker:
 class Lane:
     """A channel's state: what its two ends have issued, and whether a transfer is under way."""
 
-    __slots__ = ("busy", "ends", "flow", "number", "posted", "sent", "source", "target")
+    __slots__ = ("busy", "flow", "latency_s", "number", "posted", "sent", "source", "target")
 
-    def __init__(self, number: int, ends: Channel, flow: Flow, source: Worker, target: Worker) -> None:
-        self.number, self.ends, self.flow, self.source, self.target = number, ends, flow, source, target
+    def __init__(self, number: int, latency_s: float, flow: Flow, source: Worker, target: Worker) -> None:
+        self.number, self.latency_s, self.flow, self.source, self.target = number, latency_s, flow, source, target
         self.sent: deque[tuple[PlainOp, int, float]] = deque()
         self.posted: deque[tuple[PlainOp, int, int]] = deque()
         self.busy = False
+
+
+Load = tuple[Lane, int, Action, int, float, float, float]
+"""A transfer under way: its lane, the slot it fills, what is sent, of which batch, bytes, when issued and started."""
 
 
 class Engine:
@@ -88,7 +93,7 @@ class Engine:
         self.missing: dict[int, int] = {}
         self.landing: dict[int, tuple[float, int]] = {}
         self.lanes = [
-            Lane(n, c, network.make_flow(c.loads, c.bytes_per_s, c.shared), *self.ends(c))
+            Lane(n, c.latency_s, network.make_flow(c.loads, c.bytes_per_s, c.shared), *self.ends(c))
             for n, c in enumerate(program.channels)
         ]
         # Reductions: replicas that are ready, buckets that wait for the one before, buckets still to come.
@@ -127,8 +132,17 @@ class Engine:
         for worker in self.workers:
             if worker.turn < self.last_turn:
                 raise SimulationError(*self.stuck(worker))
+        self.let_go()
         workers = self.workers
         return Log([one.done for one in workers], self.moved, self.reductions, [one.buffers for one in workers])
+
+    def let_go(self) -> None:
+        """Cuts the circles of references, so that all is freed at once when it is used no more."""
+        self.network.on_change = lambda flow: None
+        for flow in self.network.flows:
+            flow.load = None
+        for worker in self.workers:
+            worker.chooser = None
 
     # events
 
@@ -186,9 +200,7 @@ class Engine:
                     place -= 1
                     break
                 self.num_events += 1
-                worker.done.append(
-                    named(Done, (op, batch, now_s, now_s + seconds, worker.cause, self.num_events))
-                )
+                worker.done.append(named(Done, (op, batch, now_s, now_s + seconds, worker.cause, self.num_events)))
                 worker.cause = None
                 heappush(self.heap, (now_s + seconds, self.num_events, WORKER, worker))
                 if ready:
@@ -311,7 +323,7 @@ class Engine:
             lane.busy = True
             self.network.start(flow, num_bytes, now_s)
         else:
-            self.land(*flow.load)
+            self.land(flow.load)
 
     def mismatch(self, lane: Lane, sent: PlainOp, batch: int, received: PlainOp, other: int) -> tuple[str, str]:
         """What is wrong with a channel whose ends disagree."""
@@ -331,32 +343,30 @@ class Engine:
             way = self.program.reductions[stage].way
             self.at(self.now_s + (way.latency_s if way else 0.0), CALL, partial(self.reduced, *load[1:]))
             return
-        self.land(*load)
+        self.land(load)
         lane.busy = False
         if lane.sent and lane.posted:
             self.pair_up(lane)
 
-    def land(self, lane: Lane, key: int, *what: Any) -> None:
+    def land(self, load: Load) -> None:
         """A transfer arrives after its latency: whoever waits for it, or will, may go on then."""
-        latency_s, moved, missing = lane.ends.latency_s, self.moved, self.missing
-        stop_s = self.now_s + latency_s
-        moved.append(named(Moved, (lane.number, *what, stop_s)))
-        lane.source.buffers.append((stop_s, -what[2], BUFFERS))
-        left = missing[key] - 1
-        if left or latency_s or key in self.landing:
-            latest = self.landing.get(key)
-            if latest is None or stop_s >= latest[0]:
-                self.landing[key] = (stop_s, len(moved) - 1)
+        lane, key, action, batch, num_bytes, issued_s, start_s = load
+        target, moved, landing = lane.target, self.moved, self.landing
+        stop_s = self.now_s + lane.latency_s
+        moved.append(named(Moved, (lane.number, action, batch, num_bytes, issued_s, start_s, stop_s)))
+        lane.source.buffers.append((stop_s, -num_bytes, BUFFERS))
+        left = self.missing.pop(key) - 1
+        latest = landing.get(key)
+        if latest is None or stop_s >= latest[0]:
+            latest = landing[key] = (stop_s, len(moved) - 1)
         if left:
-            missing[key] = left
-            return
-        del missing[key]
-        target = lane.target
-        if target.wait == key:
-            time_s, number = self.landing.pop(key, (stop_s, len(moved) - 1))
-            self.wake(target, key, ("transfer", number), time_s)
+            self.missing[key] = left
+        elif target.wait == key:
+            target.wait, target.cause = None, ("transfer", latest[1])
+            self.num_events += 1
+            heappush(self.heap, (latest[0], self.num_events, WORKER, target))
         elif target.chooser is not None:
-            self.at(self.landing[key][0] if key in self.landing else stop_s, WORKER, target)
+            self.at(latest[0], WORKER, target)
 
     # reductions
 

@@ -13,9 +13,7 @@ from stagewright.schedule import Kind
 from stagewright.simulation.log import BUFFERS, Change, Log
 from stagewright.simulation.program import Program, Work, stage_layers
 
-GRADIENTS, ACTIVATIONS, WORKSPACE = (
-    MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "workspace")
-)
+GRADIENTS, ACTIVATIONS, WORKSPACE = (MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "workspace"))
 LAST_HALVES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 FIRST_HALVES = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 

@@ -136,25 +136,30 @@ class Network:
 
 
 def shared_loads(every: Sequence[Loads], rates: Sequence[float]) -> list[Loads]:
-    """For each of the loads those that decide how links are shared.
+    """For each of the loads those that can decide how links are shared.
 
-    A link with one user is in that user's own bound already; of links with the same users the slowest holds for all:
+    A link with one user is in that user's own bound already. One whose users all load another link at least as much
+    that is no faster is never full before that one:
 
-        a ──┐                                       a's and b's own links never matter,
-        b ──┴─ switch ─ 12 B/s ─ nic ─ 10 B/s ─ net    nor does the link of 12 B/s
+        a ──┐                                          a's and b's own links of 12 B/s never matter,
+        b ──┴─ switch ─ 12 B/s ─ nic ─ 10 B/s ─ net    nor does the switch's: only the last one does
     """
-    users: dict[int, list[tuple[int, int]]] = {}
+    users: dict[int, dict[int, int]] = {}
     for number, loads in enumerate(every):
         for link, edges in loads:
-            users.setdefault(link, []).append((number, edges))
-    slowest: dict[tuple[tuple[int, int], ...], int] = {}
-    for link, on_link in users.items():
-        if len(on_link) > 1:
-            other = slowest.setdefault(tuple(on_link), link)
-            if rates[link] < rates[other]:
-                slowest[tuple(on_link)] = link
-    kept = set(slowest.values())
+            users.setdefault(link, {})[number] = edges
+    kept = {link for link, on_link in users.items() if len(on_link) > 1}
+    for link in sorted(kept, key=lambda link: (-rates[link], len(users[link]))):
+        own = users[link]
+        beside = every[min(own, key=lambda number: len(every[number]))]
+        if any(is_covered(own, users[other]) for other, _ in beside if other in kept and rates[other] <= rates[link] and other != link):
+            kept.discard(link)
     return [tuple(load for load in loads if load[0] in kept) for loads in every]
+
+
+def is_covered(users: dict[int, int], others: dict[int, int]) -> bool:
+    """Whether all users of one link load another one at least as much."""
+    return len(others) >= len(users) and all(others.get(number, 0) >= edges for number, edges in users.items())
 
 
 def fair_rates(flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence[dict[Flow, int]]) -> dict[Flow, float]:

@@ -354,6 +354,4 @@ def patterns(plan: Plan) -> list[int]:
     cycle = math.lcm(*plan.replicas) if plan.route == "rotate" else 1
     edges = (microbatch_rows(plan.batch, plan.num_microbatches, number) for number in range(plan.num_microbatches))
     kinds: dict[tuple[int, int], int] = {}
-    return [
-        kinds.setdefault((stop - start, number % cycle), len(kinds)) for number, (start, stop) in enumerate(edges)
-    ]
+    return [kinds.setdefault((stop - start, number % cycle), len(kinds)) for number, (start, stop) in enumerate(edges)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from stagewright.cluster import Cluster, format_devices
@@ -12,11 +13,11 @@ from stagewright.profile import Profile
 from stagewright.record import DeviceUse, Record, Span
 from stagewright.schedule import Schedule
 from stagewright.simulation.critical import Path
-from stagewright.simulation.engine import Engine
+from stagewright.simulation.engine import Engine, named
 from stagewright.simulation.loading import make_loader
-from stagewright.simulation.log import Log
+from stagewright.simulation.log import Done, Log
 from stagewright.simulation.memory import Ledger
-from stagewright.simulation.program import Program, make_program
+from stagewright.simulation.program import ACTION, Program, make_program
 from stagewright.simulation.steady import Steady, batches_done, batches_needed, find_steady
 
 IMAGENET_IMAGES = 1_281_167
@@ -38,28 +39,14 @@ def simulate(
     """What the schedule would do on the cluster; without `detail` no spans and no memory over time, which is faster."""
     count = num_batches or batches_needed(schedule)
     with no_collection():
-        program = make_program(schedule, profile, cluster, costs)
-        loader = make_loader(schedule.plan, cluster) if data == "records" else None
-        log = Engine(program, count, loader).run()
-    low, high = schedule.offsets
-    steady = find_steady(batches_done(log, count), high - low)
-    path = Path(program, log, steady.start_s, steady.stop_s)
-    return Record(
-        name=name or schedule.plan.model,
-        source="simulated",
-        plan=schedule.plan,
-        cluster=cluster.name,
-        precision=profile.precision,
-        data=data,
-        epoch_images=epoch_images,
-        step_s=steady.step_s,
-        step_images=schedule.plan.batch,
-        start_up_s=steady.start_s,
-        devices=device_uses(program, log, steady, detail),
-        spans=tuple(spans(program, log)) if detail else (),
-        limit=limit(path.seconds),
-        notes=tuple(notes(program, log, steady, path.seconds)),
-    )
+        return make_record(
+            make_program(schedule, profile, cluster, costs),
+            count,
+            data=data,
+            epoch_images=epoch_images,
+            name=name,
+            detail=detail,
+        )
 
 
 @contextmanager
@@ -74,7 +61,35 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tuple[DeviceUse, ...]:
+def make_record(
+    program: Program, num_batches: int, *, data: str, epoch_images: int | None, name: str, detail: bool
+) -> Record:
+    """The record of a program's run."""
+    plan, (low, high), cluster = program.plan, program.offsets, program.costs.cluster
+    log = Engine(program, num_batches, make_loader(plan, cluster) if data == "records" else None).run()
+    steady = find_steady(batches_done(log, num_batches), high - low)
+    path = Path(program, log, steady.start_s, steady.stop_s)
+    return Record(
+        name=name or plan.model,
+        source="simulated",
+        plan=plan,
+        cluster=cluster.name,
+        precision=program.costs.profile.precision,
+        data=data,
+        epoch_images=epoch_images,
+        step_s=steady.step_s,
+        step_images=plan.batch,
+        start_up_s=steady.start_s,
+        devices=device_uses(program, log, path.stops, steady, detail),
+        spans=tuple(spans(program, log)) if detail else (),
+        limit=limit(path.seconds),
+        notes=tuple(notes(program, log, steady, path.seconds)),
+    )
+
+
+def device_uses(
+    program: Program, log: Log, stops: list[list[float]], steady: Steady, detail: bool
+) -> tuple[DeviceUse, ...]:
     """What each device did in the steady steps, and held at any time."""
     ledger, uses = Ledger(program, log), []
     for worker, device in enumerate(program.plan.devices):
@@ -83,7 +98,7 @@ def device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tup
             DeviceUse(
                 device=str(device),
                 stages=tuple(n for n, workers in enumerate(program.plan.workers) if worker in workers),
-                busy_share=busy_share(log, worker, steady),
+                busy_share=busy_share(log.done[worker], stops[worker], steady),
                 peak_bytes=use.peak_bytes,
                 peak_parts=use.peak_parts,
                 memory_s=use.times_s,
@@ -93,29 +108,30 @@ def device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tup
     return tuple(uses)
 
 
-def busy_share(log: Log, worker: int, steady: Steady) -> float:
+def busy_share(entries: Sequence[Done], stops: Sequence[float], steady: Steady) -> float:
     """The share of the steady steps' time in which a worker's device computed."""
-    length = steady.stop_s - steady.start_s
-    busy = sum(
-        max(min(entry.stop_s, steady.stop_s) - max(entry.start_s, steady.start_s), 0.0) for entry in log.done[worker]
-    )
-    return min(busy / length, 1.0) if length else 0.0
+    start_s, stop_s = steady.start_s, steady.stop_s
+    # What stops before the start or begins after the end does not count: only the outermost two can be cut.
+    inside = entries[bisect_right(stops, start_s) : bisect_right(stops, stop_s) + 1]
+    busy = sum([entry[3] - entry[2] for entry in inside])
+    if inside:
+        busy -= max(start_s - inside[0].start_s, 0.0)
+        busy -= min(max(inside[-1].stop_s - stop_s, 0.0), inside[-1].stop_s - inside[-1].start_s)
+    return min(max(busy / (stop_s - start_s), 0.0), 1.0) if stop_s > start_s else 0.0
 
 
 def spans(program: Program, log: Log) -> Iterator[Span]:
     """Every action with its times; a transfer is shown at both ends, a reduction at every replica."""
     for worker, entries in enumerate(log.done):
-        for entry in entries:
-            action = entry.action
-            yield Span(
-                worker, action.kind.value, action.stage, entry.batch, action.microbatch, entry.start_s, entry.stop_s
-            )
-    for moved in log.moved:
-        channel, action = program.channels[moved.channel], moved.sent
-        times = (moved.batch, action.microbatch, moved.start_s, moved.stop_s)
-        send, receive, other = ("SF", "RF", 1) if channel.forward else ("SB", "RB", -1)
-        yield Span(channel.source, send, action.stage, *times, channel.target)
-        yield Span(channel.target, receive, action.stage + other, *times, channel.source)
+        for op, batch, start_s, stop_s, _, _ in entries:
+            kind, stage, _, microbatch, _ = op[ACTION]
+            yield named(Span, (worker, kind._value_, stage, batch, microbatch, start_s, stop_s, -1))
+    for number, action, batch, _, _, start_s, stop_s in log.moved:
+        channel, (_, stage, _, microbatch, _) = program.channels[number], action
+        source, target = channel.source, channel.target
+        send, receive, other = ("SF", "RF", stage + 1) if channel.forward else ("SB", "RB", stage - 1)
+        yield named(Span, (source, send, stage, batch, microbatch, start_s, stop_s, target))
+        yield named(Span, (target, receive, other, batch, microbatch, start_s, stop_s, source))
     for stage, batch, bucket, start_s, stop_s, _ in log.reduced:
         for worker in program.plan.workers[stage]:
             yield Span(worker, "G", stage, batch, -1, start_s, stop_s, bucket)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from stagewright.schedule import Schedule
 from stagewright.simulation.log import Log
-from stagewright.simulation.program import UPDATE
+from stagewright.simulation.program import CODE, UPDATE
 
 MAX_PERIOD = 4
 CLOSE = 1e-9
@@ -36,9 +36,9 @@ def batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
     done = [0.0] * num_batches
     for entries in log.done:
-        for entry in entries:
-            if entry.op[0] == UPDATE and entry.stop_s > done[entry.batch]:
-                done[entry.batch] = entry.stop_s
+        for op, batch, _, stop_s, _, _ in entries:
+            if op[CODE] == UPDATE and stop_s > done[batch]:
+                done[batch] = stop_s
     return done
 
 
