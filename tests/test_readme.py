@@ -33,10 +33,14 @@ def test_the_commands_work_in_turn(tmp_path: Path) -> None:
 
 
 def test_the_python_works(tmp_path: Path) -> None:
-    (block,) = blocks("python")
+    block, _ = blocks("python")
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.search(r"0:0-2\.0:3: [\d,]+ images/s predicted", done.stdout)
+
+
+def test_the_example_is_the_one_in_the_file_which_its_own_test_runs() -> None:
+    assert blocks("python")[1] == (ROOT / "examples" / "own_model.py").read_text(encoding="utf-8")
 
 
 def test_make_targets_that_are_named_exist() -> None:
