@@ -99,12 +99,12 @@ def ours(model: Layered, name: str, world: World, rows: int, spec: str) -> Step:
     feed = synthetic_feed(model, settings, world.device)
     started = time.perf_counter()
     worker = Worker(make_schedule(plan), model, world, settings, make_optimizer=sgd, feed=feed)
-    if arguments_debug() and world.worker in (0, 7):
+    if is_debugging() and world.worker in (0, 7):
         print(f"{world.worker} {spec}: made in {time.perf_counter() - started:.1f} s", flush=True)
     if "ahead" in options:
         worker.transport.lookahead = int(str(options["ahead"]))
     warm_up(worker)
-    if arguments_debug() and world.worker in (0, 7):
+    if is_debugging() and world.worker in (0, 7):
         print(f"{world.worker} {spec}: warm after {time.perf_counter() - started:.1f} s", flush=True)
     done = [0]
 
@@ -140,7 +140,7 @@ def plan_of(model: Layered, name: str, shape: str, rows: int, options: dict[str,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def arguments_debug() -> bool:
+def is_debugging() -> bool:
     """Whether a contender that takes too long shows where each worker stands."""
     return "SERIES_DEBUG" in os.environ
 
@@ -171,7 +171,7 @@ def contend(name: str, specs: list[str], rounds: int, world: World) -> list[dict
         # One contender at a time is in memory while it is measured for its peak; weights are the same for all.
         torch.cuda.empty_cache()
         started = time.perf_counter()
-        if arguments_debug():
+        if is_debugging():
             faulthandler.dump_traceback_later(30, exit=True)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

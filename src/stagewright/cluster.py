@@ -58,6 +58,9 @@ class Device:
     saved_factor: float = Field(default=1.0, gt=0)
     """What the framework really keeps for backward, against what the layers need: 2 where it keeps the input of every
     activation function beside its output."""
+    sets_aside: bool = False
+    """Whether the framework takes memory as it starts, for every batch that versions allow to be under way, instead of
+    when it is used."""
 
 
 @noun(error=ClusterError)
@@ -155,6 +158,10 @@ class Cluster(Saved):
         return table
 
     @cached_property
+    def _device_nodes(self) -> frozenset[str]:
+        return frozenset(map(str, self.device_ids))
+
+    @cached_property
     def _paths(self) -> dict[tuple[DeviceId, DeviceId], tuple[tuple[int, bool], ...]]:
         return {}
 
@@ -168,7 +175,7 @@ class Cluster(Saved):
     def _search(self, source: str, target: str) -> tuple[tuple[int, bool], ...]:
         if source == target:
             return ()
-        devices = {str(id) for id in self.device_ids}
+        devices = self._device_nodes
         came: dict[str, tuple[str, int]] = {source: ("", -1)}
         queue = deque([source])
         while queue and target not in came:

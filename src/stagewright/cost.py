@@ -392,7 +392,8 @@ class Costs:
         weights      parameters P and buffers           versions   (K − 1) P
         gradients    P; 2 P where reductions of one     optimizer  state_copies · P
                      batch overlap the next (K > 1)
-        activations  rows · held · saved; with recompute only inputs are held, and one microbatch in full
+        activations  rows · held · saved; with recompute only inputs are held, and one microbatch in full; held is at
+                     least K on a device that sets memory aside for every batch that may be under way
         buffers      rows · (inputs and outputs, twice each: one on the wire, one at work); P more to reduce from
         workspace    rows · that of the hungriest layer     framework  as the device says
         """
@@ -400,6 +401,7 @@ class Costs:
         entering = self.crossings[first] if first else 0.0
         wire = 2 * rows * (entering + self.crossings[last])
         many = num_replicas > 1
+        held = max(held, versions) if device is not None and device.sets_aside else held
         return StageBytes(
             weights=parameters + self._buffers[last] - self._buffers[first],
             versions=(versions - 1) * parameters,

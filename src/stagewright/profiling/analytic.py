@@ -48,8 +48,11 @@ def make_analytic_profile(
 def operator_seconds(work: Work, kind: DeviceKind, precision: Precision) -> float:
     """One operator: launch + max(operations / rate of its kind, bytes / memory rate).
 
-    Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", 2009, section 3.
+    Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", 2009, section 3. An operator
+    that runs inside the one beside it moves only what that one does not have at hand, and is not launched.
     """
+    if work.spared_bytes and precision in kind.fused:
+        return (work.num_bytes - work.spared_bytes) / kind.rate("memory", precision)
     moving = work.num_bytes / kind.rate("memory", precision)
     computing = work.flops / kind.rate(work.kind, precision) if work.flops else 0.0
     return kind.launch_s + max(moving, computing)

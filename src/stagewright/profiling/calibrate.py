@@ -22,7 +22,7 @@ PULL = 0.05
 """How much an efficiency's distance from the file's own weighs against a measurement's error, both as logarithms:
 it decides only what the measurements leave open."""
 ROUNDS = 60
-HARDLY = 0.1
+HARDLY = 0.15
 """A kind of work that takes a smaller share of every measurement than this cannot be told from them."""
 
 

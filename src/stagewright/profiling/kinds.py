@@ -37,6 +37,8 @@ class DeviceKind(Saved):
     efficiency: Mapping[str, float]
     """`conv`, `matmul`, `memory`, or one precision of them such as `conv.fp16`: the share of the peak that is
     reached. Above 1 where an algorithm saves operations that FLOPs count: Winograd convolutions do."""
+    fused: tuple[Precision, ...] = ()
+    """Precisions in which operators on single elements (addition, activation) run inside the operator beside them."""
     launch_s: float = Field(default=0.0, ge=0)
     """What an operator costs beside its work."""
     step_overhead_s: float = Field(default=0.0, ge=0)

@@ -26,6 +26,8 @@ class Work:
     kind: WorkKind
     flops: float
     num_bytes: float
+    spared_bytes: float = 0.0
+    """What of the bytes need not be moved if the operator is fused with the one beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,16 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = float(count(*args, **kwargs, out_val=made)) if count is not None else 0.0
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
         moved = sum(tensor.numel() * self.size_of(tensor) for tensor in tensors)
-        kind: WorkKind = "memory" if not flops else "conv" if "conv" in packet.__name__ else "matmul"
-        return Work(kind, flops, float(moved))
+        kind: WorkKind = "memory" if not flops else "conv" if is_wide(packet.__name__, args) else "matmul"
+        spared = self.spared(made, moved) if torch.Tag.pointwise in func.tags else 0.0
+        return Work(kind, flops, float(moved), spared)
+
+    def spared(self, made: Any, moved: float) -> float:
+        """Bytes of an operator on single elements that fusing saves: one operand's reading, and the writing."""
+        written = sum(
+            leaf.numel() * self.size_of(leaf) for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)
+        )
+        return float(min(2 * written, moved))
 
     def size_of(self, tensor: Tensor) -> int:
         return self.float_bytes if tensor.dtype == torch.float32 else tensor.element_size()
@@ -69,6 +79,14 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was noted since the last time."""
         works, self.works = tuple(self.works), []
         return works
+
+
+def is_wide(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is a convolution over more than one point: with 1 × 1 kernels it is a matrix product."""
+    if "conv" not in name:
+        return False
+    weight = args[2 if "backward" in name else 1]
+    return any(size > 1 for size in weight.shape[2:])
 
 
 def is_view(func: Any) -> bool:

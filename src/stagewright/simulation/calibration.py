@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from stagewright.cluster import Cluster, Device, Link
-from stagewright.cost import Costs
 from stagewright.profile import Profile
+from stagewright.record import DeviceUse
 from stagewright.scheduling import make_schedule
 from stagewright.simulation.rows import Row, plan_of
 from stagewright.simulation.run import simulate
@@ -104,25 +104,20 @@ class Predictor:
         return len({id.host for id in self.schedules[row.id].plan.stages[0].devices})
 
     def memory_parts(self, row: Row, cluster: Cluster, stage: int) -> tuple[int, float]:
-        """What a device of a stage holds, beside the framework: what does not depend on rows, and activations.
-
-        The driver shows what is set aside, and that is room for every batch that versions allow to be under way.
-        """
-        plan, profile = self.schedules[row.id].plan, self.profiles[row.id]
-        first = sum(len(each.layers) for each in plan.stages[:stage])
-        last = first + len(plan.stages[stage].layers)
-        count, versions = len(plan.stages[stage].devices), plan.stages[stage].versions
-        rows = math.ceil(plan.batch / count)
-        costs = Costs(profile, cluster)
-        held = costs.stage_bytes(first, last, rows=rows, held=versions, versions=versions, num_replicas=count)
-        return held.total - held.activations, float(held.activations)
+        """What a device of a stage holds, beside the framework: what does not depend on rows, and activations."""
+        parts = self.device_uses(row, with_memory(cluster, 0, 1.0))[stage].peak_parts
+        return sum(parts.values()) - parts["activations"], float(parts["activations"])
 
     def memory_bytes(self, row: Row, cluster: Cluster) -> tuple[int, int]:
         """Predicted bytes of a device of the first stage and of the last."""
-        device = cluster.hosts[0].devices[0]
-        parts = [self.memory_parts(row, cluster, stage) for stage in (0, len(row.replicas) - 1)]
-        first, last = (round(device.framework_bytes + fixed + device.saved_factor * acts) for fixed, acts in parts)
-        return first, last
+        uses = self.device_uses(row, cluster)
+        return uses[0].peak_bytes, uses[-1].peak_bytes
+
+    def device_uses(self, row: Row, cluster: Cluster) -> list[DeviceUse]:
+        """What the first device of every stage did, as a simulation has it."""
+        schedule = self.schedules[row.id]
+        record = simulate(schedule, self.profiles[row.id], cluster, data=row.data, num_batches=6, detail=False)
+        return [record.devices[workers[0]] for workers in schedule.plan.workers]
 
 
 # ── fits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -238,8 +233,14 @@ def fit_memory(predictor: Predictor, cluster: Cluster, rows: Sequence[Row]) -> C
     if framework < 0 or factor <= 0:
         return cluster
 
+    return with_memory(cluster, round(framework), float(f"{factor:.3g}"))
+
+
+def with_memory(cluster: Cluster, framework_bytes: int, saved_factor: float) -> Cluster:
+    """The cluster with these figures on every device."""
+
     def changed(device: Device) -> Device:
-        return replace(device, framework_bytes=round(framework), saved_factor=float(f"{factor:.3g}"))
+        return replace(device, framework_bytes=framework_bytes, saved_factor=saved_factor)
 
     hosts = tuple(replace(host, devices=tuple(map(changed, host.devices))) for host in cluster.hosts)
     return replace(cluster, hosts=hosts)

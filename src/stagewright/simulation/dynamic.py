@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stagewright.schedule import Action, Kind
 from stagewright.scheduling import holds
-from stagewright.simulation.program import ACTION, CHANNEL, CODE, COMPUTES, DATA, RECEIVE, SEND, SLOT, UPDATE, PlainOp
+from stagewright.simulation.program import (
+    ACTION,
+    CHANNEL,
+    CODE,
+    COMPUTES,
+    DATA,
+    OFFSET,
+    RECEIVE,
+    SECONDS,
+    SEND,
+    SLOT,
+    UPDATE,
+    PlainOp,
+)
 
 if TYPE_CHECKING:
     from stagewright.simulation.engine import Engine, Worker
@@ -66,8 +79,8 @@ class Chooser:
         engine = self.engine
         for turn in range(self.worker.turn, engine.last_turn):
             for op in self.worker.ops:
-                if 0 <= turn + op[1] < engine.num_batches:
-                    yield op, turn + op[1]
+                if 0 <= turn + op[OFFSET] < engine.num_batches:
+                    yield op, turn + op[OFFSET]
 
     def step(self) -> None:
         """Goes on as far as possible: called when something ends, lands or is waited for no more."""
@@ -114,7 +127,7 @@ class Chooser:
                 if unit.key not in self.posted:
                     self.posted.add(unit.key)
                     for op, batch in unit.receives:
-                        self.engine.receive(self.worker, op, batch)
+                        self.engine.issue(self.worker, op, batch)
 
     def can_run(self, unit: Unit) -> bool:
         """Whether a unit has its rows and, going forward, a place to hold them."""
@@ -154,7 +167,7 @@ class Chooser:
 
     def occupy(self, op: PlainOp, batch: int) -> None:
         """Keeps the device busy with an op."""
-        self.busy_s = self.engine.now_s + op[2]
+        self.busy_s = self.engine.now_s + op[SECONDS]
         self.engine.occupy(self.worker, op, batch)
 
     def finish(self) -> None:
@@ -164,7 +177,7 @@ class Chooser:
             self.finished.add(unit.key)
             self.held[unit.key[0]] -= not unit.key[3]
             for op, batch in unit.sends:
-                self.engine.send(self.worker, op, batch)
+                self.engine.issue(self.worker, op, batch)
 
     def head(self) -> tuple[Action, int]:
         """What it waits before, and of which batch."""

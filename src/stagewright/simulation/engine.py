@@ -12,12 +12,12 @@ anew:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
 from stagewright.errors import SimulationError
-from stagewright.schedule import Action
 from stagewright.simulation.dynamic import Chooser
 from stagewright.simulation.loading import Loader
 from stagewright.simulation.log import BUFFERS, Cause, Change, Done, Log, Moved, Reduced
@@ -25,11 +25,19 @@ from stagewright.simulation.network import Flow, Network
 from stagewright.simulation.program import (
     ACTION,
     AGREE,
+    CHANNEL,
+    CODE,
     COMPUTES,
     DATA,
     GATHER,
+    MICROBATCH,
+    NUM_BYTES,
+    OFFSET,
+    READY,
     RECEIVE,
+    SECONDS,
     SEND,
+    SLOT,
     UPDATE,
     Channel,
     PlainOp,
@@ -38,8 +46,6 @@ from stagewright.simulation.program import (
 
 SAME_MOMENT = 1e-12
 """Events this close to one another, relative to the time, are one moment: rounding must not split it."""
-WORKER, CALL = -1, 0
-"""What an event is for: a worker goes on, or something is called; other numbers are the turn of a flow that is over."""
 named: Any = tuple.__new__
 """Makes a named tuple of a plain one, in a third of the time that its own call takes."""
 
@@ -70,8 +76,25 @@ class Lane:
         self.busy = False
 
 
-Load = tuple[Lane, int, Action, int, float, float, float]
-"""A transfer under way: its lane, the slot it fills, what is sent, of which batch, bytes, when issued and started."""
+Event = Worker | tuple[Flow, int] | Callable[[], None]
+"""A worker goes on; a flow is over, unless its rate has changed since the turn; something is called."""
+
+Load = tuple[Lane, PlainOp, int, float, float, int]
+"""A transfer under way: its lane, what is sent, of which batch, when issued and started, the slot it fills."""
+
+
+class Moves(Sequence[Moved]):
+    """The transfers of a run: most are only counted, so each gets its names when it is looked at."""
+
+    def __init__(self, loads: list[tuple[Load, float]]) -> None:
+        self.loads = loads
+
+    def __len__(self) -> int:
+        return len(self.loads)
+
+    def __getitem__(self, number: Any) -> Any:
+        (lane, op, batch, issued_s, start_s, _), stop_s = self.loads[number]
+        return Moved(lane.number, op[ACTION], batch, op[NUM_BYTES], issued_s, start_s, stop_s)
 
 
 class Engine:
@@ -79,14 +102,15 @@ class Engine:
 
     def __init__(self, program: Program, num_batches: int, loader: Loader | None = None) -> None:
         self.program, self.num_batches, self.loader = program, num_batches, loader
-        self.now_s, self.num_events = 0.0, 0
-        self.heap: list[tuple[float, int, int, Any]] = []
+        self.now_s, self.num_done = 0.0, 0
+        self.moments: list[float] = []
+        self.events: dict[float, list[Any]] = {}
         self.last_turn, self.num_slots = num_batches - program.offsets[0], max(len(program.slot_bytes), 1)
         self.workers = [Worker(number, ops, -program.offsets[1]) for number, ops in enumerate(program.lists)]
         if program.plan.policy == "dynamic":
             for worker in self.workers:
                 worker.chooser = Chooser(self, worker)
-        self.moved: list[Moved] = []
+        self.moved: list[tuple[Load, float]] = []
         self.reductions: list[Reduced] = []
         self.network = network = Network(program.costs.wires.rates, self.foresee)
         # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
@@ -114,27 +138,32 @@ class Engine:
 
     def run(self) -> Log:
         """Everything, from the first forward to the last update."""
-        heap, settle, step = self.heap, self.network.settle, self.step
+        moments, events, settle, step = self.moments, self.events, self.network.settle, self.step
         for worker in self.workers:
             step(worker)
         settle(self.now_s)
-        while heap:
-            moment = heap[0][0] * (1 + SAME_MOMENT)
-            while heap and heap[0][0] <= moment:
-                self.now_s, _, turn, who = heappop(heap)
-                if turn < 0:
-                    step(who)
-                elif turn == CALL:
-                    who()
-                elif who.turn == turn:
-                    self.arrive(who)
+        while moments:
+            moment = moments[0] * (1 + SAME_MOMENT)
+            while moments and moments[0] <= moment:
+                self.now_s = heappop(moments)
+                # What happens may add to the list that is gone through.
+                for what in events[self.now_s]:
+                    if type(what) is Worker:
+                        step(what)
+                    elif type(what) is tuple:
+                        flow, turn = what
+                        if flow.turn == turn:
+                            self.arrive(flow)
+                    else:
+                        what()
+                del events[self.now_s]
             settle(self.now_s)
         for worker in self.workers:
             if worker.turn < self.last_turn:
                 raise SimulationError(*self.stuck(worker))
         self.let_go()
         workers = self.workers
-        return Log([one.done for one in workers], self.moved, self.reductions, [one.buffers for one in workers])
+        return Log([one.done for one in workers], Moves(self.moved), self.reductions, [one.buffers for one in workers])
 
     def let_go(self) -> None:
         """Cuts the circles of references, so that all is freed at once when it is used no more."""
@@ -146,22 +175,25 @@ class Engine:
 
     # events
 
-    def at(self, time_s: float, turn: int, who: object) -> None:
-        """Puts an event on the heap."""
-        self.num_events += 1
-        heappush(self.heap, (time_s, self.num_events, turn, who))
+    def at(self, time_s: float, what: Event) -> None:
+        """Notes an event; those of one time share an entry, for replicas do the same at the same time."""
+        together = self.events.get(time_s)
+        if together is None:
+            self.events[time_s] = [what]
+            heappush(self.moments, time_s)
+        else:
+            together.append(what)
 
     def foresee(self, flow: Flow) -> None:
         """The network has changed a flow's rate: this is when it will be over, unless the rate changes again."""
-        self.num_events += 1
-        heappush(self.heap, (flow.stop_s, self.num_events, flow.turn, flow))
+        self.at(flow.stop_s, (flow, flow.turn))
 
     def wake(self, worker: Worker, waited: object, cause: Cause, time_s: float) -> None:
         """Goes on with a worker at a time if this is what it waits for."""
         if worker.wait == waited:
             worker.wait = None
             worker.cause = cause
-            self.at(time_s, WORKER, worker)
+            self.at(time_s, worker)
 
     # workers
 
@@ -174,7 +206,8 @@ class Engine:
             worker.chooser.step()
             return
         ops, place, turn, now_s = worker.ops, worker.place, worker.turn, self.now_s
-        count, batches = len(ops), self.num_batches
+        count, batches, num_slots = len(ops), self.num_batches, self.num_slots
+        lanes, missing, landing, buffers = self.lanes, self.missing, self.landing, worker.buffers
         while True:
             if place == count:
                 place, turn = 0, turn + 1
@@ -183,26 +216,37 @@ class Engine:
                 worker.turn = self.last_turn
                 break
             op = ops[place]
-            code, offset, seconds, slot, channel, _, _, _, ready, _ = op
+            code, offset, seconds, slot, channel, num_bytes, _, _, ready, _ = op
             batch = turn + offset
             place += 1
             if not 0 <= batch < batches:
                 continue
+            key = slot + batch * num_slots
             if code == SEND:
-                self.send(worker, op, batch)
+                lane = lanes[channel]
+                lane.sent.append((op, batch, now_s))
+                buffers.append((now_s, num_bytes, BUFFERS))
+                if lane.posted and not lane.busy:
+                    self.pair_up(lane)
             elif code == RECEIVE:
-                self.receive(worker, op, batch)
+                lane = lanes[channel]
+                missing[key] = missing.get(key, 0) + 1
+                lane.posted.append((op, batch, key))
+                buffers.append((now_s, num_bytes, BUFFERS))
+                if lane.sent and not lane.busy:
+                    self.pair_up(lane)
             elif code == COMPUTES:
-                if slot >= 0 and not self.has_rows(worker, slot + batch * self.num_slots):
+                if slot >= 0 and (key in missing or key in landing) and not self.has_rows(worker, key):
                     place -= 1
                     break
                 if channel == DATA and self.loader is not None and not self.loaded(worker, op, batch):
                     place -= 1
                     break
-                self.num_events += 1
-                worker.done.append(named(Done, (op, batch, now_s, now_s + seconds, worker.cause, self.num_events)))
+                self.num_done += 1
+                stop_s = now_s + seconds
+                worker.done.append(named(Done, (op, batch, now_s, stop_s, worker.cause, self.num_done)))
                 worker.cause = None
-                heappush(self.heap, (now_s + seconds, self.num_events, WORKER, worker))
+                self.at(stop_s, worker)
                 if ready:
                     self.foresee_buckets(worker, op, batch)
                 break
@@ -223,13 +267,13 @@ class Engine:
             time_s, number = self.landing.pop(key)
             if time_s > self.now_s:
                 worker.cause = ("transfer", number)
-                self.at(time_s, WORKER, worker)
+                self.at(time_s, worker)
                 return False
         return True
 
     def passes(self, worker: Worker, op: PlainOp, batch: int) -> bool:
         """Whether a worker gets past a reduction, an update or an agreement; if not, it waits for what that lacks."""
-        code, stage = op[0], op[4]
+        code, stage = op[CODE], op[CHANNEL]
         if code == GATHER:
             self.bucket_ready(worker.number, stage, batch, op[ACTION].peer)
         if code == UPDATE:
@@ -238,28 +282,29 @@ class Engine:
 
     def occupy(self, worker: Worker, op: PlainOp, batch: int) -> None:
         """Starts an op that takes time; buckets become ready while a batch's last backward runs."""
-        stop_s = self.now_s + op[2]
-        self.at(stop_s, WORKER, worker)
-        worker.done.append(Done(op, batch, self.now_s, stop_s, worker.cause, self.num_events))
+        stop_s = self.now_s + op[SECONDS]
+        self.num_done += 1
+        self.at(stop_s, worker)
+        worker.done.append(Done(op, batch, self.now_s, stop_s, worker.cause, self.num_done))
         worker.cause = None
-        if op[8]:
+        if op[READY]:
             self.foresee_buckets(worker, op, batch)
 
     def foresee_buckets(self, worker: Worker, op: PlainOp, batch: int) -> None:
         """Buckets become ready while a batch's last backward runs."""
-        for bucket, share in enumerate(op[8]):
+        for bucket, share in enumerate(op[READY]):
             ready = partial(self.bucket_ready, worker.number, op[ACTION].stage, batch, bucket)
-            self.at(self.now_s + share * op[2], CALL, ready)
+            self.at(self.now_s + share * op[SECONDS], ready)
 
     def loaded(self, worker: Worker, op: PlainOp, batch: int) -> bool:
         """Whether the host has decoded the rows; if not, the worker comes back when it has."""
         loader, host = self.loader, self.program.plan.devices[worker.number].host
         if loader is None:
             return True
-        ready_s = loader.ready_s(host, batch, op[9])
+        ready_s = loader.ready_s(host, batch, op[MICROBATCH])
         if ready_s > self.now_s:
             worker.cause = ("data", host)
-            self.at(ready_s, WORKER, worker)
+            self.at(ready_s, worker)
             return False
         loader.began(host, batch, self.now_s)
         return True
@@ -282,7 +327,7 @@ class Engine:
         here = self.arrived.setdefault(batch, set())
         here.add(worker.number)
         if len(here) == len(self.workers):
-            self.at(self.now_s + self.program.agree_s, CALL, partial(self.agree_over, worker.number, batch))
+            self.at(self.now_s + self.program.agree_s, partial(self.agree_over, worker.number, batch))
         worker.wait = ("agreement", batch)
         return False
 
@@ -294,34 +339,29 @@ class Engine:
 
     # transfers
 
-    def send(self, worker: Worker, op: PlainOp, batch: int) -> None:
-        """Issues a sending."""
-        lane = self.lanes[op[4]]
-        lane.sent.append((op, batch, self.now_s))
-        worker.buffers.append((self.now_s, op[5], BUFFERS))
-        if lane.posted and not lane.busy:
-            self.pair_up(lane)
-
-    def receive(self, worker: Worker, op: PlainOp, batch: int) -> None:
-        """Issues a receipt."""
-        lane, key, missing = self.lanes[op[4]], op[3] + batch * self.num_slots, self.missing
-        missing[key] = missing.get(key, 0) + 1
-        lane.posted.append((op, batch, key))
-        worker.buffers.append((self.now_s, op[5], BUFFERS))
-        if lane.sent and not lane.busy:
+    def issue(self, worker: Worker, op: PlainOp, batch: int) -> None:
+        """Issues a sending or a receipt outside of a worker's list."""
+        lane, key = self.lanes[op[CHANNEL]], op[SLOT] + batch * self.num_slots
+        worker.buffers.append((self.now_s, op[NUM_BYTES], BUFFERS))
+        if op[CODE] == SEND:
+            lane.sent.append((op, batch, self.now_s))
+        else:
+            self.missing[key] = self.missing.get(key, 0) + 1
+            lane.posted.append((op, batch, key))
+        if lane.sent and lane.posted and not lane.busy:
             self.pair_up(lane)
 
     def pair_up(self, lane: Lane) -> None:
         """Starts the next transfer of a channel that is free and whose ends have both issued it."""
         sent, batch, issued_s = lane.sent.popleft()
         received, other, key = lane.posted.popleft()
-        if batch != other or sent[9] != received[9]:
+        if batch != other or sent[MICROBATCH] != received[MICROBATCH]:
             raise SimulationError(*self.mismatch(lane, sent, batch, received, other))
-        flow, num_bytes, now_s = lane.flow, sent[5], self.now_s
-        flow.load = (lane, key, sent[7], batch, num_bytes, issued_s, now_s)
+        flow, num_bytes = lane.flow, sent[NUM_BYTES]
+        flow.load = (lane, sent, batch, issued_s, self.now_s, key)
         if num_bytes and flow.loads:
             lane.busy = True
-            self.network.start(flow, num_bytes, now_s)
+            self.network.start(flow, num_bytes, self.now_s)
         else:
             self.land(flow.load)
 
@@ -341,7 +381,7 @@ class Engine:
         if lane is None:
             stage = load[1]
             way = self.program.reductions[stage].way
-            self.at(self.now_s + (way.latency_s if way else 0.0), CALL, partial(self.reduced, *load[1:]))
+            self.at(self.now_s + (way.latency_s if way else 0.0), partial(self.reduced, *load[1:]))
             return
         self.land(load)
         lane.busy = False
@@ -350,23 +390,22 @@ class Engine:
 
     def land(self, load: Load) -> None:
         """A transfer arrives after its latency: whoever waits for it, or will, may go on then."""
-        lane, key, action, batch, num_bytes, issued_s, start_s = load
-        target, moved, landing = lane.target, self.moved, self.landing
-        stop_s = self.now_s + lane.latency_s
-        moved.append(named(Moved, (lane.number, action, batch, num_bytes, issued_s, start_s, stop_s)))
-        lane.source.buffers.append((stop_s, -num_bytes, BUFFERS))
+        lane, sent, _, _, _, key = load
+        target, number, stop_s = lane.target, len(self.moved), self.now_s + lane.latency_s
+        self.moved.append((load, stop_s))
+        lane.source.buffers.append((stop_s, -sent[NUM_BYTES], BUFFERS))
         left = self.missing.pop(key) - 1
-        latest = landing.get(key)
-        if latest is None or stop_s >= latest[0]:
-            latest = landing[key] = (stop_s, len(moved) - 1)
+        if left or key in self.landing:
+            stop_s, number = self.landing[key] = max(self.landing.get(key, (0.0, 0)), (stop_s, number))
         if left:
             self.missing[key] = left
         elif target.wait == key:
-            target.wait, target.cause = None, ("transfer", latest[1])
-            self.num_events += 1
-            heappush(self.heap, (latest[0], self.num_events, WORKER, target))
-        elif target.chooser is not None:
-            self.at(latest[0], WORKER, target)
+            target.wait, target.cause = None, ("transfer", number)
+            self.at(stop_s, target)
+        else:
+            self.landing[key] = (stop_s, number)
+            if target.chooser is not None:
+                self.at(stop_s, target)
 
     # reductions
 
@@ -392,7 +431,7 @@ class Engine:
             flow.load = (None, *load)
             self.network.start(flow, reduction.way.passes * reduction.bucket_bytes, self.now_s)
         else:
-            self.at(self.now_s, CALL, partial(self.reduced, *load))
+            self.at(self.now_s, partial(self.reduced, *load))
 
     def reduced(self, stage: int, batch: int, bucket: int, start_s: float, last: int) -> None:
         """A bucket is reduced: the next one starts, and the update may go on after the last."""
@@ -409,7 +448,7 @@ class Engine:
     def stuck(self, worker: Worker) -> tuple[str, str]:
         """Which worker waits for what, when nothing can happen any more."""
         op = worker.ops[min(worker.place, len(worker.ops) - 1)]
-        action, batch = op[ACTION], worker.turn + op[1]
+        action, batch = op[ACTION], worker.turn + op[OFFSET]
         if worker.chooser is not None:
             action, batch = worker.chooser.head()
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from stagewright.record import MEMORY_KINDS
@@ -68,7 +69,7 @@ class Log(NamedTuple):
 
     done: list[list[Done]]
     """Worker by worker, in order: what took time on the device."""
-    moved: list[Moved]
+    moved: Sequence[Moved]
     reduced: list[Reduced]
     buffers: list[list[Change]]
     """Worker by worker: buffers taken when a receipt or a sending is issued, given back when a sending has arrived."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from stagewright.cost import StageBytes
 from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Kind
+from stagewright.scheduling import holds
 from stagewright.simulation.log import BUFFERS, Change, Log
 from stagewright.simulation.program import Program, Work, stage_layers
 
@@ -61,6 +62,21 @@ class Ledger:
         total = StageBytes(*(sum(column) for column in zip(*held)))
         return total._replace(gradients=0, framework=self.devices[worker].framework_bytes)
 
+    def set_aside(self, worker: int) -> StageBytes:
+        """What a framework takes before anything runs if it takes all that may ever be needed."""
+        held, device = holds(self.plan), self.devices[worker]
+        every = []
+        for number, stage in enumerate(self.plan.stages):
+            if worker in self.plan.workers[number]:
+                rows = max((work.rows for work in self.program.works if work.stage == number), default=0)
+                how = {"versions": stage.versions, "num_replicas": len(stage.devices), "held": held[number]}
+                bounds = self.bounds[number]
+                every.append(
+                    self.costs.stage_bytes(*bounds, rows=rows, recompute=stage.recompute, device=device, **how)
+                )
+        total = StageBytes(*(sum(column) for column in zip(*every)))
+        return total._replace(framework=device.framework_bytes)
+
     def changes(self, worker: int) -> list[Change]:
         """All changes of one worker; of those at one moment, what is given back comes first."""
         found = [*self.log.buffers[worker], *self.computed(worker)]
@@ -111,6 +127,8 @@ class Ledger:
         peak = [float(part) for part in base]
         for _, num_bytes, kind in changes[:most]:
             peak[kind] += num_bytes
+        if self.devices[worker].sets_aside:
+            peak = [max(part, float(aside)) for part, aside in zip(peak, self.set_aside(worker))]
         whole = {name: round(part) for name, part in zip(MEMORY_KINDS, peak)}
         times, parts = course_of(base, changes) if course else ((), {})
         return Use(sum(whole.values()), whole, times, parts)

@@ -48,7 +48,7 @@ class Network:
         self._known: dict[tuple[int, ...], dict[Flow, float]] = {}
 
     def make_flow(self, loads: Loads, alone: float, shared: Loads | None = None) -> Flow:
-        """A flow that does not run yet, `alone` being its rate on empty links, `shared` the loads that others may share."""
+        """A flow that does not run yet: `alone` is its rate on empty links, `shared` the loads that others share."""
         self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared))
         return self.flows[-1]
 
@@ -152,7 +152,11 @@ def shared_loads(every: Sequence[Loads], rates: Sequence[float]) -> list[Loads]:
     for link in sorted(kept, key=lambda link: (-rates[link], len(users[link]))):
         own = users[link]
         beside = every[min(own, key=lambda number: len(every[number]))]
-        if any(is_covered(own, users[other]) for other, _ in beside if other in kept and rates[other] <= rates[link] and other != link):
+        if any(
+            is_covered(own, users[other])
+            for other, _ in beside
+            if other in kept and rates[other] <= rates[link] and other != link
+        ):
             kept.discard(link)
     return [tuple(load for load in loads if load[0] in kept) for loads in every]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from stagewright.cluster import Cluster, Device
 from stagewright.cost import Collective, Costs
@@ -52,10 +52,18 @@ class Op(NamedTuple):
 
 
 PlainOp = tuple[int, int, float, int, int, float, int, Action, tuple[float, ...], int]
-"""The fields of an `Op` without their names: the engine unpacks hundreds of thousands, and named ones take twice as long."""
+"""The fields of an `Op` without their names: named ones take twice as long to unpack, and there are very many."""
 
-CODE, OFFSET, SLOT, CHANNEL, WORK, ACTION, READY = 0, 1, 3, 4, 6, 7, 8
-"""Where a plain op has them."""
+CODE: Final = 0
+OFFSET: Final = 1
+SECONDS: Final = 2
+SLOT: Final = 3
+CHANNEL: Final = 4
+NUM_BYTES: Final = 5
+WORK: Final = 6
+ACTION: Final = 7
+READY: Final = 8
+MICROBATCH: Final = 9
 
 
 class Work(NamedTuple):
@@ -329,7 +337,7 @@ class Compiler:
         return found
 
     def message_bytes(self, worker: int, stage: int, action: Action, after: bool) -> float:
-        """Bytes of the rows that both ends of a transfer handle, over the boundary after the worker's stage or before it."""
+        """Bytes of the rows that both ends of a transfer handle, over the boundary after the stage or before it."""
         mine = self.rows(stage, action.microbatch, worker)
         theirs = self.rows(stage + (1 if after else -1), action.microbatch, action.peer)
         rows = max(min(mine[1], theirs[1]) - max(mine[0], theirs[0]), 0)
@@ -350,7 +358,7 @@ class Compiler:
 
 
 def patterns(plan: Plan) -> list[int]:
-    """For each microbatch a number that those share whose rows are shared out alike: by size, and by turn if they go round."""
+    """For each microbatch a number that those share whose rows are shared out alike: of one size, and of one turn."""
     cycle = math.lcm(*plan.replicas) if plan.route == "rotate" else 1
     edges = (microbatch_rows(plan.batch, plan.num_microbatches, number) for number in range(plan.num_microbatches))
     kinds: dict[tuple[int, int], int] = {}

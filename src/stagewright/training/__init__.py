@@ -3,5 +3,6 @@
 from stagewright.training.job import Job
 from stagewright.training.loop import train
 from stagewright.training.optimizers import Recipe
+from stagewright.training.recipes import RecipeFile, find_recipe
 
-__all__ = ["Job", "Recipe", "train"]
+__all__ = ["Job", "Recipe", "RecipeFile", "find_recipe", "train"]
