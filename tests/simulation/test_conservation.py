@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stagewright.cluster import Cluster
 from stagewright.errors import SimulationError
-from stagewright.plan import Plan
+from stagewright.plan import POLICIES, Plan, Policy
 from stagewright.profile import Profile
 from stagewright.schedule import Schedule, parse_order
 from stagewright.scheduling import make_schedule
@@ -25,12 +25,14 @@ SLACK = 1 + 1e-9
 
 
 @st.composite
-def settings_of_a_run(draw: st.DrawFn, synchronous: bool = False) -> tuple[Plan, Profile, Cluster]:
+def settings_of_a_run(
+    draw: st.DrawFn, synchronous: bool = False, policies: tuple[Policy, ...] = ("gpipe", "1f1b", "zero-bubble")
+) -> tuple[Plan, Profile, Cluster]:
     """Up to three stages of up to three replicas, uneven layers, uneven links, every order and route."""
     replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     stages = len(replicas)
-    policy = draw(st.sampled_from(["gpipe", "1f1b", "zero-bubble"]))
-    is_stale = not synchronous and policy == "1f1b" and draw(st.booleans())
+    policy = draw(st.sampled_from(policies))
+    is_stale = not synchronous and policy in ("1f1b", "dynamic") and draw(st.booleans())
     made = plan(
         replicas,
         draw(st.integers(1, 6)),
@@ -69,7 +71,7 @@ def test_no_device_computes_two_things_at_once(case):
 
 
 @settings(max_examples=60, deadline=None)
-@given(settings_of_a_run())
+@given(settings_of_a_run(policies=POLICIES))
 def test_no_link_ever_carries_more_than_its_rate(case):
     made, figures, cluster = case
     engine = Engine(make_program(make_schedule(made), figures, cluster), 2)
@@ -85,7 +87,7 @@ def test_no_link_ever_carries_more_than_its_rate(case):
 
 
 @settings(max_examples=60, deadline=None)
-@given(settings_of_a_run())
+@given(settings_of_a_run(policies=POLICIES))
 def test_every_byte_that_is_sent_arrives(case):
     made, figures, _ = case
     program, log = run(*case, num_batches=2)
@@ -97,7 +99,7 @@ def test_every_byte_that_is_sent_arrives(case):
 
 
 @settings(max_examples=60, deadline=None)
-@given(settings_of_a_run())
+@given(settings_of_a_run(policies=POLICIES))
 def test_memory_returns_to_its_start_after_a_flush(case):
     program, log = run(*case, num_batches=3)
     ledger = Ledger(program, log)
@@ -181,7 +183,7 @@ def test_a_plan_of_another_model_is_refused():
 
 
 @settings(max_examples=80, deadline=None)
-@given(settings_of_a_run())
+@given(settings_of_a_run(policies=POLICIES))
 def test_the_critical_path_accounts_for_the_time(case):
     # Every moment of the run belongs to an action, a transfer or a reduction that something later waited for.
     program, log = run(*case, num_batches=2)

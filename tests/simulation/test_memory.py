@@ -51,8 +51,18 @@ def test_a_framework_that_keeps_more_than_needed_is_scaled():
     assert (found[0]["activations"], found[0]["framework"]) == (30, 1000)
 
 
+@pytest.mark.parametrize(("sets_aside", "held"), [(False, 1), (True, 2)])
+def test_a_framework_that_sets_memory_aside_has_room_for_every_batch_that_versions_allow(sets_aside, held):
+    # With hold 1 one batch is under way at a time, though K = 2 would allow two.
+    cluster = star(1e9, 1e9)
+    device = replace(cluster.hosts[0].devices[0], sets_aside=sets_aside)
+    cluster = replace(cluster, hosts=(replace(cluster.hosts[0], devices=(device,) * 2),))
+    found = peaks(plan([1, 1], versions=[2, 1], hold=1), even_profile(2, saved_bytes=10.0), cluster, num_batches=4)
+    assert [parts["activations"] for parts in found] == [10 * held, 10]
+
+
 @settings(max_examples=80, deadline=None)
-@given(settings_of_a_run())
+@given(settings_of_a_run(policies=("gpipe", "1f1b", "zero-bubble", "dynamic")))
 def test_held_activations_stay_within_what_the_schedule_promises(case):
     made, figures, cluster = case
     costs = Costs(figures, cluster)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.simulation.network import Flow, Network
+from stagewright.simulation.network import Flow, Network, shared_loads
 
 
 class Wires:
@@ -85,3 +85,31 @@ def test_rates_are_max_min_fair(rates, wanted):
         full = [link for link, _ in flow.loads if used[link] >= rates[link] * (1 - 1e-9)]
         fastest = [max(other.rate for other in flows if link in dict(other.loads)) for link in full]
         assert any(flow.rate >= rate * (1 - 1e-9) for rate in fastest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([1.0, 3.0, 3.0, 10.0]), min_size=6, max_size=6),
+    st.lists(st.dictionaries(st.integers(0, 5), st.integers(1, 2), min_size=1), min_size=1, max_size=6),
+    st.data(),
+)
+def test_links_that_never_matter_can_be_left_out(rates, wanted, data):
+    every = [tuple(sorted(loads.items())) for loads in wanted]
+    running = data.draw(st.sets(st.sampled_from(range(len(every))), min_size=1))
+    found = []
+    for shared in (every, shared_loads(every, rates)):
+        network = Network(rates, lambda flow: None)
+        flows = [
+            network.make_flow(loads, min(rates[link] / edges for link, edges in loads), few)
+            for loads, few in zip(every, shared)
+        ]
+        for number in sorted(running):
+            network.start(flows[number], 1.0, 0.0)
+        network.settle(0.0)
+        found.append([flow.rate for flow in flows])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_only_the_narrowest_of_links_in_a_row_is_kept():
+    # 0 and 1 leave through links 0 and 1, then both over 2 and 3; link 3 is the narrowest.
+    assert shared_loads([((0, 1), (2, 1), (3, 1)), ((1, 1), (2, 1), (3, 1))], (12, 12, 12, 10)) == [((3, 1),)] * 2
