@@ -100,7 +100,7 @@ def run_case(case: Case, world: World) -> float:
     """The largest relative difference of losses and weights from the reference's."""
     layered = layered_tower()
     plan = plan_of(case, layered.names)
-    settings = Settings(precision="fp64", clip_norm=case.clip_norm, timeout_s=30.0)
+    settings = Settings(precision="fp64", clip_norm=case.clip_norm, timeout_s=90.0)
 
     def rows(batch: int, start: int, stop: int):
         inputs, labels = rows_of_batch(batch, case.batch)
@@ -153,7 +153,7 @@ def main(cases_file: str, results_file: str) -> None:
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads(Path(cases_file).read_text())]
     results = []
-    with open_world(Settings(timeout_s=30.0)) as world:
+    with open_world(Settings(timeout_s=90.0)) as world:
         for case in (case for case in cases if size_of(case) == world.size):
             worst = torch.tensor([run_case(case, world)], dtype=torch.float64)
             if world.control is not None:

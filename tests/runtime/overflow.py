@@ -24,7 +24,7 @@ STEPS, BAD = 4, 2
 def main(folder: str, placement: str) -> None:
     """Trains in fp16; at step BAD one replica of stage 0 gets an infinite gradient."""
     case = Case(placement, microbatches=2)
-    settings = Settings(precision="fp16", timeout_s=30.0)
+    settings = Settings(precision="fp16", timeout_s=90.0)
     with open_world(settings) as world:
         layered = layered_tower(torch.float32)
         plan: Plan = plan_of(case, layered.names)

@@ -26,7 +26,7 @@ def main(folder: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4))
     target = torch.zeros(2, dtype=torch.long)
     layered = make_layered(model, (torch.zeros(2, 6),), loss=cross_entropy_sum(), targets=(target,))
-    with open_world(Settings(timeout_s=30.0)) as world:
+    with open_world(Settings(timeout_s=90.0)) as world:
         plan = plan_of(Case("4", microbatches=1), layered.names)
         feed = FunctionFeed(lambda batch, start, stop: float_rows(batch, start, stop, 24))
         worker = Worker(make_schedule(plan), layered, world, Settings(), make_optimizer=OPTIMIZERS["sgd"], feed=feed)

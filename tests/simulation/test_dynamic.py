@@ -34,8 +34,10 @@ def test_forward_goes_on_while_backward_is_late():
 
 
 def test_backward_comes_first_where_both_are_ready():
-    _, log = run(plan([1, 1], 4, policy="dynamic", hold=4), even_profile(2))
-    assert drawn(log, 1) == "F0 B0 F1 B1 F2 B2 F3 B3 U"
+    # Stage 1 answers within 0.2 s: at 2 s worker 0 could run F2 or B0, and four may be held.
+    figures = profile(layer("l0", 1.0, 1.0), layer("l1", 0.1, 0.1))
+    _, log = run(plan([1, 1], 4, policy="dynamic", hold=4), figures)
+    assert drawn(log, 0) == "F0 F1 B0 B1 F2 F3 B2 B3 U"
 
 
 @pytest.mark.parametrize(("hold", "order"), [(1, "F0 B0 F1 B1 F2 B2 U"), (2, "F0 F1 B0 F2 B1 B2 U")])

@@ -10,11 +10,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
+
+START_UP = timedelta(seconds=120)
+"""How long workers wait for one another to start, at least: many at once on few cores load torch slowly."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,22 @@ def open_world(settings: Settings) -> Iterator[World]:
     if size == 1:
         yield World(rank, size, device, timeout)
         return
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+    store = meet(rank, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     everyone = dist.group.WORLD
     if device.type == "cuda":
         everyone = dist.new_group(list(range(size)), timeout=timeout, backend="nccl")
     yield World(rank, size, device, timeout, dist.group.WORLD, everyone)
     # Not after an error: closing would wait for workers that wait for this one, and the launcher ends them all.
     dist.destroy_process_group()
+
+
+def meet(rank: int, size: int) -> Store:
+    """The store that all workers share, once all of them are there."""
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=START_UP))
+    store.set(f"started/{rank}", "")
+    store.wait([f"started/{number}" for number in range(size)], START_UP)
+    return PrefixStore("run", store)
 
 
 def pick_device(settings: Settings) -> torch.device:

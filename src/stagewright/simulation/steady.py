@@ -36,9 +36,8 @@ def batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
     done = [0.0] * num_batches
     for entries in log.done:
-        for op, batch, _, stop_s, _, _ in entries:
-            if op[CODE] == UPDATE and stop_s > done[batch]:
-                done[batch] = stop_s
+        for entry in [entry for entry in entries if entry[0][CODE] == UPDATE]:
+            done[entry.batch] = max(done[entry.batch], entry.stop_s)
     return done
 
 
