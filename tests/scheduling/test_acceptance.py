@@ -119,6 +119,7 @@ def test_any_costs_give_a_right_schedule(plan, seconds, staleness):
     carry_out(schedule, 3, meet=True)
 
 
+@pytest.mark.slow  # seconds: only on a machine that does nothing else
 @pytest.mark.parametrize("replicas", [(8,) * 8, (63, 1), (1,) * 64, (31, 33)])
 @pytest.mark.parametrize("route", ["split", "rotate"])
 def test_64_workers_and_512_microbatches_take_less_than_5_s(replicas, route):
