@@ -155,7 +155,7 @@ def test_a_ring_over_the_eight_titan_v_runs_at_3_5_gigabytes_a_second() -> None:
     ring = wires.collective(find_cluster("titan-v-8").device_ids, 1e9)
     assert ring is not None
     # Published as about 3.5 GB/s; the shipped file has what the published runs were fitted to.
-    assert ring.bytes_per_s == pytest.approx(3.5e9, rel=0.02)
+    assert ring.bytes_per_s == pytest.approx(3.54e9)
 
 
 def test_a_ring_over_a_v100_host_stays_on_nvlink() -> None:

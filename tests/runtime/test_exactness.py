@@ -35,7 +35,6 @@ def check(results: list[dict[str, object]], expected: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default:a worker of")
 def test_a_part_of_the_matrix_equals_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = all_cases()[::STRIDE]
     results = run_cases(cases, tmp_path, 200)
