@@ -42,6 +42,8 @@ CUTS = {"alexnet": "fc1", "vgg16": "fc1", "resnet50": "layer4.0", "tiny-cnn": "f
 STEPS = {"alexnet": 8, "vgg16": 6, "resnet50": 8, "tiny-cnn": 8}
 BUCKET_BYTES = 25 << 20
 LEARNING_RATE = 0.001
+LOG_CHARACTERS = 6000
+"""How much of a worker's output is shown."""
 
 Step = Callable[[int], list[float]]
 """Runs a number of steps; returns the losses that this worker saw, as sums over its rows."""
@@ -52,15 +54,18 @@ def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)  # type: ignore[arg-type]
 
 
-def plain(model: Layered, world: World, rows: int, *, ddp: bool, bucket_mb: int = 25) -> Step:
-    """The plain loop on this worker's rows; with DDP around it, the recommended way."""
+def plain(model: Layered, world: World, rows: int, spec: str) -> Step:
+    """The plain loop on this worker's rows; with DDP around it, the recommended way, or on a stream that goes first."""
+    name, *details = spec.split(":")
+    bucket_mb = next((int(detail) for detail in details if detail.isdigit()), 25)
     module: nn.Module = model.stage(0, model.num_layers).to(world.device)
     feed = synthetic_feed(model, Settings(device=world.device.type), world.device)
     start = world.worker * rows
     inputs, targets = feed.inputs(0, start, start + rows), feed.targets(0, start, start + rows)
-    if ddp:
+    if name == "ddp":
+        everyone = world.group("ddp", tuple(range(world.size))) if "first" in details else world.everyone
         module = nn.parallel.DistributedDataParallel(
-            module, process_group=world.everyone, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+            module, process_group=everyone, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
         )
     optimizer = sgd(module.parameters())
 
@@ -90,12 +95,14 @@ def ours(model: Layered, name: str, world: World, rows: int, spec: str) -> Step:
             options["staleness"] = detail
         elif detail[0] == "a" and detail[1:].isdigit():
             options["ahead"] = int(detail[1:])
+        elif detail in ("nccl", "staged"):
+            options["transport"] = detail
         elif detail == "rotate":
             options["route"] = detail
         else:
             options["policy"] = detail
     plan = plan_of(model, name, shape, rows, options)
-    settings = Settings(device=world.device.type)
+    settings = Settings(device=world.device.type, transport=options.get("transport", "auto"))  # type: ignore[arg-type]
     feed = synthetic_feed(model, settings, world.device)
     started = time.perf_counter()
     worker = Worker(make_schedule(plan), model, world, settings, make_optimizer=sgd, feed=feed)
@@ -107,6 +114,8 @@ def ours(model: Layered, name: str, world: World, rows: int, spec: str) -> Step:
     if is_debugging() and world.worker in (0, 7):
         print(f"{world.worker} {spec}: warm after {time.perf_counter() - started:.1f} s", flush=True)
     done = [0]
+    if "SERIES_TIMELINE" in os.environ:
+        shown.append(worker)
 
     def step(number: int) -> list[float]:
         worker.run(number, done[0])
@@ -116,6 +125,26 @@ def ours(model: Layered, name: str, world: World, rows: int, spec: str) -> Step:
         return losses
 
     return step
+
+
+shown: list[Worker] = []
+"""The worker whose timeline is to be printed, where anyone asked."""
+
+
+def show_timeline(worker: Worker, step: Step) -> None:
+    """Prints when each action of two steps ran on the first and the last worker."""
+    worker.clock.start()
+    step(2)
+    spans = worker.clock.spans()
+    worker.clock.on = False
+    if worker.world.worker not in (0, WORKERS - 1):
+        return
+    zero = spans[0].start_s
+    text = " ".join(
+        f"{s.kind}{s.batch % 10}.{s.microbatch}:{(s.start_s - zero) * 1e3:.0f}-{(s.stop_s - zero) * 1e3:.0f}"
+        for s in spans
+    )
+    print(f"worker {worker.world.worker} from {zero % 1000:.4f} s: {text}", flush=True)
 
 
 def plan_of(model: Layered, name: str, shape: str, rows: int, options: dict[str, object]) -> Plan:
@@ -169,16 +198,13 @@ def contend(name: str, specs: list[str], rounds: int, world: World) -> list[dict
     peaks, losses = {}, {}
     for spec in specs:
         # One contender at a time is in memory while it is measured for its peak; weights are the same for all.
-        torch.cuda.empty_cache()
         started = time.perf_counter()
         if is_debugging():
             faulthandler.dump_traceback_later(30, exit=True)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = fresh_memory()
         model = build_model(name, seed=0)
         if spec.startswith(("limit", "ddp")):
-            bucket = int(spec.partition(":")[2] or 25)
-            step = plain(model, world, rows, ddp=spec.startswith("ddp"), bucket_mb=bucket)
+            step = plain(model, world, rows, spec)
         else:
             step = ours(model, name, world, rows, spec)
         losses[spec] = step(3)
@@ -187,12 +213,23 @@ def contend(name: str, specs: list[str], rounds: int, world: World) -> list[dict
             print(f"{name} {spec}: first losses {losses[spec]}", flush=True)
         for _ in range(rounds):
             times[spec].append(measure(step, steps, world))
-        peaks[spec] = torch.cuda.max_memory_allocated() - before
+        if shown:
+            show_timeline(shown.pop(), step)
+        peaks[spec] = torch.cuda.max_memory_allocated() - before if torch.cuda.is_available() else 0
         if world.worker == 0:
             rate = rows * WORKERS / statistics.median(times[spec])
             print(f"{name} {spec}: {rate:,.0f} rows/s, {time.perf_counter() - started:.1f} s in all", flush=True)
         del step, model
     return [row(name, spec, rows, times[spec], peaks[spec], losses[spec], world) for spec in specs]
+
+
+def fresh_memory() -> int:
+    """Bytes that are in use before a contender begins."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def row(
@@ -270,8 +307,9 @@ def main() -> None:
             launch([sys.executable, *sys.argv], whole, Path(folder), {**environment, **shared})
         finally:
             for log in sorted(Path(folder).glob("logs/*/*/*/std*.log")):
-                if log.stat().st_size and (log.parent.name == "0" or "Error" in log.read_text()):
-                    print(f"--- {log.parent.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
+                text = log.read_text()
+                if text and (log.parent.name == "0" or "Error" in text or "worker 7" in text):
+                    print(f"--- {log.parent.name}\n{text[-LOG_CHARACTERS:]}", file=sys.stderr)
     if Path(arguments.out).exists():
         print(table(json.loads(Path(arguments.out).read_text())))
 

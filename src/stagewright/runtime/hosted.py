@@ -15,6 +15,8 @@ from stagewright.runtime.batch_norm import synchronize_batch_norm
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
+from stagewright.runtime.sums import StagedSum
+from stagewright.runtime.transport import is_staged
 from stagewright.runtime.weights import OptimizerMaker, Weights
 from stagewright.runtime.world import World
 
@@ -108,6 +110,7 @@ def host_stages(
     for number, stage in enumerate(plan.stages):
         last = first + len(stage.layers)
         group = world.group("reduce", plan.workers[number])
+        add_up = StagedSum(world, plan.workers[number]) if group and is_staged(world, settings) else None
         norms = world.group("batch norm", plan.workers[number]) if settings.sync_batch_norm else None
         if world.worker in plan.workers[number]:
             module = place(layered.stage(first, last), settings, world.device)
@@ -120,7 +123,7 @@ def host_stages(
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
             weights = Weights(module, stage.versions, make_optimizer)
-            reducer = Reducer(weights.parameters, stage.num_buckets, group)
+            reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
             hosted[number] = Hosted(number, plan.workers[number].index(world.worker), plan, runner, weights, reducer)
             if settings.compile:
                 weights.modules = [compiled(slot) for slot in weights.modules]

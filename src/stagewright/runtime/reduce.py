@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
+from stagewright.runtime.sums import Pending, Sum, collective
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Bucket:
     """The piece of `flat` that belongs to each member, in its shape."""
     waiting: set[int] = field(default_factory=set)
     """Members whose gradient the running backward has yet to finish."""
-    work: dist.Work | None = None
+    work: Pending | None = None
 
 
 def cut_into_buckets(sizes: Sequence[int], num_buckets: int) -> list[list[int]]:
@@ -50,10 +51,15 @@ class Reducer:
     """Sums one stage's gradients over its replicas, one set of buckets a slot."""
 
     def __init__(
-        self, parameters: Sequence[Sequence[nn.Parameter]], num_buckets: int, group: dist.ProcessGroup | None
+        self,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        num_buckets: int,
+        group: dist.ProcessGroup | None,
+        add_up: Sum | None = None,
     ) -> None:
         self.parameters = parameters
         self.group = group
+        self._add_up = add_up or (collective(group) if group else None)
         self._armed: int | None = None
         """The slot whose buckets start by themselves."""
         self._next = [0] * len(parameters)
@@ -97,7 +103,8 @@ class Reducer:
                 torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         for parameter in parameters:
             parameter.grad = None
-        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        if self._add_up is not None and bucket.flat.numel():
+            bucket.work = self._add_up(bucket.flat)
         self._next[slot] += 1
 
     def start(self, slot: int, number: int) -> None:

@@ -30,6 +30,8 @@ class Settings:
     compile: bool = False
     seed: int = 0
     on_nan: OnNan = "stop"
+    transport: Literal["auto", "nccl", "staged"] = "auto"
+    """How rows move between cards: by NCCL, or staged in pinned memory; by default whatever suits the cards."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker; None shares the cores out."""
     timeout_s: float = Field(default=300.0, gt=0)

@@ -45,7 +45,7 @@ class Worker:
         self.feed, self.metric, self.num_metrics = feed, metric, num_metrics
         self.hosted = host_stages(self.plan, layered, world, settings, make_optimizer)
         settle_dtypes(self.hosted, self.plan, world, settings)
-        self.transport = make_transport(world, self.plan)
+        self.transport = make_transport(world, self.plan, settings)
         self.clock = Clock(world.worker, world.device)
         self.scale = LossScale(settings)
         self.verdicts: dict[int, Verdict] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from stagewright.runtime.settings import Settings
 
 START_UP = timedelta(seconds=120)
 """How long workers wait for one another to start, at least: many at once on few cores load torch slowly."""
+
+SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,14 @@ class World:
         """`nccl` on cards, `gloo` elsewhere."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def group(self, purpose: str, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def group(self, purpose: str, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup | None:
         """A communicator of its own for a purpose; None for one member. All workers must ask, in the same order."""
         if len(members) < 2:
             return None
-        key = (purpose, members)
+        key, backend = (purpose, members), backend or self.backend
         if key not in self._groups:
-            group = self._groups[key] = dist.new_group(list(members), timeout=self.timeout, backend=self.backend)
-            if self.backend == "nccl" and self.worker in members:
+            group = self._groups[key] = dist.new_group(list(members), timeout=self.timeout, backend=backend)
+            if backend == "nccl" and self.worker in members:
                 # NCCL connects at the first use, which would stop a worker in the middle of a step.
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return self._groups[key]
@@ -59,6 +62,8 @@ class World:
 def open_world(settings: Settings) -> Iterator[World]:
     """This process as one of the workers that the launcher named in the environment; closed again at the end."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # Python lets a thread run for 5 ms before another may: too long for those that only pass rows on.
+    sys.setswitchinterval(SWITCH_S)
     become_a_host(rank)
     device = pick_device(settings)
     timeout = timedelta(seconds=settings.timeout_s)
