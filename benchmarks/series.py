@@ -1,6 +1,6 @@
 """The series' own experiment on one card: eight workers, data parallel and 7-1, against torch DDP and the limit.
 
-    python benchmarks/series.py --models alexnet,vgg16,resnet50 --rounds 3
+    python benchmarks/series.py --models vgg16 --contenders limit,ddp,7-1:m2:zero-bubble:hold2:b8 --rounds 3
 
 Each worker has an eighth of the card's multiprocessors (CUDA MPS) and NCCL between them runs over loopback sockets, as
 it would between hosts on a modest network. All contenders of a model run in the same processes, in turn, and the median
@@ -290,7 +290,7 @@ def main() -> None:
     """Starts the workers, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="alexnet,vgg16,resnet50")
-    parser.add_argument("--contenders", default="limit,ddp,dp,dp:2bw,7-1:m4:1f1b,7-1:m8:1f1b")
+    parser.add_argument("--contenders", default="limit,ddp,dp:b8,dp:2bw:b8,7-1:m4:zero-bubble:hold4:b8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", default="series.json")

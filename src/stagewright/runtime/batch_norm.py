@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stagewright.errors import UsageError
+from stagewright.plan import Plan
+
 
 class _SumOverReplicas(torch.autograd.Function):
     """The sum over a group, whose gradient is the sum of the gradients."""
@@ -36,6 +39,27 @@ def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -
         if isinstance(part, _BatchNorm) and group is not None:
             part.forward = _SharedForward(part, group)  # type: ignore[method-assign, assignment]
     return module
+
+
+def check_batch_norm(plan: Plan) -> None:
+    """Refuses plans under which the replicas of a stage do not come to their batch norms together."""
+    for stage, num_replicas in enumerate(plan.replicas):
+        if num_replicas == 1:
+            continue
+        if plan.route == "rotate" or plan.policy == "dynamic":
+            word = "the route rotate" if plan.route == "rotate" else "the schedule dynamic"
+            raise UsageError(
+                f"--sync-batch-norm needs all replicas of stage {stage} at one microbatch, which {word} does not give",
+                "use --route split and a static schedule, or leave --sync-batch-norm out",
+            )
+        for microbatch in range(plan.num_microbatches):
+            found = len(plan.shares(stage, microbatch))
+            if found < num_replicas:
+                raise UsageError(
+                    f"--sync-batch-norm needs rows on all {num_replicas} replicas of stage {stage}, but microbatch "
+                    f"{microbatch} gives rows to {found}",
+                    "use a larger --batch or fewer --microbatches",
+                )
 
 
 class _SharedForward:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
-from stagewright.runtime.batch_norm import synchronize_batch_norm
+from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
@@ -106,6 +106,8 @@ def host_stages(
 ) -> dict[int, Hosted]:
     """The stages that the plan puts on this worker, ready to run. All workers must call it, for the groups."""
     hosted: dict[int, Hosted] = {}
+    if settings.sync_batch_norm:
+        check_batch_norm(plan)
     first = 0
     for number, stage in enumerate(plan.stages):
         last = first + len(stage.layers)
