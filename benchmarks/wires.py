@@ -24,7 +24,7 @@ from stagewright.plan import Plan, Stage
 from stagewright.runtime.launch import launch, worker_environment
 from stagewright.runtime.mps import shared_cards
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.sums import StagedSum, collective
+from stagewright.runtime.sums import CollectiveSum, StagedSum
 from stagewright.runtime.transport import Channel, Transport
 from stagewright.runtime.transport.nccl import NcclTransport
 from stagewright.runtime.transport.staged import StagedTransport
@@ -80,13 +80,13 @@ def work(megabytes: int) -> None:
         group = world.group("reduce", everyone)
         if group is None:
             return
-        plan, staged_sum = uneven_plan(), StagedSum(world, everyone)
+        plan, staged_sum, collective = uneven_plan(), StagedSum(world, everyone), CollectiveSum(group)
         ways: dict[str, Callable[[], None]] = {}
         for transport in (StagedTransport(world, plan), NcclTransport(world, plan)):
             for is_forward, what in ((True, "7 → 1"), (False, "1 → 7")):
                 ways[f"{what} {transport.name}"] = move(transport, is_forward, numel, world)
-        ways["all-reduce NCCL"] = lambda: void(collective(group)(flat).wait())
-        ways["all-reduce staged"] = lambda: void(staged_sum(flat).wait())
+        ways["all-reduce NCCL"] = lambda: void(collective.start(flat).wait())
+        ways["all-reduce staged"] = lambda: void(staged_sum.start(flat).wait())
         for name, once in ways.items():
             seconds = median_s(once, world)
             if world.worker == 0:

@@ -20,11 +20,12 @@ def main() -> None:
             expected = [torch.randn(tensor.shape) for tensor in tensors]
             for tensor, value in zip(tensors, expected):
                 tensor.copy_(value)
-            pending = [add_up(tensor) for tensor in tensors]
+            pending = [add_up.start(tensor) for tensor in tensors]
             for each, tensor, value in zip(pending, tensors, expected):
                 each.wait()
                 dist.all_reduce(value, group=world.control)
                 torch.testing.assert_close(tensor.cpu(), value)
+        add_up.close()
         print("equal", flush=True)
 
 

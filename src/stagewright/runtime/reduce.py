@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.runtime.sums import Pending, Sum, collective
+from stagewright.runtime.sums import CollectiveSum, Pending, Sum
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Reducer:
     ) -> None:
         self.parameters = parameters
         self.group = group
-        self._add_up = add_up or (collective(group) if group else None)
+        self._add_up = add_up or (CollectiveSum(group) if group else None)
         self._armed: int | None = None
         """The slot whose buckets start by themselves."""
         self._next = [0] * len(parameters)
@@ -104,7 +104,7 @@ class Reducer:
         for parameter in parameters:
             parameter.grad = None
         if self._add_up is not None and bucket.flat.numel():
-            bucket.work = self._add_up(bucket.flat)
+            bucket.work = self._add_up.start(bucket.flat)
         self._next[slot] += 1
 
     def start(self, slot: int, number: int) -> None:
@@ -132,6 +132,11 @@ class Reducer:
             for index, view in zip(bucket.members, bucket.views):
                 summed[index] = view
         return summed
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        if self._add_up is not None:
+            self._add_up.close()
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int) -> list[Bucket]:

@@ -13,7 +13,7 @@ computing. A row is added up in one place, so all have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -40,20 +40,30 @@ class Pending(Protocol):
         """Returns when what follows on this worker (or on its stream) may read the sum."""
 
 
-Sum = Callable[[Tensor], Pending]
-"""Starts to add up a tensor over a stage's replicas, in place."""
+class Sum(Protocol):
+    """A way to add up tensors over a stage's replicas."""
+
+    def start(self, tensor: Tensor) -> Pending:
+        """Starts to add up a tensor, in place."""
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
 
 
-def collective(group: dist.ProcessGroup) -> Sum:
+class CollectiveSum:
     """The group's own all-reduce."""
 
-    def start(tensor: Tensor) -> Pending:
-        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def start(self, tensor: Tensor) -> Pending:
+        work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
         if work is None:
             raise RunError("this worker is no member of the group that it adds up with")
         return work
 
-    return start
+    def close(self) -> None:
+        return None
 
 
 class StagedSum:
@@ -64,7 +74,7 @@ class StagedSum:
         self._lanes = lanes if world.worker in members else []
         self._started = 0
 
-    def __call__(self, tensor: Tensor) -> Pending:
+    def start(self, tensor: Tensor) -> Pending:
         made = new_event()
         made.record()
         return _All([self._start(piece, made) for piece in torch.split(tensor, PIECE_BYTES // tensor.element_size())])
@@ -73,6 +83,10 @@ class StagedSum:
         """Starts the exchange of one piece, in the lane whose turn it is."""
         lane, self._started = self._lanes[self._started % LANES], self._started + 1
         return lane.start(piece, made)
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
 
 
 class _All:
@@ -116,6 +130,10 @@ class _Lane:
                 here.record()
 
         return Copied(Promise(self._errands, exchange, self._timeout_s), here)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._errands.close(self._timeout_s)
 
     def _mirror(self, piece: Tensor) -> Tensor:
         """Pinned memory for a piece: a row for each member to add up."""

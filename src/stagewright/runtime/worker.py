@@ -299,8 +299,10 @@ class Worker:
         """Versions live in slots that batches take in turn: there is nothing to switch or to release."""
 
     def close(self) -> None:
-        """Waits until everything sent has left."""
+        """Waits until everything sent has left, and ends what runs in the background."""
         self.transport.close()
+        for here in self.hosted.values():
+            here.reducer.close()
 
 
 def together(order: Iterable[Action]) -> Iterator[list[Action]]:
