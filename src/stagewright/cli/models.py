@@ -3,75 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from difflib import get_close_matches
-from importlib.resources import files
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.errors import ModelError
-
-
-class Layer(NamedTuple):
-    """One line of `--layers`."""
-
-    name: str
-    parameters: int
-    forward_flops: int
-
-
-class Model(NamedTuple):
-    """One line of the table."""
-
-    name: str
-    about: str
-    sample_shape: tuple[int, ...]
-    layers: tuple[Layer, ...]
-
-    @property
-    def parameters(self) -> int:
-        """All parameters, shared ones once."""
-        return sum(layer.parameters for layer in self.layers)
-
-    @property
-    def forward_flops(self) -> int:
-        """Operations of one row's forward pass; a multiply-add is two."""
-        return sum(layer.forward_flops for layer in self.layers)
-
-    def summary(self) -> dict[str, object]:
-        """The figures that `--json` prints."""
-        return {
-            "name": self.name,
-            "parameters": self.parameters,
-            "num_layers": len(self.layers),
-            "forward_flops": self.forward_flops,
-            "sample_shape": self.sample_shape,
-            "about": self.about,
-        }
-
-
-def read_models() -> Mapping[str, Model]:
-    """The models in the file of counts, by name."""
-    plain = json.loads((files("stagewright") / "models" / "counts.json").read_text(encoding="utf-8"))
-    return {name: make_model(name, entry) for name, entry in plain.items()}
-
-
-def make_model(name: str, entry: dict[str, Any]) -> Model:
-    """The model that one entry of the file describes."""
-    return Model(name, entry["about"], tuple(entry["sample"]), tuple(Layer(*layer) for layer in entry["layers"]))
-
-
-def find_model(name: str) -> Model:
-    """The model of this name."""
-    known = read_models()
-    if name not in known:
-        close = get_close_matches(name, known, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
-        raise ModelError(f"no model is called '{name}'", hint)
-    return known[name]
+from stagewright.planning.counted import Model, find_model, read_models
 
 
 def complete_model(incomplete: str) -> list[str]:

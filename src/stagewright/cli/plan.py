@@ -90,18 +90,14 @@ def load_profile(what: str, cluster: Cluster, options: PlanOptions, precision: s
         return Profile.load(what)
     if precision not in ("fp32", "bf16", "fp16"):
         raise UsageError(f"--precision is {precision!r}: expected fp32, bf16 or fp16")
-    from stagewright.models import build_model
-    from stagewright.profiling.analytic import make_analytic_profile
-    from stagewright.profiling.kinds import find_kind
+    from stagewright.profiling.analytic import profile_by_name
 
     batch = options.batch or (options.batch_per_device or 0) * len(cluster.device_ids)
     if not batch:
         raise UsageError("the batch is not given", "add --batch ROWS")
     share = max(batch // len(cluster.device_ids), 2)
-    sizes = sorted({max(share // 4, 2), share, max(batch // 2, 2), max(batch, 2)})
-    kind = find_kind(cluster.hosts[0].devices[0].kind)
-    model = build_model(what, device="meta")
-    return make_analytic_profile(model, kind, batch_sizes=sizes, precision=cast(Precision, precision), name=what)
+    sizes = tuple(sorted({max(share // 4, 2), share, max(batch // 2, 2), max(batch, 2)}))
+    return profile_by_name(what, cluster.hosts[0].devices[0].kind, sizes, cast(Precision, precision))
 
 
 def simulated(profile: Profile, cluster: Cluster) -> Score:

@@ -13,19 +13,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.cluster import Cluster, DeviceId, find_cluster, format_devices, format_placement, parse_placement
+from stagewright.cluster import Cluster, DeviceId, find_cluster, format_devices, format_placement
 from stagewright.errors import UsageError
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
-from stagewright.planning import PlanOptions, fixed_plan
+from stagewright.planning import PlanOptions
 from stagewright.planning.options import RatioOf
 from stagewright.profile import Precision, Profile
 from stagewright.record import DeviceUse, Record
 from stagewright.report import chrome_trace, timeline_svg
 from stagewright.report.figures import rate, seconds
-from stagewright.simulation import faster_links, fastest_schedule
-from stagewright.simulation import simulate as simulate_schedule
+from stagewright.simulation import faster_links
 from stagewright.simulation.plot import plot_svg
 from stagewright.simulation.run import IMAGENET_IMAGES
+from stagewright.simulation.setting import Setting
 from stagewright.simulation.whatif import Point, knee, parse_counts, parse_factors
 
 BAR = 40
@@ -82,8 +82,18 @@ def simulate(
         recompute=recompute,
         num_buckets=buckets,
     )
-    case = Case(what, find_cluster(cluster), profile, options, cast(Precision, precision), data, epoch_images)
-    points = list(sweep(case, batch, bandwidth, devices, detail=not as_json or bool(trace or timeline or out)))
+    hardware = find_cluster(cluster)
+    plan = Plan.load(what) if Path(what).suffix in (".json", ".yaml", ".yml") else None
+    setting = Setting(
+        model=what if plan is None else plan.model,
+        plan=plan,
+        profile=None if profile is None else Profile.load(profile),
+        precision=cast(Precision, precision),
+        data=data,
+        epoch_images=epoch_images,
+    )
+    detail = not as_json or bool(trace or timeline or out)
+    points = list(sweep(setting, hardware, options, batch, bandwidth, devices, detail=detail))
     if len(points) > 1:
         show_sweep(points, as_json, plot)
         return
@@ -92,70 +102,18 @@ def simulate(
     if as_json:
         typer.echo(json.dumps(record.summary() | {"limit": record.limit, "notes": record.notes}, ensure_ascii=False))
     else:
-        show(record, case.cluster, saved)
-
-
-class Case:
-    """What to simulate: a plan file, or a model with the options that make a plan of it."""
-
-    def __init__(
-        self,
-        what: str,
-        cluster: Cluster,
-        profile: Path | None,
-        options: PlanOptions,
-        precision: Precision,
-        data: str,
-        epoch_images: int,
-    ) -> None:
-        self.cluster, self.options, self.precision = cluster, options, precision
-        self.data, self.epoch_images = data, epoch_images
-        self.plan = Plan.load(what) if Path(what).suffix in (".json", ".yaml", ".yml") else None
-        self.model = what if self.plan is None else self.plan.model
-        self.profile = None if profile is None else Profile.load(profile)
-
-    def record(self, cluster: Cluster, options: PlanOptions, detail: bool) -> Record:
-        """The simulation of one setting."""
-        profile = self.profile or self.analytic(cluster, self.rows(cluster, options))
-        made = self.with_batch(options) if self.plan is not None else fixed_plan(profile, options, cluster)
-        agree = self.precision == "fp16" or profile.precision == "fp16"
-        schedule = fastest_schedule(made, profile, cluster, agree=agree, data=self.data)
-        return simulate_schedule(
-            schedule, profile, cluster, data=self.data, epoch_images=self.epoch_images, detail=detail
-        )
-
-    def with_batch(self, options: PlanOptions) -> Plan:
-        """The plan in the file, with the batch and the bound that were given instead of its own."""
-        assert self.plan is not None
-        batch = self.plan.batch if options.batch is None else options.batch
-        return replace(self.plan, batch=batch, hold=options.hold or self.plan.hold)
-
-    def rows(self, cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
-        """Numbers of rows to profile: a first-stage replica's, a quarter of them, and a whole microbatch."""
-        if self.plan is not None:
-            first, batch, count = self.plan.replicas[0], options.batch or self.plan.batch, self.plan.num_microbatches
-        else:
-            text = options.placement or ""
-            first = len(parse_placement(text, cluster)[0])
-            batch, count = options.rows(first), options.num_microbatches or 1
-        whole = max(batch // count, 1)
-        share = max(whole // first, 1)
-        return tuple(sorted({max(share // 4, 2), max(share, 2), max(whole, 2)}))
-
-    def analytic(self, cluster: Cluster, sizes: tuple[int, ...]) -> Profile:
-        """A profile of the cluster's kind of device, from shapes alone."""
-        # Only this needs torch, which takes seconds to import.
-        from stagewright.models import build_model
-        from stagewright.profiling.analytic import make_analytic_profile
-        from stagewright.profiling.kinds import find_kind
-
-        kind = find_kind(cluster.hosts[0].devices[0].kind)
-        model = build_model(self.model, device="meta")
-        return make_analytic_profile(model, kind, batch_sizes=sizes, precision=self.precision, name=self.model)
+        show(record, hardware, saved)
 
 
 def sweep(
-    case: Case, batch: str | None, bandwidth: str | None, devices: str | None, *, detail: bool
+    setting: Setting,
+    hardware: Cluster,
+    fixed: PlanOptions,
+    batch: str | None,
+    bandwidth: str | None,
+    devices: str | None,
+    *,
+    detail: bool,
 ) -> Iterator[Point]:
     """One point for each value of the option that has several; a single point where none has."""
     batches = parse_counts(batch, "--batch") if batch else (None,)
@@ -169,12 +127,12 @@ def sweep(
     for rows in batches:
         for factor in factors:
             for count in counts:
-                options = replace(
-                    case.options, batch=rows, batch_per_device=None if rows else case.options.batch_per_device
-                )
+                options = replace(fixed, batch=rows, batch_per_device=None if rows else fixed.batch_per_device)
                 if count is not None:
-                    options = replace(options, placement=first_devices(case, count))
-                cluster = faster_links(case.cluster, factor) if factor != 1 else case.cluster
+                    if setting.plan is not None or fixed.placement:
+                        raise UsageError("--devices is for data parallelism", "leave --placement and the plan file out")
+                    options = replace(options, placement=first_devices(hardware, count))
+                cluster = faster_links(hardware, factor) if factor != 1 else hardware
                 value = float(rows or 0) if len(batches) > 1 else float(count or 0) if len(counts) > 1 else factor
                 label = (
                     f"batch {rows}"
@@ -183,16 +141,14 @@ def sweep(
                     if len(counts) > 1
                     else f"links ×{factor:g}"
                 )
-                yield Point(value, label, case.record(cluster, options, detail and not many))
+                yield Point(value, label, setting.record(cluster, options, detail=detail and not many))
 
 
-def first_devices(case: Case, count: int) -> str:
+def first_devices(cluster: Cluster, count: int) -> str:
     """Data parallelism over the cluster's first devices."""
-    if case.plan is not None or case.options.placement:
-        raise UsageError("--devices is for data parallelism", "leave --placement and the plan file out")
-    ids = case.cluster.device_ids
+    ids = cluster.device_ids
     if count > len(ids):
-        raise UsageError(f"--devices {count}: {case.cluster.name} has {len(ids)}", "give another --cluster")
+        raise UsageError(f"--devices {count}: {cluster.name} has {len(ids)}", "give another --cluster")
     return format_placement([ids[:count]])
 
 

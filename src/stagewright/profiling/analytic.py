@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from stagewright.models.layered import Layered
+from stagewright.models.zoo import build_model
 from stagewright.profile import Precision, Profile
 from stagewright.profiling.facts import find_facts, layer_profiles
-from stagewright.profiling.kinds import DeviceKind
+from stagewright.profiling.kinds import DeviceKind, find_kind
 from stagewright.profiling.layers import make_pieces
 from stagewright.profiling.operators import UnitWork, Work, record_work
 
@@ -43,6 +45,13 @@ def make_analytic_profile(
         versions={"torch": str(torch.__version__)},
         notes=(f"roofline of {kind.name}: {', '.join(f'{k} {v:g}' for k, v in kind.efficiency.items())}", *kind.notes),
     )
+
+
+@cache
+def profile_by_name(model: str, device: str, sizes: tuple[int, ...], precision: Precision) -> Profile:
+    """The analytic profile of a model of the zoo on a kind of device, both by name; made once, however often asked."""
+    built = build_model(model, device="meta")
+    return make_analytic_profile(built, find_kind(device), batch_sizes=sizes, precision=precision, name=model)
 
 
 def operator_seconds(work: Work, kind: DeviceKind, precision: Precision) -> float:

@@ -1,0 +1,81 @@
+"""The models that come with the library, from a file of counts: nothing is built, and torch is not needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from stagewright.errors import ModelError
+from stagewright.planning.ratio import LayerTable
+
+
+class Layer(NamedTuple):
+    """One line of `--layers`."""
+
+    name: str
+    parameters: int
+    forward_flops: int
+
+
+class Model(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    about: str
+    sample_shape: tuple[int, ...]
+    layers: tuple[Layer, ...]
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, shared ones once."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of one row's forward pass; a multiply-add is two."""
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def table(self) -> LayerTable:
+        """What cutting needs to know of the layers, as for training: time goes by their operations."""
+        return LayerTable(
+            model=self.name,
+            names=tuple(layer.name for layer in self.layers),
+            flops=tuple(float(layer.forward_flops) for layer in self.layers),
+            parameter_bytes=tuple(4 * layer.parameters for layer in self.layers),
+        )
+
+    def summary(self) -> dict[str, object]:
+        """The figures that `--json` prints."""
+        return {
+            "name": self.name,
+            "parameters": self.parameters,
+            "num_layers": len(self.layers),
+            "forward_flops": self.forward_flops,
+            "sample_shape": self.sample_shape,
+            "about": self.about,
+        }
+
+
+def read_models() -> Mapping[str, Model]:
+    """The models in the file of counts, by name."""
+    plain = json.loads((files("stagewright") / "models" / "counts.json").read_text(encoding="utf-8"))
+    return {name: make_model(name, entry) for name, entry in plain.items()}
+
+
+def make_model(name: str, entry: dict[str, Any]) -> Model:
+    """The model that one entry of the file describes."""
+    return Model(name, entry["about"], tuple(entry["sample"]), tuple(Layer(*layer) for layer in entry["layers"]))
+
+
+def find_model(name: str) -> Model:
+    """The model of this name."""
+    known = read_models()
+    if name not in known:
+        close = get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+        raise ModelError(f"no model is called '{name}'", hint)
+    return known[name]
