@@ -63,10 +63,20 @@ class DeviceUse:
     peak_parts: Mapping[str, int] = Field(default_factory=dict)
     """What the peak consists of, by the kinds in MEMORY_KINDS."""
     driver_bytes: int | None = Field(default=None, ge=0)
-    """What the driver showed for the device, where one was asked."""
+    """What the driver showed for the device, where one was asked; for a CPU worker, what the kernel did."""
+    driver_share: float | None = Field(default=None, ge=0, le=1.000001)
+    """The mean utilisation that the driver, or the kernel, showed while the device was in use."""
     memory_s: tuple[float, ...] = ()
     memory_parts: Mapping[str, tuple[int, ...]] = Field(default_factory=dict)
     """Memory over time: for each kind the bytes at each of `memory_s`."""
+
+    def __post_init__(self) -> None:
+        for kind, values in self.memory_parts.items():
+            if len(values) != len(self.memory_s):
+                raise RecordError(
+                    f"device {self.device}: key memory_parts.{kind} holds {len(values)} values, but memory_s holds "
+                    f"{len(self.memory_s)}"
+                )
 
 
 @noun(error=RecordError)

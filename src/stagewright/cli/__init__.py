@@ -26,6 +26,7 @@ VERBS = {
     "calibrate": "Refit device and cluster files to measured runs.",
     "data": "Make, convert and inspect sets of labelled images.",
     "train": "Train for real, with a worker for each device.",
+    "bench": "Run a suite of cases, repeated and kept; compare two such runs.",
     "report": "One page and one Markdown file from the records in a folder.",
 }
 """Every verb and what it is for, in the order of the work."""

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stagewright.errors import ModelError
 from stagewright.planning.counted import Model, find_model, read_models
 
 

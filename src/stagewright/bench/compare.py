@@ -1,0 +1,168 @@
+"""Two folders of results against one another: which cases changed, and which only wavered.
+
+A repetition is one observation. Whether two cases differ is asked of the exact rank test (Wilcoxon, "Individual
+comparisons by ranking methods", 1945; Mann and Whitney, 1947), which supposes nothing about how times are distributed;
+how much, of a bootstrap interval of the ratio of medians (Efron, "Bootstrap methods", 1979).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import comb, erfc, sqrt
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from stagewright.report.cases import Case, plan_key, read_results
+from stagewright.report.comparison import differences
+
+Verdict = Literal["faster", "slower", "noise", "same", "too few runs", "not the same work", "only in A", "only in B"]
+LEVEL = 0.05
+"""How often, of all cases that did not change, one may be called changed (Benjamini and Hochberg 1995: of those called
+changed, how many may not have)."""
+MAX_ARRANGEMENTS = 200_000
+"""Up to so many ways to deal the ranks out, all are counted; beyond, the normal distribution is near enough."""
+DRAWS = 4000
+SAME = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One case in both folders."""
+
+    name: str
+    source: str
+    verdict: Verdict
+    before: float | None = None
+    after: float | None = None
+    """Median images a second."""
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    """The interval that holds the ratio 95 times in 100."""
+    p: float | None = None
+    runs: tuple[int, int] = (0, 0)
+    why: str = ""
+
+    def summary(self) -> Mapping[str, Any]:
+        """The figures that `--json` prints."""
+        return {**vars(self), "runs": list(self.runs)}
+
+
+def compare(before: Path, after: Path) -> list[Comparison]:
+    """Every case that is in either folder; verdicts take account of how many cases were looked at."""
+    first, second = by_name(before), by_name(after)
+    made = []
+    for key in dict.fromkeys((*first, *second)):
+        name, source = key
+        if key not in second or key not in first:
+            made.append(Comparison(name=name, source=source, verdict="only in A" if key in first else "only in B"))
+        else:
+            made.append(compare_cases(first[key], second[key]))
+    return judge(made)
+
+
+def by_name(folder: Path) -> dict[tuple[str, str], Case]:
+    """The cases of a folder by name and source."""
+    return {(case.name, case.source): case for case in read_results(folder).cases}
+
+
+def compare_cases(one: Case, two: Case) -> Comparison:
+    """One case before and after; no verdict yet where chance may explain the difference."""
+    told: dict[str, Any] = {"name": one.name, "source": one.source, "runs": (len(one.rates), len(two.rates))}
+    # Another machine is what may be compared; other work is not.
+    unlike = [text for text in differences(two, one) if not text.startswith("cluster ")]
+    unlike += [] if plan_key(one.plan) == plan_key(two.plan) else ["the plans differ"]
+    if unlike:
+        return Comparison(**told, verdict="not the same work", why="; ".join(unlike))
+    figures: dict[str, Any] = {
+        "before": one.images_per_s,
+        "after": two.images_per_s,
+        "ratio": two.images_per_s / one.images_per_s,
+    }
+    if one.source == "simulated":
+        # Nothing wavers in a simulation: any difference is a change.
+        ratio = figures["ratio"]
+        verdict: Verdict = "same" if abs(ratio - 1) <= SAME else "faster" if ratio > 1 else "slower"
+        return Comparison(**told, **figures, verdict=verdict)
+    if smallest_p(len(one.rates), len(two.rates)) > LEVEL:
+        why = "no result could tell so few runs from chance: 4 on either side can"
+        return Comparison(**told, **figures, verdict="too few runs", why=why)
+    low, high = ratio_interval(one.rates, two.rates)
+    p = rank_test(one.rates, two.rates)
+    return Comparison(**told, **figures, low=low, high=high, p=p, verdict="noise")
+
+
+def judge(made: Sequence[Comparison]) -> list[Comparison]:
+    """The verdicts: of m tested cases those k with the smallest p are changes, k the largest with p ≤ LEVEL · k / m."""
+    ranked = sorted(one.p for one in made if one.p is not None)
+    passing = [p for place, p in enumerate(ranked, 1) if p <= LEVEL * place / len(ranked)]
+    limit = max(passing, default=-1.0)
+
+    def judged(one: Comparison) -> Comparison:
+        if one.p is None or one.ratio is None or one.p > limit:
+            return one
+        return replace(one, verdict="faster" if one.ratio > 1 else "slower")
+
+    return [judged(one) for one in made]
+
+
+def smallest_p(first: int, second: int) -> float:
+    """The smallest p that the rank test can give for so many observations."""
+    return min(1.0, 2 / comb(first + second, first))
+
+
+def rank_test(first: Sequence[float], second: Sequence[float]) -> float:
+    """How probable a difference of ranks at least this large is, if both come from one distribution; two-sided.
+
+    Σ ranks of `first` against all ways to deal the same ranks, ties shared, to so many observations.
+    """
+    ranks = middle_ranks((*first, *second))
+    number, total = len(first), len(ranks)
+    expected = number * sum(ranks) / total
+    found = abs(sum(ranks[:number]) - expected)
+    if comb(total, number) <= MAX_ARRANGEMENTS:
+        sums = (sum(chosen) for chosen in combinations(ranks, number))
+        far = [abs(each - expected) >= found - 1e-9 for each in sums]
+        return sum(far) / len(far)
+    variance = (
+        number * (total - number) / (total * (total - 1)) * sum((rank - sum(ranks) / total) ** 2 for rank in ranks)
+    )
+    return erfc(max(found - 0.5, 0.0) / sqrt(2 * variance)) if variance else 1.0
+
+
+def middle_ranks(values: Sequence[float]) -> list[float]:
+    """Each value's rank from 1; equal values share the mean of theirs."""
+    ordered = sorted(values)
+    first = {value: place for place, value in reversed(list(enumerate(ordered, 1)))}
+    last = {value: place for place, value in enumerate(ordered, 1)}
+    return [(first[value] + last[value]) / 2 for value in values]
+
+
+def ratio_interval(first: Sequence[float], second: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Where the ratio of the medians lies, by drawing from each side's observations over and over; seed fixed."""
+    dice = np.random.default_rng(0)
+    one = np.median(dice.choice(np.array(first), (DRAWS, len(first))), axis=1)
+    two = np.median(dice.choice(np.array(second), (DRAWS, len(second))), axis=1)
+    low, high = np.quantile(two / one, ((1 - share) / 2, (1 + share) / 2))
+    return float(low), float(high)
+
+
+def changed_facts(before: Path, after: Path) -> list[tuple[str, str, str]]:
+    """What differs between the environments of two folders: (fact, before, after)."""
+    first, second = facts_of(before), facts_of(after)
+    keys = sorted(first.keys() | second.keys())
+    return [(key, first.get(key, ""), second.get(key, "")) for key in keys if first.get(key) != second.get(key)]
+
+
+def facts_of(folder: Path) -> dict[str, str]:
+    """The facts of a folder's records; several values of one fact stand side by side."""
+    found: dict[str, dict[str, None]] = {}
+    for case in read_results(folder).cases:
+        for record in case.records:
+            for key, value in record.environment.items():
+                found.setdefault(key, {})[value] = None
+    return {key: " | ".join(values) for key, values in found.items()}

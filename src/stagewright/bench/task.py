@@ -1,0 +1,244 @@
+"""Cases → tasks: how each case will run on this machine, as which command, and if not, why."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from stagewright.bench.suite import RECORDS, Case, Mode, Suite
+from stagewright.cluster import Cluster, count, find_cluster, parse_placement
+from stagewright.errors import StagewrightError, UsageError
+from stagewright.planning.options import PlanOptions, spelled
+from stagewright.profiling.topology import join_hosts
+from stagewright.record import Source
+
+SOURCES: Mapping[Mode, Source] = {"train": "measured", "rehearse": "rehearsed", "simulate": "simulated"}
+CheckWords = Callable[[Sequence[str]], None]
+"""Refuses words that the command would not understand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the person who runs a suite says beyond the file."""
+
+    simulate: bool = False
+    cluster: str | None = None
+    only: tuple[str, ...] = ()
+    device: str | None = None
+    share: int | None = None
+    data: str | None = None
+    """The folder that `data: records` stands for."""
+    steps: int | None = None
+    warm_up: int | None = None
+    nodes: tuple[str, ...] = ()
+    """Hosts to start over ssh, for cases that need several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """What this machine offers."""
+
+    num_cards: int
+    is_root: bool
+    verbs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A case and how it will run: the words of its command, or the reason why it cannot run here."""
+
+    case: Case
+    mode: Mode
+    words: tuple[str, ...] = ()
+    cluster: Cluster | None = None
+    """The hardware of a simulation or a rehearsal."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the row must know."""
+    skipped: str = ""
+
+    @property
+    def source(self) -> Source:
+        """What its record is, or was to be."""
+        return SOURCES[self.mode]
+
+    @property
+    def command(self) -> str:
+        """The command as a person would type it."""
+        return shlex.join(("stagewright", *self.words)) if self.words else ""
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes it takes; 1 where the command itself decides."""
+        stages = parse_placement(self.case.placement) if self.case.placement else ()
+        return max(1, len({id for stage in stages for id in stage}))
+
+
+def make_tasks(suite: Suite, choices: Choices, here: Here, check: CheckWords) -> tuple[Task, ...]:
+    """A task for each chosen case; raises for what no machine could run."""
+    cases = chosen_cases(suite, choices)
+    tasks = tuple(make_task(with_choices(case, choices), suite, choices, here) for case in cases)
+    for task in tasks:
+        try:
+            if task.words and task.words[0] in here.verbs:
+                check(task.words)
+        except StagewrightError as fault:
+            raise UsageError(f"case {task.case.name}: {fault.what}", fault.todo) from None
+    return tasks
+
+
+def chosen_cases(suite: Suite, choices: Choices) -> tuple[Case, ...]:
+    """The cases whose names match one of the patterns; all where none is given."""
+    for pattern in choices.only:
+        if not any(fnmatchcase(case.name, pattern) for case in suite.cases):
+            raise UsageError(
+                f"--only {pattern!r} matches no case of {suite.name}", f"see `stagewright bench {suite.name} --list`"
+            )
+    patterns = choices.only or ("*",)
+    return tuple(case for case in suite.cases if any(fnmatchcase(case.name, pattern) for pattern in patterns))
+
+
+def with_choices(case: Case, choices: Choices) -> Case:
+    """The case with what the command line says in its place."""
+    given = {key: getattr(choices, key) for key in ("device", "share", "steps", "warm_up")}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if choices.steps is not None and choices.warm_up is None:
+        changes["warm_up"] = max(0, min(case.warm_up, choices.steps - 2))
+    if case.data == RECORDS and choices.data is not None and case.run != "simulate" and not choices.simulate:
+        changes["data"] = choices.data
+    return replace(case, **changes)
+
+
+def make_task(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
+    """The task of one case: as it says, or as a simulation where it or its hardware cannot be had."""
+    if choices.simulate or case.run == "simulate":
+        return simulation(case, suite, choices, ())
+    if case.run == "rehearse":
+        return rehearsal(case, suite, choices, here)
+    lack = missing_hardware(case, choices, here)
+    if lack and (choices.cluster or suite.cluster):
+        return simulation(case, suite, choices, (f"simulated, since {lack}",))
+    if lack:
+        return Task(case=case, mode="train", skipped=f"{lack}, and no cluster is named to simulate it on (--cluster)")
+    if case.data == RECORDS:
+        return Task(case=case, mode="train", skipped="its records are not here: name their folder with --data FOLDER")
+    return Task(case=case, mode="train", words=train_words("train", case, choices), notes=sharing(case, here))
+
+
+def missing_hardware(case: Case, choices: Choices, here: Here) -> str:
+    """Why a case cannot run for real; nothing where it can."""
+    if case.num_hosts > max(1, len(choices.nodes)):
+        return f"it needs {count(case.num_hosts, 'host')} and --nodes names {len(choices.nodes) or 'none'}"
+    if case.device != "cuda":
+        return ""
+    stages = parse_placement(case.placement) if case.placement else ()
+    needed = max((id.device for stage in stages for id in stage), default=0) + 1
+    if needed > here.num_cards * case.share:
+        return f"it needs {count(needed, 'card')} and {here.num_cards or 'none'} is here"
+    return ""
+
+
+def sharing(case: Case, here: Here) -> tuple[str, ...]:
+    """What must be said of workers that share a card."""
+    workers = Task(case=case, mode="train").num_workers
+    if case.device != "cuda" or workers <= here.num_cards:
+        return ()
+    return (f"{workers} workers share {count(here.num_cards, 'card')}: speeds and memory are not those of {workers}",)
+
+
+def rehearsal(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
+    """The task of a case on emulated hosts."""
+    name = choices.cluster or suite.cluster
+    if "rehearse" not in here.verbs:
+        return Task(case=case, mode="rehearse", skipped="this version of stagewright has no verb `rehearse`")
+    if name is None:
+        return Task(case=case, mode="rehearse", skipped="no cluster is named to rehearse on (--cluster)")
+    if not here.is_root:
+        return Task(case=case, mode="rehearse", skipped="emulated hosts need root: run the suite with sudo")
+    words = train_words("rehearse", case, choices, "--cluster", name)
+    return Task(case=case, mode="rehearse", words=words, cluster=find_cluster(name))
+
+
+def simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ...]) -> Task:
+    """The task of a case as a simulation; more hosts than the cluster has are made of its first one."""
+    name = choices.cluster or suite.cluster
+    if name is None:
+        return Task(case=case, mode="simulate", skipped="no cluster is named to simulate it on (--cluster)")
+    cluster, more = with_hosts(find_cluster(name), case.num_hosts)
+    # The joined cluster lies beside the results, where the command finds it again.
+    words = simulate_words(case, f"{cluster.name}.cluster.yaml" if more else name)
+    # A folder of images is at hand only where a case runs for real; the simulator knows how fast hosts decode.
+    shown = case if case.data in ("synthetic", RECORDS) else replace(case, data=RECORDS)
+    try:
+        shown.make_plan(cluster)
+    except StagewrightError as fault:
+        return Task(case=shown, mode="simulate", words=words, skipped=f"it does not fit {cluster.name}: {fault.what}")
+    return Task(case=shown, mode="simulate", words=words, cluster=cluster, notes=(*notes, *more))
+
+
+def with_hosts(cluster: Cluster, hosts: int) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster with so many hosts at least, and what was assumed to get there."""
+    if hosts <= len(cluster.hosts):
+        return cluster, ()
+    note = f"{cluster.name} has {count(len(cluster.hosts), 'host')}: its first one {hosts} times, on 10 Gb/s Ethernet"
+    name = f"{cluster.name}-x{hosts}"
+    return join_hosts((cluster.hosts[0],) * hosts, name, notes=(*cluster.notes, note)), (note,)
+
+
+def plan_words(case: Case, *, cuts_apart: bool) -> list[str]:
+    """The options that shape the plan; `cuts_apart` repeats --cut for each layer."""
+    made: list[str] = []
+    default = PlanOptions()
+    for field in fields(PlanOptions):
+        value = case.placement if field.name == "placement" else getattr(case.plan, field.name)
+        if value in (None, "", ()) or value == getattr(default, field.name):
+            continue
+        if field.name == "cut":
+            made += [word for cut in value for word in ("--cut", cut)] if cuts_apart else ["--cut", ",".join(value)]
+        else:
+            made += option_words(spelled(field.name), value)
+    return made
+
+
+def option_words(option: str, value: object) -> list[str]:
+    """`--steps 20`; a flag for true, nothing for false, and several words for several values."""
+    if isinstance(value, bool):
+        return [option] if value else []
+    if isinstance(value, tuple | list):
+        return [word for each in value for word in (option, str(each))]
+    return [option, str(value)]
+
+
+def train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[str, ...]:
+    """The command that runs the case for real, or on emulated hosts."""
+    words = [verb, case.model, *plan_words(case, cuts_apart=True)]
+    words += ["--precision", case.precision, "--data", case.data]
+    words += ["--steps", str(case.steps), "--warm-up", str(case.warm_up)]
+    words += [] if case.device is None else ["--device", case.device]
+    words += ["--share", str(case.share)] if case.share > 1 else []
+    words += [] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]
+    words += ["--nodes", ",".join(choices.nodes[: case.num_hosts])] if case.num_hosts > 1 and verb == "train" else []
+    for key, value in case.options.items():
+        words += option_words("--" + key.replace("_", "-"), value)
+    return (*words, *more)
+
+
+def simulate_words(case: Case, cluster: str) -> tuple[str, ...]:
+    """The command that simulates the case."""
+    words = ["simulate", case.model, "--cluster", cluster, *plan_words(case, cuts_apart=False)]
+    words += ["--precision", case.precision, "--data", "synthetic" if case.data == "synthetic" else RECORDS]
+    return (*words, *([] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]))
+
+
+def look_here(verbs: Sequence[str], ask: Callable[[Sequence[str]], str | None]) -> Here:
+    """What this machine offers, as far as suites need to know."""
+    listing = ask(("nvidia-smi", "-L")) if Path("/dev").is_dir() else None
+    cards = len([line for line in (listing or "").splitlines() if line.startswith("GPU ")])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        cards = min(cards, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+    return Here(num_cards=cards, is_root=os.geteuid() == 0, verbs=tuple(verbs))
