@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from stagewright.bench.run import Session, run_once
+from stagewright.bench.run import DOES_NOT_FIT, Session, run_once
 from stagewright.bench.shelf import Place, begin, locked, pack
 from stagewright.bench.task import Task
 from stagewright.record import Record
@@ -138,5 +138,10 @@ def row_of(task: Task, home: Path) -> Row:
         **told, repetitions=len(records), images_per_s=median(rates), low=min(rates), high=max(rates),
         step_images=records[0].step_images, step_s=median(record.median_step_s for record in records),
         peak_bytes=max((use.peak_bytes for record in records for use in record.devices), default=None),
-        reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=task.notes,
+        reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *too_full(records)),
     )  # fmt: skip
+
+
+def too_full(records: Sequence[Record]) -> list[str]:
+    """What the records say of memory that no device has."""
+    return [note for note in records[0].notes if note.startswith(DOES_NOT_FIT)]

@@ -15,16 +15,19 @@ from pathlib import Path
 from stagewright.bench.shelf import Place
 from stagewright.bench.task import Task
 from stagewright.bench.watch import Look, Seen, Watch, look_at_cards, look_at_workers
+from stagewright.cluster import Cluster, DeviceId
 from stagewright.errors import StagewrightError
 from stagewright.noun import dump_json
 from stagewright.record import DeviceUse, Record
 from stagewright.report.cases import Failure
+from stagewright.report.figures import size
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Setting
 
 PATIENCE_S = 10.0
 """How long a run that is told to end may take to do so."""
 LONGEST_REASON = 600
+DOES_NOT_FIT = "does not fit"
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -83,7 +86,17 @@ def simulate(task: Task, place: Place, session: Session) -> Record | Failure:
     log.write_text("\n".join((f"$ {task.command}", figures, *task.notes, *record.notes, "")), encoding="utf-8")
     # A simulation says nothing of the machine it was worked out on.
     facts = {key: session.facts[key] for key in ("stagewright", "commit") if key in session.facts}
-    return replace(record, command=task.command, environment=facts, notes=(*task.notes, *record.notes))
+    notes = (*task.notes, *overflows(record, task.cluster), *record.notes)
+    return replace(record, command=task.command, environment=facts, notes=notes)
+
+
+def overflows(record: Record, cluster: Cluster) -> tuple[str, ...]:
+    """What must be said of a simulation that no device could hold."""
+    fullest = max(record.devices, key=lambda use: use.peak_bytes, default=None)
+    room = 0 if fullest is None else cluster.device(DeviceId.parse(fullest.device)).memory_bytes
+    if fullest is None or fullest.peak_bytes <= room:
+        return ()
+    return (f"{DOES_NOT_FIT}: {size(fullest.peak_bytes)} on {fullest.device}, which has {size(room)}",)
 
 
 def run_process(task: Task, place: Place, run: Path, session: Session) -> Record | Failure:

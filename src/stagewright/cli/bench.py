@@ -126,7 +126,7 @@ def progress_line(progress: Progress) -> str:
     told = f"{rate(result.images_per_s)} images/s" if isinstance(result, Record) else f"failed: {result.reason}"
     mark = SOURCE_MARKS[task.source if isinstance(result, Record) else "failed"]
     left = "" if progress.left_s is None or progress.num_done == progress.num_runs else (
-        f" · about {seconds(progress.left_s)} left"
+        f" · about {seconds(max(round(progress.left_s), 1))} left"
     )  # fmt: skip
     place = f"{progress.num_done:>{len(str(progress.num_runs))}}/{progress.num_runs}"
     return f"{place}  {mark} {task.case.name} · run {progress.number}: {told} in {progress.seconds:.1f} s{left}"
@@ -187,7 +187,9 @@ def show_rows(suite: Suite, rows: Sequence[Row], out: Path) -> None:
             f"{spread:.1%}" if row.repetitions > 1 else GAP, f"{row.step_images:,}", size(row.peak_bytes or 0),
         )  # fmt: skip
     failed = [f"{SOURCE_MARKS['failed']} {row.name}: {row.reason}" for row in rows if row.reason]
-    notes = list(dict.fromkeys(f"{note}" for row in rows for note in row.notes))
+    notes = list(
+        dict.fromkeys(note if " fit: " not in note else f"{row.name} {note}" for row in rows for note in row.notes)
+    )
     show_table(table, *failed, *notes, f"saved {out} · next: stagewright report {out}")
 
 

@@ -12,6 +12,7 @@ A folder of results is read at any depth:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,8 @@ from stagewright.record import DeviceUse, Record, Source
 RECORD_END, FAILURE_END = ".record.json", ".failure.json"
 SOURCES: tuple[Source, ...] = ("measured", "rehearsed", "simulated")
 """The strongest evidence first."""
+WHERE_TIME_GOES = ("critical path:", "reduce among ")
+"""How a simulation's notes begin that explain its timeline, and are shown with it."""
 
 
 @noun(error=RecordError)
@@ -197,8 +200,8 @@ def read_results(folder: Path, clusters: Sequence[Cluster] = ()) -> Results:
     """Every record, failure and cluster file under a folder."""
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder", "give the folder that holds the *.record.json files")
-    files = sorted(folder.rglob(f"*{RECORD_END}"))
-    failures = tuple(map(Failure.load, sorted(folder.rglob(f"*{FAILURE_END}"))))
+    files = sorted(folder.rglob(f"*{RECORD_END}"), key=natural)
+    failures = tuple(map(Failure.load, sorted(folder.rglob(f"*{FAILURE_END}"), key=natural)))
     if not files and not failures:
         raise UsageError(
             f"{folder} holds no *{RECORD_END} and no *{FAILURE_END}",
@@ -210,6 +213,17 @@ def read_results(folder: Path, clusters: Sequence[Cluster] = ()) -> Results:
         failures=failures,
         clusters=(*clusters, *map(Cluster.load, sorted(found))),
     )
+
+
+def natural(path: Path) -> list[tuple[int, str]]:
+    """What files sort by, so that 8 comes before 16."""
+    parts = re.findall(r"\d+|\D+", str(path))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def remarks(record: Record) -> tuple[str, ...]:
+    """The notes that must be read with a record's figures: all but those on where its time goes."""
+    return tuple(note for note in record.notes if not note.startswith(WHERE_TIME_GOES))
 
 
 def log_of(file: Path | None) -> Path | None:

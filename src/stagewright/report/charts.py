@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stagewright.record import MEMORY_KINDS, DeviceUse, Point, Record
-from stagewright.report.cases import Case, strategy
+from stagewright.report.cases import WHERE_TIME_GOES, Case, strategy
 from stagewright.report.comparison import Pair, families, family_title, find_base
 from stagewright.report.figures import rate, seconds, size, span_of, times
 from stagewright.report.timeline import (
@@ -177,6 +177,7 @@ def run_data(case: Case, limit: int) -> Plain:
         "stages": [[str(device) for device in stage.devices] for stage in record.plan.stages],
         "busy": list(busy_shares(record)),
         "several": record.plan.num_microbatches > 1,
+        "notes": [note for note in record.notes if note.startswith(WHERE_TIME_GOES)],
         "num_left_out": len(record.spans) - len(spans),
         "window": [micro(edge - start_s) for edge in window] if window else None,
         "spans": span_columns(record, spans, start_s),

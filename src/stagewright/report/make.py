@@ -90,9 +90,16 @@ def environment_lines(results: Results) -> list[str]:
         tuple(sorted(record.environment.items())) for case in results.cases for record in case.records
     )
     for environment in environments:
-        lines += [*(f"- {markdown_text(key)}: {markdown_text(value)}" for key, value in environment), ""]
+        lines += [line for key, value in environment for line in fact_lines(key, value)] + [""]
     commands = [" ".join(case.record.command.split()) for case in results.cases if case.record.command]
     return [*lines, *fenced(dict.fromkeys(commands))]
+
+
+def fact_lines(key: str, value: str) -> list[str]:
+    """A fact as an entry of a list; text of several lines, such as a table, keeps them."""
+    if "\n" not in value.strip():
+        return [f"- {markdown_text(key)}: {markdown_text(value)}"]
+    return [f"- {markdown_text(key)}:", "", *("  " + line for line in fenced(value.splitlines())), ""]
 
 
 def fenced(lines: Iterable[str]) -> list[str]:

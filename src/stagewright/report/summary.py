@@ -22,7 +22,10 @@ def sentences(results: Results) -> tuple[str, ...]:
         return (f"{count(len(results.failures), 'case')} failed, and none gave a result.",)
     told = [(find_hero(family), family) for family in families(results.cases)]
     told.sort(key=lambda pair: (SOURCES.index(pair[0].source), -gain(*pair)))
-    return tuple(sentence(hero, family, results.cases) for hero, family in told)
+    models = [hero.plan.model for hero, _ in told]
+    return tuple(
+        sentence(hero, family, results.cases, tell_data=models.count(hero.plan.model) > 1) for hero, family in told
+    )
 
 
 def find_hero(family: Sequence[Case]) -> Case:
@@ -48,11 +51,12 @@ def gain(hero: Case, family: Sequence[Case]) -> float:
     return 0.0 if rival is None else hero.images_per_s / rival.images_per_s
 
 
-def sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case]) -> str:
+def sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case], *, tell_data: bool = False) -> str:
     """`VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,488 against 702 images/s …`"""
     rival = find_rival(hero, family)
     device = "device" if hero.num_devices == 1 else "devices"
-    start = f"{hero.plan.model} over {plus(hero.plan.replicas)} {device} {VERBS[hero.source]}"
+    which = f" ({hero.record.precision}, {hero.record.data} data)" if tell_data else ""
+    start = f"{hero.plan.model}{which} over {plus(hero.plan.replicas)} {device} {VERBS[hero.source]}"
     if rival is None:
         told = f"at {rate(hero.images_per_s)} images/s{median_of(hero)}"
     else:

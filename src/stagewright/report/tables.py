@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from stagewright.record import DeviceUse
-from stagewright.report.cases import Case, Failure, Results, Work, log_of, strategy, work_key
+from stagewright.report.cases import Case, Failure, Results, Work, log_of, remarks, strategy, work_key
 from stagewright.report.comparison import (
     Pair,
     differences,
@@ -119,7 +119,7 @@ def case_row(case: Case, sign: str, folder: Path | None) -> Row:
     """One case as a row."""
     plan, record = case.plan, case.record
     cells = (
-        word(case.name, "; ".join(record.notes)),
+        word(case.name, "; ".join(remarks(record))),
         source_cell(case.source),
         word(sign),
         word(strategy(plan), f"K = {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
@@ -145,12 +145,14 @@ def spread_text(case: Case) -> str:
 
 
 def memory_cell(case: Case) -> Cell:
-    """The peaks of the fullest device of the first and the last stage, and what their drivers showed."""
+    """The peaks of the fullest device of the first and the last stage, and what was seen of them from outside."""
     uses = [use for use in outer_uses(case) if use is not None]
     if not uses:
         return EMPTY
     driver = [use.driver_bytes for use in uses if use.driver_bytes]
-    return number(uses[0].peak_bytes, memory_text(case), f"driver {short_sizes(driver)}" if driver else "")
+    shares = [f"{use.driver_share:.0%}" for use in uses if use.driver_share is not None]
+    seen = [short_sizes(driver)] * bool(driver) + [f"{' / '.join(shares)} busy"] * bool(shares)
+    return number(uses[0].peak_bytes, memory_text(case), f"driver {', '.join(seen)}" if seen else "")
 
 
 def epoch_cell(case: Case) -> Cell:

@@ -243,7 +243,7 @@ function hintText(run) {
   const left = run.num_left_out
     ? ` ${run.num_left_out.toLocaleString("en")} spans of other batches are left out here.`
     : "";
-  return `Compute above, communication below. Hover or tap a span for its action; drag to move, pinch or Ctrl + wheel to zoom.${left}`;
+  return `Compute above, communication below. Hover or tap a span for its action; drag to move, pinch or Ctrl + wheel to zoom.${left}${run.notes.map((note) => ` ${note}.`).join("")}`;
 }
 
 function drawSpanLegend() {
