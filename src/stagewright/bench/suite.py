@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -157,12 +158,20 @@ def make_case(keys: Mapping[str, Any]) -> Case:
         made: Case = adapter(Case).validate_json(json.dumps({**rest, "plan": plan}))
         return made
     except ValidationError as fault:
-        told = describe(fault).replace("plan.", "", 1)
-        raise UsageError(f"case {keys['name']}: {told}") from None
+        raise UsageError(f"case {keys['name']}: {as_written(describe(fault))}") from None
     except (TypeError, ValueError) as fault:
         raise UsageError(f"case {keys['name']}: cannot be read: {fault}") from None
     except StagewrightError as fault:
         raise UsageError(f"case {keys['name']}: {fault.what}", fault.todo) from None
+
+
+def as_written(told: str) -> str:
+    """What is told of a key, by the name that the file has for it."""
+    found = re.match(r"key plan\.(\w+)", told)
+    if found is None:
+        return told
+    names = {field: key for key, field in PLAN_KEYS.items()}
+    return f"key {names.get(found[1], found[1])}{told[found.end() :]}"
 
 
 def plan_value(key: str, value: object) -> object:
