@@ -97,7 +97,7 @@ function axisLook(c, more = {}) {
 
 /** Names beside horizontal bars, broken into lines where they are long. */
 function nameAxis(c, names) {
-  const width = isNarrow() ? 120 : 210;
+  const width = isNarrow() ? 120 : 270;
   return axisLook(c, {
     type: "category",
     inverse: true,
@@ -107,7 +107,7 @@ function nameAxis(c, names) {
   });
 }
 
-const nameSpace = () => (isNarrow() ? 128 : 222);
+const nameSpace = () => (isNarrow() ? 128 : 282);
 
 function bytesText(value) {
   for (const [unit, factor] of [
