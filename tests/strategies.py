@@ -206,17 +206,24 @@ def spans(draw: st.DrawFn, workers: int) -> Span:
     )
 
 
-device_uses = st.builds(
-    DeviceUse,
-    device=texts,
-    stages=several(sizes),
-    busy_share=st.floats(0, 1),
-    peak_bytes=sizes,
-    peak_parts=st.dictionaries(st.sampled_from(MEMORY_KINDS), sizes, max_size=2),
-    driver_bytes=st.none() | sizes,
-    memory_s=several(amounts),
-    memory_parts=st.dictionaries(st.sampled_from(MEMORY_KINDS), several(sizes), max_size=2),
-)
+@st.composite
+def device_uses(draw: st.DrawFn) -> DeviceUse:
+    """What a device did, with memory at as many times as there are values of each kind."""
+    times_s = draw(several(amounts))
+    course = st.lists(sizes, min_size=len(times_s), max_size=len(times_s)).map(tuple)
+    return DeviceUse(
+        device=draw(texts),
+        stages=draw(several(sizes)),
+        busy_share=draw(st.floats(0, 1)),
+        peak_bytes=draw(sizes),
+        peak_parts=draw(st.dictionaries(st.sampled_from(MEMORY_KINDS), sizes, max_size=2)),
+        driver_bytes=draw(st.none() | sizes),
+        driver_share=draw(st.none() | st.floats(0, 1)),
+        memory_s=times_s,
+        memory_parts=draw(st.dictionaries(st.sampled_from(MEMORY_KINDS), course, max_size=2)),
+    )
+
+
 points = st.builds(
     Point,
     name=texts,
@@ -242,7 +249,7 @@ def records(draw: st.DrawFn) -> Record:
         step_s=draw(several(positive, least=1)),
         step_images=draw(counts),
         start_up_s=draw(amounts),
-        devices=draw(several(device_uses, most=2)),
+        devices=draw(several(device_uses(), most=2)),
         spans=draw(several(spans(len(plan.devices)), most=2)),
         points=draw(several(points, most=2)),
         limit=draw(texts),

@@ -69,7 +69,10 @@ def small_profile() -> Profile:
 
 
 def small_record() -> Record:
-    use = DeviceUse(device="0:0", stages=(0,), busy_share=0.5, peak_bytes=1 << 30, peak_parts={"weights": 5})
+    use = DeviceUse(
+        device="0:0", stages=(0,), busy_share=0.5, peak_bytes=1 << 30, peak_parts={"weights": 5},
+        memory_s=(0.0, 0.25), memory_parts={"weights": (3, 5)},
+    )  # fmt: skip
     return Record(
         name="tiny 2-1",
         source="simulated",
@@ -263,6 +266,7 @@ REFUSED: list[tuple[type[Saved], tuple[str | int, ...], object, str]] = [
     (Schedule, ("orders",), ["F0.0"], "has 1 orders, but the plan uses 3 devices"),
     (Schedule, ("orders", 0), "F0.0 Q", "action 'Q' cannot be read"),
     (Record, ("step_s",), [0.0], "step_s holds 0.0: expected positive seconds"),
+    (Record, ("devices", 0, "memory_s"), [0.5], "memory_parts.weights holds 2 values, but memory_s holds 1"),
     (Record, ("spans", 0, 0), 7, "names worker 7: the plan has 3"),
     (Record, ("source",), "guessed", "source is 'guessed': expected 'simulated', 'rehearsed' or 'measured'"),
 ]

@@ -125,11 +125,15 @@ def progress_line(progress: Progress) -> str:
     result, task = progress.result, progress.task
     told = f"{rate(result.images_per_s)} images/s" if isinstance(result, Record) else f"failed: {result.reason}"
     mark = SOURCE_MARKS[task.source if isinstance(result, Record) else "failed"]
-    left = "" if progress.left_s is None or progress.num_done == progress.num_runs else (
-        f" · about {seconds(max(round(progress.left_s), 1))} left"
-    )  # fmt: skip
+    is_last = progress.num_done == progress.num_runs
+    left = "" if progress.left_s is None or is_last else f" · about {whole_seconds(progress.left_s)} left"
     place = f"{progress.num_done:>{len(str(progress.num_runs))}}/{progress.num_runs}"
     return f"{place}  {mark} {task.case.name} · run {progress.number}: {told} in {progress.seconds:.1f} s{left}"
+
+
+def whole_seconds(value_s: float) -> str:
+    """`41 s`, `3 min 02 s`: an estimate has no hundredths."""
+    return seconds(value_s) if value_s >= 60 else f"{max(round(value_s), 1)} s"
 
 
 def make_table(*heads: str, right: Sequence[str] = ()) -> Table:

@@ -173,7 +173,8 @@ def log_cell(case: Case, folder: Path | None) -> Cell:
     if path is None:
         return word("")
     shown = relpath(path, folder) if folder else str(path)
-    return Cell(path.name, path.name, href=Path(shown).as_posix())
+    # Beside the case's name, only what the file's own name adds to it is worth the room.
+    return Cell(path.name.removeprefix(f"{case.name}."), path.name, href=Path(shown).as_posix())
 
 
 def failure_row(failure: Failure, columns: Sequence[Column]) -> Row:
