@@ -84,7 +84,7 @@ def test_version(run: Run) -> None:
     assert process("--version").stdout == f"stagewright {stagewright.__version__}\n"
 
 
-ORDER = ("models", "profile", "plan", "schedule", "simulate", "report", "cluster", "calibrate")
+ORDER = ("models", "profile", "plan", "schedule", "simulate", "bench", "report", "cluster", "calibrate")
 """The plan's example reads the file that the profile's wrote."""
 
 
@@ -247,7 +247,7 @@ def test_it_starts_in_a_blink(words: tuple[str, ...], limit_s: float) -> None:
     assert seconds < limit_s
 
 
-@pytest.mark.parametrize("verb", ["models", "schedule", "simulate", "plan", "report", "train"])
+@pytest.mark.parametrize("verb", ["models", "schedule", "simulate", "plan", "report", "train", "bench"])
 def test_help_needs_no_torch(verb: str) -> None:
     check = (
         "import sys; from stagewright.cli import main\n"

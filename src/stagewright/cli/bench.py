@@ -49,7 +49,7 @@ def bench(
 
     `stagewright bench compare A B` tells noise from change.
 
-    Example: stagewright bench dp-vs-ssp --simulate --only 'alexnet-*-synthetic' -o bench
+    Example: stagewright bench resnet50-amp --simulate --only '*-synthetic' -o bench
     """
     if what[0] == "compare":
         compare(what[1:], as_json)
