@@ -214,6 +214,17 @@ def test_more_repetitions_and_more_cases_may_be_added(tmp_path: Path, session: S
     assert begun(tmp_path) == ["case-mlp.1", "case-alexnet.1", "case-mlp.2", "case-alexnet.2"]
 
 
+def test_what_failed_is_run_again_only_when_that_is_asked_for(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, barred, able = tmp_path / "out", tasks_of("alexnet", data="records"), tasks_of("alexnet", data="/somewhere")
+    list(run_suite("small", barred, out, 2, session))
+
+    assert list(run_suite("small", able, out, 2, session)) == []
+    assert [one.number for one in run_suite("small", able, out, 2, session, retry=True)] == [1, 2]
+    assert read_results(out).failures == ()
+
+
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, session: Session) -> None:
     with locked(tmp_path / "out"), pytest.raises(UsageError, match="another `stagewright bench` is at work"):
         list(run_suite("small", tasks_of("mlp"), tmp_path / "out", 1, session))
@@ -246,7 +257,7 @@ def test_what_cannot_run_here_is_a_row_with_the_reason(tmp_path: Path, session: 
     tasks = (
         *tasks_of("mlp", run="rehearse"),
         *tasks_of("alexnet", data="records"),
-        *tasks_of("vgg16", choices=Choices(simulate=True), devices=9),
+        *tasks_of("vgg16", choices=Choices(simulate=True), devices=9, batch=9),
     )
     list(run_suite("small", tasks, tmp_path / "out", 3, session))
 
@@ -264,6 +275,9 @@ def test_a_rehearsal_needs_root_and_is_the_same_command_otherwise() -> None:
     (task,) = tasks_of("mlp", run="rehearse", here=able)
     (barred,) = tasks_of("mlp", run="rehearse", here=Here(num_cards=0, is_root=False, verbs=able.verbs))
 
+    (large,) = tasks_of("mlp", run="rehearse", here=able, devices=9, batch=9)
+
+    assert large.skipped.startswith("it does not fit titan-v-8: ")
     assert task.command.startswith("stagewright rehearse mlp --batch 8 --placement 0:0 ")
     assert task.command.endswith(" --cluster titan-v-8")
     assert barred.skipped == "emulated hosts need root: run the suite with sudo"

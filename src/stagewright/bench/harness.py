@@ -34,12 +34,14 @@ class Progress(NamedTuple):
 
 
 def run_suite(
-    suite: str, tasks: Sequence[Task], folder: Path, repetitions: int, session: Session
+    suite: str, tasks: Sequence[Task], folder: Path, repetitions: int, session: Session, *, retry: bool = False
 ) -> Iterator[Progress]:
-    """Runs what is left of a suite, and tells of every run as it ends."""
+    """Runs what is left of a suite, with `retry` also what failed, and tells of every run as it ends."""
     with locked(folder):
         begin(folder, suite, tasks, repetitions, session.facts)
         clock = Clock(tasks, folder, repetitions)
+        for place in clock.places() if retry else ():
+            place.forget_failure()
         for number in range(1, repetitions + 1):
             for task in tasks:
                 place = Place(folder, task.case.name, number)
@@ -72,12 +74,13 @@ class Clock:
         """Takes note of a run, and says how far the suite is."""
         self._seconds.setdefault(task.case.name, []).append(seconds)
         left = list(self.left())
-        done = sum(1 for one in self._places() if one[1].is_done)
+        done = sum(1 for place in self.places() if place.is_done)
         return Progress(task, number, result, seconds, done, done + len(left), self.estimate(left))
 
     def left(self) -> Iterator[Task]:
         """The task of every repetition that is still to be run."""
-        return (task for task, place in self._places() if is_due(task, place))
+        each = (task for _ in range(self._repetitions) for task in self._tasks)
+        return (task for task, place in zip(each, self.places()) if is_due(task, place))
 
     def estimate(self, left: Sequence[Task]) -> float | None:
         """Seconds for the rest: a case's own mean, or for a case not run yet that of the others of its mode."""
@@ -87,10 +90,11 @@ class Clock:
         each = [self._seconds.get(task.case.name) or modes[task.mode] for task in left]
         return sum(map(mean, each)) if all(each) else None
 
-    def _places(self) -> Iterator[tuple[Task, Place]]:
+    def places(self) -> Iterator[Place]:
+        """Every repetition of every task, in the order in which they run."""
         for number in range(1, self._repetitions + 1):
             for task in self._tasks:
-                yield task, Place(self._folder, task.case.name, number)
+                yield Place(self._folder, task.case.name, number)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,10 @@ class Place:
         run.mkdir(parents=True)
         return run
 
+    def forget_failure(self) -> None:
+        """Lets the repetition be run again if it ended badly."""
+        self.path(FAILURE_END).unlink(missing_ok=True)
+
     def keep(self, result: Record | Failure) -> None:
         """Counts the repetition: after this line it is done, before it it is not."""
         result.save(self.path(RECORD_END if isinstance(result, Record) else FAILURE_END))
@@ -133,7 +137,8 @@ def check_same(folder: Path, before: Begun, suite: str, commands: Mapping[str, s
         if then != this:
             raise UsageError(f"{folder} was begun with {key} {then}, and here it is {this}", todo)
     for name in before.commands.keys() & commands.keys():
-        if before.commands[name] != commands[name]:
+        # A case that could not run then has no results that another command would spoil.
+        if before.commands[name] not in ("", commands[name]):
             raise UsageError(
                 f"{folder} holds results of {name} as `{before.commands[name]}`, which is now `{commands[name]}`", todo
             )

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from stagewright.bench.suite import RECORDS, Case, Mode, Suite
@@ -159,8 +158,13 @@ def rehearsal(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
         return Task(case=case, mode="rehearse", skipped="no cluster is named to rehearse on (--cluster)")
     if not here.is_root:
         return Task(case=case, mode="rehearse", skipped="emulated hosts need root: run the suite with sudo")
+    cluster = find_cluster(name)
     words = train_words("rehearse", case, choices, "--cluster", name)
-    return Task(case=case, mode="rehearse", words=words, cluster=find_cluster(name))
+    try:
+        case.make_plan(cluster)
+    except StagewrightError as fault:
+        return Task(case=case, mode="rehearse", words=words, skipped=f"it does not fit {cluster.name}: {fault.what}")
+    return Task(case=case, mode="rehearse", words=words, cluster=cluster)
 
 
 def simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ...]) -> Task:
@@ -218,10 +222,11 @@ def train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[st
     words = [verb, case.model, *plan_words(case, cuts_apart=True)]
     words += ["--precision", case.precision, "--data", case.data]
     words += ["--steps", str(case.steps), "--warm-up", str(case.warm_up)]
-    words += [] if case.device is None else ["--device", case.device]
-    words += ["--share", str(case.share)] if case.share > 1 else []
     words += [] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]
-    words += ["--nodes", ",".join(choices.nodes[: case.num_hosts])] if case.num_hosts > 1 and verb == "train" else []
+    if verb == "train":
+        words += [] if case.device is None else ["--device", case.device]
+        words += ["--share", str(case.share)] if case.share > 1 else []
+        words += ["--nodes", ",".join(choices.nodes[: case.num_hosts])] if case.num_hosts > 1 else []
     for key, value in case.options.items():
         words += option_words("--" + key.replace("_", "-"), value)
     return (*words, *more)
@@ -236,8 +241,8 @@ def simulate_words(case: Case, cluster: str) -> tuple[str, ...]:
 
 def look_here(verbs: Sequence[str], ask: Callable[[Sequence[str]], str | None]) -> Here:
     """What this machine offers, as far as suites need to know."""
-    listing = ask(("nvidia-smi", "-L")) if Path("/dev").is_dir() else None
-    cards = len([line for line in (listing or "").splitlines() if line.startswith("GPU ")])
+    listing = ask(("nvidia-smi", "-L")) or ""
+    cards = len([line for line in listing.splitlines() if line.startswith("GPU ")])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         cards = min(cards, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))

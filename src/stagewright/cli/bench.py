@@ -42,6 +42,7 @@ def bench(
     data: Annotated[str | None, typer.Option(help="The folder that `data: records` stands for.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of a run.")] = None,
     warm_up: Annotated[int | None, typer.Option(help="First steps that are not measured.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
     nodes: Annotated[str | None, typer.Option(help="Hosts to start over ssh, such as host1,host2.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
@@ -70,7 +71,7 @@ def bench(
         raise UsageError("the folder for the results is not given", "add -o DIR, or --list to look first")
     if repetitions is not None and repetitions < 1:
         raise UsageError(f"--repetitions is {repetitions}: expected 1 or more")
-    run(suite, tasks, out, repetitions or suite.repetitions, as_json)
+    run(suite, tasks, out, repetitions or suite.repetitions, retry, as_json)
 
 
 def load(name: str, choices: object) -> tuple[Suite, tuple[Task, ...]]:
@@ -98,7 +99,7 @@ def check_words(words: Sequence[str]) -> None:
         raise UsageError(f"`stagewright {verb}` would not take it: {fault.format_message().rstrip('.')}") from None
 
 
-def run(suite: Suite, tasks: Sequence[Task], out: Path, repetitions: int, as_json: bool) -> None:
+def run(suite: Suite, tasks: Sequence[Task], out: Path, repetitions: int, retry: bool, as_json: bool) -> None:
     """Runs what is left, a line a run, and shows the rows."""
     from stagewright.bench.environment import capture
     from stagewright.bench.harness import rows_of, run_suite
@@ -109,8 +110,12 @@ def run(suite: Suite, tasks: Sequence[Task], out: Path, repetitions: int, as_jso
     console = Console(stderr=True, highlight=False, markup=False)
     session = Session(facts=capture(), num_cards=look_here((), ask).num_cards)
     progress = None
-    for progress in run_suite(suite.name, tasks, out, repetitions, session):
-        console.print(progress_line(progress), soft_wrap=True)
+    try:
+        for progress in run_suite(suite.name, tasks, out, repetitions, session, retry=retry):
+            console.print(progress_line(progress), soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print("interrupted: the same command goes on from here")
+        raise
     if progress is None:
         console.print(f"nothing was left to run: {out} holds it all")
     rows = rows_of(tasks, out)
