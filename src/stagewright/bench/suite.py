@@ -119,7 +119,9 @@ def ready_made_suites() -> dict[str, Path]:
     """The suite files that come with the package, by name."""
     package = Path(__file__).parents[1]
     folders = (package / "suites", package.parents[1] / "suites")
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    found = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
+    # Suites of other formats, which other programs run, may lie beside them.
+    return {path.stem: path for path in found if f"format: {SuiteFile.FORMAT}\n" in path.read_text(encoding="utf-8")}
 
 
 def load_suite(name_or_file: str) -> Suite:
