@@ -47,7 +47,7 @@ def family() -> Iterator[int]:
 
 
 def test_workers_are_known_by_rank_with_their_memory_and_processor_time(family: int) -> None:
-    with Watch(look_at_workers(family), interval_s=0.05) as seen:
+    with Watch(look_at_workers(family, alone=False), interval_s=0.05) as seen:
         time.sleep(1.0)
 
     found = seen.seen()
@@ -61,8 +61,8 @@ def test_workers_are_known_by_rank_with_their_memory_and_processor_time(family: 
     assert len(lines) == len(seen.samples) + 1
 
 
-def test_a_run_without_ranks_is_its_own_worker() -> None:
-    own = {device: memory for device, memory, _ in look_at_workers(os.getpid())()}
+def test_a_run_of_one_worker_is_that_worker() -> None:
+    own = {device: memory for device, memory, _ in look_at_workers(os.getpid(), alone=True)()}
     assert list(own) == [0]
     assert own[0] > 10 * MIB
 
@@ -70,7 +70,8 @@ def test_a_run_without_ranks_is_its_own_worker() -> None:
 def test_a_process_that_is_gone_is_nothing() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(timeout=30)
-    assert list(look_at_workers(gone.pid)()) == []
+    assert list(look_at_workers(gone.pid, alone=True)()) == []
+    assert list(look_at_workers(gone.pid, alone=False)()) == []
 
 
 def test_the_drivers_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

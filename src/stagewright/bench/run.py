@@ -128,7 +128,7 @@ def end_with_parent() -> None:
 def look_of(task: Task, process: int, session: Session) -> Look:
     """Cards where the case uses them, else its worker processes."""
     uses_cards = session.num_cards > 0 and task.case.device != "cpu" and task.mode == "train"
-    return look_at_cards() if uses_cards else look_at_workers(process)
+    return look_at_cards() if uses_cards else look_at_workers(process, alone=task.num_workers == 1)
 
 
 def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:

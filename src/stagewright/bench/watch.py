@@ -129,16 +129,16 @@ def by_nvidia_smi() -> Iterator[tuple[int, int, float | None]]:
             yield number, int(used) << 20, int(busy) / 100 if busy.isdecimal() else None
 
 
-def look_at_workers(parent: int, clock: Callable[[], float] = time.monotonic) -> Look:
+def look_at_workers(parent: int, *, alone: bool, clock: Callable[[], float] = time.monotonic) -> Look:
     """Looks at the worker processes that descend from a process: resident memory, and processor time since last time.
 
-    A worker is known by RANK in its environment; a run without any is its own only worker.
+    A worker is known by RANK in its environment; a run of one worker is that worker itself.
     """
     before: dict[int, tuple[float, float]] = {}
 
     def look() -> Iterator[tuple[int, int, float | None]]:
         now = clock()
-        for worker, process in workers_of(parent).items():
+        for worker, process in ({0: parent} if alone else workers_of(parent)).items():
             found = process_figures(process)
             if found is None:
                 continue
@@ -153,9 +153,7 @@ def look_at_workers(parent: int, clock: Callable[[], float] = time.monotonic) ->
 
 def workers_of(parent: int) -> dict[int, int]:
     """The process of each worker, by its rank."""
-    family = descendants(parent)
-    ranked = {rank: process for process in family if (rank := rank_of(process)) is not None}
-    return ranked or {0: parent}
+    return {rank: process for process in descendants(parent) if (rank := rank_of(process)) is not None}
 
 
 def descendants(parent: int) -> list[int]:
