@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 import traceback
@@ -28,7 +26,16 @@ PATIENCE_S = 10.0
 """How long a run that is told to end may take to do so."""
 LONGEST_REASON = 600
 DOES_NOT_FIT = "does not fit"
-_LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+TETHER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Asks Linux to end this process with the one that started it, then becomes what it is to run: a run that outlived a
+killed harness would disturb the next one. Python's preexec_fn would do it too, but not beside threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +108,12 @@ def overflows(record: Record, cluster: Cluster) -> tuple[str, ...]:
 
 def run_process(task: Task, place: Place, run: Path, session: Session) -> Record | Failure:
     """The case as a process of its own, watched from outside while it runs."""
-    words = [*session.program, *task.words, "-o", str(run), "--json"]
+    tether = (sys.executable, "-I", "-S", "-c", TETHER, str(os.getpid()))
+    words = [*tether, *session.program, *task.words, "-o", str(run), "--json"]
     with place.path(".log").open("wb") as log:
         log.write(f"$ {task.command}\n".encode())
         log.flush()
-        # A process that outlived this one would disturb its next measurement.
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
-        )
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         with Watch(look_of(task, process.pid, session)) as watch:
             status = wait(process, task.case.limit_s)
     place.path(".samples.csv").write_text(watch.table(), encoding="utf-8")
@@ -117,12 +122,6 @@ def run_process(task: Task, place: Place, run: Path, session: Session) -> Record
         return finish(Record.load(saved), task, session, watch.seen())
     said = place.path(".log").read_text(encoding="utf-8", errors="replace")
     return failure(task, reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
-
-
-def end_with_parent() -> None:
-    """Asks Linux, in a new process, to end it with the one that started it; nothing is loaded here after the fork."""
-    if _LIBRARY is not None:
-        _LIBRARY.prctl(1, signal.SIGKILL)
 
 
 def look_of(task: Task, process: int, session: Session) -> Look:
