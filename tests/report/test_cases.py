@@ -168,3 +168,20 @@ def test_real_files_survive_the_round_trip(tmp_path: Path) -> None:
     (case,) = read_results(tmp_path).cases
 
     assert list(case.records) == records
+
+
+def test_files_are_read_in_natural_order(tmp_path: Path) -> None:
+    for devices in (16, 8, 1):
+        dp(f"amp-{devices}", 100.0 * devices, devices).save(
+            tmp_path / f"amp-{devices}" / f"amp-{devices}.1.record.json"
+        )
+
+    assert [case.name for case in read_results(tmp_path).cases] == ["amp-1", "amp-8", "amp-16"]
+
+
+def test_several_families_of_one_model_are_told_apart() -> None:
+    records = [make_record(), make_record("b", data="records", images_per_s=900)]
+    told = sentences(Results(cases=make_cases(records)))
+
+    assert told[0].startswith("VGG16 (fp32, synthetic data) over 7 + 1 devices")
+    assert told[1].startswith("VGG16 (fp32, records data) over 7 + 1 devices")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -138,3 +139,13 @@ def test_data_blocks_are_json(tmp_path: Path) -> None:
     blocks = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
     assert len(blocks) == 2
     assert json.loads(blocks[0])["families"][0]["throughput"][0]["name"] == EVIL
+
+
+def test_a_fact_of_several_lines_keeps_them(tmp_path: Path) -> None:
+    topology = "      GPU0  GPU1\nGPU0   X    PIX\nGPU1  PIX    X"
+    record = dataclasses.replace(make_record(), environment={"topology": topology, "driver": "440"})
+
+    text = make_report([record], tmp_path).markdown.read_text()
+
+    assert "- driver: 440" in text
+    assert "  GPU0   X    PIX\n" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
@@ -127,3 +128,29 @@ def test_names_with_brackets_are_shown_as_they_are_in_a_terminal() -> None:
     console = Console(width=120, record=True, file=StringIO(), color_system=None)
     console.print(comparison_table([make_record("[red]x[/nope]")]))
     assert "[red]x[/nope]" in console.export_text()
+
+
+def test_notes_on_where_the_time_goes_stay_out_of_the_row_and_others_do_not() -> None:
+    notes = (
+        "simulated, since it needs 8 cards and none is here",
+        "critical path: compute 99%",
+        "reduce among 0:0-7: 1 ms",
+    )
+    (case,) = make_cases([make_record(source="simulated", notes=notes)])
+
+    row = case_table(Results(cases=(case,))).rows[0]
+
+    assert row.cells[0].note == "simulated, since it needs 8 cards and none is here"
+
+
+def test_what_was_seen_from_outside_stands_beneath_the_memory() -> None:
+    record = make_record()
+    seen = {0: (7 << 30, 0.6), 1: (5 << 30, 0.33)}
+    devices = tuple(
+        replace(use, driver_bytes=seen[use.stages[0]][0], driver_share=seen[use.stages[0]][1]) for use in record.devices
+    )
+    (case,) = make_cases([replace(record, devices=devices)])
+
+    row = case_table(Results(cases=(case,))).rows[0]
+
+    assert any(cell.note == "driver 7.0 / 5.0 GiB, 60% / 33% busy" for cell in row.cells)
