@@ -317,3 +317,8 @@ def test_the_environment_names_what_matters_and_nothing_else() -> None:
     assert facts["variables"] == "NCCL_DEBUG=INFO OMP_NUM_THREADS=1"
     assert {"cpu", "python", "torch", "stagewright"} <= facts.keys()
     assert json.dumps(facts)
+
+
+def test_fewer_steps_leave_most_of_them_to_measure() -> None:
+    (task,) = tasks_of("mlp", steps=30, warm_up=10, choices=Choices(steps=12))
+    assert (task.case.steps, task.case.warm_up) == (12, 4)

@@ -106,7 +106,7 @@ def with_choices(case: Case, choices: Choices) -> Case:
     given = {key: getattr(choices, key) for key in ("device", "share", "steps", "warm_up")}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if choices.steps is not None and choices.warm_up is None:
-        changes["warm_up"] = max(0, min(case.warm_up, choices.steps - 2))
+        changes["warm_up"] = min(case.warm_up, max(0, choices.steps) // 3)
     if case.data == RECORDS and choices.data is not None and case.run != "simulate" and not choices.simulate:
         changes["data"] = choices.data
     return replace(case, **changes)
