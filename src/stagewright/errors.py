@@ -81,3 +81,6 @@ class CheckpointError(StagewrightError):
 
 class RunError(StagewrightError):
     """A run that ended early: a dead worker, a timeout, a NaN."""
+
+    worker: int | None = None
+    """The worker that is to blame, where that is known."""

@@ -37,8 +37,7 @@ class Unit:
 def run_dynamic(worker: Worker, num_batches: int, first_batch: int = 0) -> None:
     """Runs a worker's order over a number of batches, window by window."""
     limits = holds(worker.plan)
-    order = worker.schedule.unroll(worker.world.worker, num_batches, first_batch)
-    for units, rest in windows(together(order)):
+    for units, rest in windows(together(worker.order(num_batches, first_batch))):
         run_window(worker, units, limits)
         for group in rest:
             worker.act(group)

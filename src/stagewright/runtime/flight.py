@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
 import time
 from pathlib import Path
 
 from stagewright.schedule import Action, Kind
 
+HEAD = struct.Struct("<qq")
+"""entries so far, process id"""
 ENTRY = struct.Struct("<dBhiih")
 """time, kind, stage, batch, microbatch, peer"""
 NUM_ENTRIES = 64
+STOP_FILE = "stop"
+"""The file in a run's folder by which the launcher asks workers to save and stop."""
 KINDS = list(Kind)
 
 
@@ -21,14 +26,15 @@ class Flight:
 
     def __init__(self, folder: Path, worker: int) -> None:
         self._file = path_of(folder, worker).open("w+b")
-        self._file.truncate(8 + ENTRY.size * NUM_ENTRIES)
+        self._file.truncate(HEAD.size + ENTRY.size * NUM_ENTRIES)
         self._map = mmap.mmap(self._file.fileno(), 0)
         self._count = 0
+        HEAD.pack_into(self._map, 0, 0, os.getpid())
 
     def note(self, action: Action) -> None:
         """Notes that an action begins."""
         kind, stage, batch, microbatch, peer = action
-        place = 8 + ENTRY.size * (self._count % NUM_ENTRIES)
+        place = HEAD.size + ENTRY.size * (self._count % NUM_ENTRIES)
         entry = (time.time(), KINDS.index(kind), stage, batch & 0x7FFFFFFF, microbatch, peer)
         ENTRY.pack_into(self._map, place, *entry)
         self._count += 1
@@ -51,15 +57,28 @@ def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
         raw = path_of(folder, worker).read_bytes()
     except OSError:
         return []
-    if len(raw) != 8 + ENTRY.size * NUM_ENTRIES:
+    if len(raw) != HEAD.size + ENTRY.size * NUM_ENTRIES:
         return []
-    (count,) = struct.unpack_from("<q", raw)
+    count, _ = HEAD.unpack_from(raw)
+    if count < 0:
+        return []
     entries = []
     for number in range(max(0, count - NUM_ENTRIES), count):
-        when, kind, stage, batch, microbatch, peer = ENTRY.unpack_from(raw, 8 + ENTRY.size * (number % NUM_ENTRIES))
+        when, kind, stage, batch, microbatch, peer = ENTRY.unpack_from(
+            raw, HEAD.size + ENTRY.size * (number % NUM_ENTRIES)
+        )
         if kind < len(KINDS):
             entries.append((when, Action(KINDS[kind], stage, batch, microbatch, peer)))
     return entries
+
+
+def process_of(folder: Path, worker: int) -> int | None:
+    """The process id that a worker wrote down."""
+    try:
+        with path_of(folder, worker).open("rb") as file:
+            return int(HEAD.unpack(file.read(HEAD.size))[1]) or None
+    except (OSError, struct.error):
+        return None
 
 
 def write_json(path: Path, value: object) -> None:

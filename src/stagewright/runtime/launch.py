@@ -15,17 +15,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from stagewright.cluster import count
 from stagewright.errors import RunError
 from stagewright.plan import Plan
-from stagewright.runtime.flight import read_flight
+from stagewright.runtime.flight import STOP_FILE, process_of, read_flight
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 """The variable that tells workers where the run keeps its files."""
+SCHEDULE = "STAGEWRIGHT_SCHEDULE"
+"""The variable that names a file whose schedule workers use instead of their own."""
 
 
 def is_worker() -> bool:
@@ -110,33 +115,104 @@ def launch(
 ) -> None:
     """Starts a worker for each device of the plan on this host and waits for all; raises with the first cause.
 
-    Each worker's output goes to logs/…/stdout.log and stderr.log in the folder.
+    Each worker's output goes to logs/…/stdout.log and stderr.log in the folder. Workers that fail are started again up
+    to `max_restarts` times. SIGTERM and SIGUSR1 ask them to save and stop.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from stagewright.runtime import meeting
+
+    meeting.register()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=len(plan.devices),
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=meeting.NAME,
+        local_addr=meeting.LOOPBACK,
         max_restarts=max_restarts,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
-    before = {key: os.environ.get(key) for key in environment}
-    os.environ.update(environment)
+    clear_words(folder)
+    with changed_environment(environment), stop_on_signals(folder), undertaker(folder, len(plan.devices)):
+        try:
+            elastic_launch(config, entrypoint=command[0])(*command[1:])
+        except ChildFailedError as failure:
+            worker, first = failure.get_first_failure()
+            raise explain(plan, folder, worker, first.exitcode) from None
+
+
+def clear_words(folder: Path) -> None:
+    """Removes what an earlier run in the same folder said about its end."""
+    for path in (folder / STOP_FILE, *folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight")):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables, and puts them back."""
+    before = {key: os.environ.get(key) for key in changes}
+    os.environ.update(changes)
     try:
-        elastic_launch(config, entrypoint=command[0])(*command[1:])
-    except ChildFailedError as failure:
-        worker, first = failure.get_first_failure()
-        raise explain(plan, folder, worker, first.exitcode, first.error_file_data) from None
+        yield
     finally:
         restore(before)
+
+
+@contextmanager
+def stop_on_signals(folder: Path) -> Iterator[None]:
+    """While the block runs, SIGTERM and SIGUSR1 leave the word for the workers to save and stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        (folder / STOP_FILE).touch()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        (folder / STOP_FILE).unlink(missing_ok=True)
+
+
+@contextmanager
+def undertaker(folder: Path, num_workers: int) -> Iterator[None]:
+    """Ends workers that are stopped (SIGSTOP) once another has failed: a stopped one does not hear that it should end.
+
+    torch's launcher would wait half a minute for it.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.3):
+            if any(folder.glob("worker-*.error.json")):
+                for worker in range(num_workers):
+                    end_if_stopped(process_of(folder, worker))
+
+    thread = threading.Thread(target=watch, name="undertaker", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def end_if_stopped(process: int | None) -> None:
+    """Kills a child of this process that is in the state `stopped`."""
+    try:
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+        if state in "Tt" and int(parent) == os.getpid():
+            os.kill(int(process or 0), signal.SIGKILL)
+    except (OSError, ValueError):
+        return
 
 
 def restore(before: Mapping[str, str | None]) -> None:
@@ -148,7 +224,7 @@ def restore(before: Mapping[str, str | None]) -> None:
             os.environ[key] = value
 
 
-def explain(plan: Plan, folder: Path, worker: int, exit_code: int, details: Mapping[str, object] | None) -> RunError:
+def explain(plan: Plan, folder: Path, worker: int, exit_code: int) -> RunError:
     """The first cause in words: which worker, where it stood, and what it said."""
     stages = [number for number, members in enumerate(plan.workers) if worker in members]
     stood = read_flight(folder, worker)
@@ -160,7 +236,9 @@ def explain(plan: Plan, folder: Path, worker: int, exit_code: int, details: Mapp
     said = first_words(folder, worker)
     todo = (f"{said}\n" if said else "") + f"its output is in {folder / 'logs'}"
     stage = ", ".join(map(str, stages))
-    return RunError(f"worker {worker} (stage {stage}, device {plan.devices[worker]}) {how}{where}", todo)
+    fault = RunError(f"worker {worker} (stage {stage}, device {plan.devices[worker]}) {how}{where}", todo)
+    fault.worker = worker
+    return fault
 
 
 def first_words(folder: Path, worker: int) -> str | None:

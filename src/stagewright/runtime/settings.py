@@ -41,5 +41,5 @@ class Settings:
 
     @property
     def agrees(self) -> bool:
-        """Whether updates need a word from every worker: fp16 for overflow, clipping for the norm."""
-        return self.precision == "fp16" or self.clip_norm is not None
+        """Whether updates need a word from every worker: fp16 for overflow, clipping for the norm, skips for NaN."""
+        return self.precision == "fp16" or self.clip_norm is not None or self.on_nan == "skip"

@@ -17,10 +17,12 @@ from stagewright.runtime.clock import Clock
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
+from stagewright.runtime.numbers import Watch
 from stagewright.runtime.precision import LossScale, Verdict, agree, gradient_sums
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.settle import settle_dtypes
 from stagewright.runtime.stage import Key, Parcel
+from stagewright.runtime.stopping import Gate
 from stagewright.runtime.transport import Channel, make_transport
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.world import World, check_world
@@ -53,10 +55,18 @@ class Worker:
         """For each batch the sums of loss and metric over this worker's rows, where it holds the last stage."""
         self.on_update: Callable[[int], None] | None = None
         """Called after a worker's last update of a batch."""
+        self.on_stage_update: Callable[[int, int], None] | None = None
+        """Called with the stage and the batch after each update of a stage."""
+        self.watch: Watch | None = None
+        """What looks at outputs and gradients."""
+        self.gate: Gate | None = None
+        """What may end the run early."""
         self.flight = flight
         self.at: Action | None = None
         """The action that is running, for those who ask what went wrong."""
         self.is_training = True
+        self.skips = self.scale.is_on or settings.on_nan == "skip"
+        """Whether a step with gradients that are not finite is left out."""
         self.handlers = self._table()
 
     def _table(self) -> dict[Kind, Callable[[Action], None]]:
@@ -77,7 +87,7 @@ class Worker:
         """A worker that shares this one's stages but runs another schedule on other data, forward only."""
         helper = copy.copy(self)
         helper.schedule, helper.plan, helper.feed = schedule, schedule.plan, feed
-        helper.is_training, helper.figures = False, {}
+        helper.is_training, helper.figures, helper.gate = False, {}, None
         helper.hosted = {
             stage: Hosted(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
             for stage, here in self.hosted.items()
@@ -91,9 +101,14 @@ class Worker:
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches, in the order's own sequence."""
-        order = self.schedule.unroll(self.world.worker, num_batches, first_batch)
+        order = self.order(num_batches, first_batch)
         for actions in receives_ahead(together(order), self.transport.lookahead):
             self.act(actions)
+
+    def order(self, num_batches: int, first_batch: int) -> Iterator[Action]:
+        """This worker's actions over a number of batches, or until the gate closes."""
+        order = self.schedule.unroll(self.world.worker, num_batches, first_batch)
+        return order if self.gate is None else self.gate.passing(order)
 
     def is_ready(self, action: Action) -> bool:
         """Whether a forward or backward has all its rows."""
@@ -134,6 +149,8 @@ class Worker:
         targets = self.feed.targets(key[0], share.start, share.stop) if last else ()
         module = here.weights.module(key[0]) if self.is_training else here.weights.newest()
         made = here.runner.forward(module, key, inputs, targets, hold=self.is_training)
+        if self.watch is not None and self.is_training:
+            self.watch.after_forward(here, module, key, inputs, targets, made)
         if last:
             self.note(key[0], made, targets)
         else:
@@ -280,10 +297,14 @@ class Worker:
         if gradients is None:
             gradients = here.reducer.finish(here.weights.slot(batch))
         verdict = self.verdicts.get(batch)
-        skip = verdict is not None and self.scale.is_on and verdict.overflowed
+        skip = verdict is not None and self.skips and verdict.overflowed
+        if self.watch is not None:
+            self.watch.after_gradients(here, batch, gradients)
         if verdict is not None and not skip and verdict.factor != 1.0:
             torch._foreach_mul_([each for each in gradients if each is not None], verdict.factor)
         here.weights.update(batch, gradients, skip=skip)
+        if self.on_stage_update is not None:
+            self.on_stage_update(action.stage, batch)
         if action.stage == max(self.hosted):
             self._close(batch, verdict)
 

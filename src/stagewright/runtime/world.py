@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,8 @@ class World:
     timeout: timedelta
     control: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
+    store: Store | None = None
+    """Where workers leave words for one another; None for one worker."""
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
@@ -75,7 +79,7 @@ def open_world(settings: Settings) -> Iterator[World]:
     everyone = dist.group.WORLD
     if device.type == "cuda":
         everyone = dist.new_group(list(range(size)), timeout=timeout, backend="nccl")
-    yield World(rank, size, device, timeout, dist.group.WORLD, everyone)
+    yield World(rank, size, device, timeout, dist.group.WORLD, everyone, store)
     # Not after an error: closing would wait for workers that wait for this one, and the launcher ends them all.
     dist.destroy_process_group()
 
@@ -107,3 +111,18 @@ def check_world(world: World, plan: Plan) -> None:
             f"{world.size} workers were started for a plan with {len(plan.devices)} devices ({plan.placement})",
             f"start {len(plan.devices)} workers, or change --placement",
         )
+
+
+def gather_json(value: object, group: dist.ProcessGroup | None, size: int) -> list[Any]:
+    """Every worker's value, at every worker of a group on the CPU."""
+    if group is None:
+        return [value]
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
+    longest = max(int(each) for each in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: own.numel()] = own
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(bytes(part[: int(each)].tolist())) for part, each in zip(parts, sizes)]

@@ -23,9 +23,9 @@ from stagewright.runtime.launch import host_commands, is_worker, launch_hosts, n
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
-from stagewright.training.loop import train
 from stagewright.training.optimizers import Recipe
 from stagewright.training.recipes import RecipeFile, find_recipe, with_options
+from stagewright.training.start import train
 
 if TYPE_CHECKING:
     from stagewright.data.source import Dataset
@@ -216,6 +216,7 @@ def job_of(
         epoch_images=per_epoch * plan.batch if per_epoch else None,
         evaluate_every=(recipe.evaluate_every or 1) if rows else None, evaluation_rows=rows,
         sinks=tuple(name for name in names if options[name]),
+        **{key: options[key] for key in ("checkpoint_every", "keep", "resume", "max_restarts", "replan")},
     )  # fmt: skip
 
 

@@ -30,6 +30,16 @@ class Job:
     """Where a resumed run goes on."""
     sinks: tuple[SinkName, ...] = ()
     """Where figures go beside the run folder's events and summary.csv."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; None saves only when a signal ends the run."""
+    keep: int = Field(default=3, ge=1)
+    """How many checkpoints are kept, the newest ones."""
+    resume: str | None = None
+    """`auto`: from the newest good checkpoint of the run's folder; else a folder of a run or of one checkpoint."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often a run whose worker died is started again by itself, from its last checkpoint."""
+    replan: bool = False
+    """Whether a run that cannot be started again goes on without the device that failed it."""
 
     def __post_init__(self) -> None:
         if self.evaluate_every is not None and self.evaluation_rows == 0:

@@ -1,15 +1,12 @@
-"""Training: as one of the workers, or as the one that starts them and shows what they tell."""
+"""Training as one of the workers: from the last checkpoint on, stretch by stretch, to the record."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,42 +14,32 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stagewright.cluster import DeviceId
-from stagewright.errors import RunError, StagewrightError, UsageError
+from stagewright.errors import RunError, StagewrightError
 from stagewright.models import Layered
-from stagewright.plan import Plan
-from stagewright.record import DeviceUse, Point, Record, Source, Span
+from stagewright.record import Record, Source
 from stagewright.runtime.dynamic import run_dynamic
-from stagewright.runtime.evaluate import evaluate
 from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
 from stagewright.runtime.flight import Flight, write_json
 from stagewright.runtime.hosted import with_dtypes
-from stagewright.runtime.launch import (
-    RUN_FOLDER,
-    die_with_parent,
-    is_worker,
-    launch,
-    new_run_folder,
-    this_command,
-    worker_environment,
-)
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.launch import RUN_FOLDER
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import World, open_world
-from stagewright.schedule import COMPUTE, Schedule
-from stagewright.training.display import Display, plain_line
-from stagewright.training.events import NAME, Teller
+from stagewright.runtime.world import World, gather_json, open_world
+from stagewright.schedule import Schedule
+from stagewright.training.gathering import gather
 from stagewright.training.job import Job
-from stagewright.training.memory import driver_bytes, memory_figures, peak_bytes
+from stagewright.training.listener import Listener
 from stagewright.training.metrics import METRICS, accuracy_sums
-from stagewright.training.optimizers import Recipe, optimizer_maker, rate_at
-from stagewright.training.sinks import Sink, check_sinks, open_sinks
+from stagewright.training.optimizers import Recipe, optimizer_maker
+
+if TYPE_CHECKING:
+    from stagewright.runtime.checkpoint import Checkpointer
 
 Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-COMPUTE_KINDS = {kind.value for kind in COMPUTE}
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass
@@ -70,83 +57,6 @@ class Run:
     source: Source
     folder: Path
     world: World
-    points: list[Point] = field(default_factory=list)
-
-
-def train(
-    schedule: Schedule,
-    model: Layered,
-    *,
-    data: Feed | Rows | None = None,
-    recipe: Recipe | MakeOptimizer | None = None,
-    job: Job | None = None,
-    settings: Settings | None = None,
-    evaluation: Feed | None = None,
-    cluster: str = "local",
-    source: Source = "measured",
-    folder: str | Path | None = None,
-    console: Console | None = None,
-    command: Sequence[str] | None = None,
-) -> Record:
-    """Trains a model by a schedule, and returns the record of it.
-
-    Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
-    plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
-    start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
-    to an optimizer.
-    """
-    job, settings = job or Job(), settings or Settings()
-    check_agreement(schedule, settings)
-    check_smoothing(recipe, model)
-    check_sinks(job.sinks)
-    alone = len(schedule.plan.devices) == 1
-    if not is_worker() and not alone:
-        return start_workers(schedule, job, settings, new_run_folder(job.name, folder), console or Console(), command)
-    if is_worker():
-        die_with_parent()
-    where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
-    return work(where, console, schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
-
-
-def check_agreement(schedule: Schedule, settings: Settings) -> None:
-    """Refuses a schedule without agreement where the settings need it."""
-    if settings.agrees and not schedule.agree:
-        raise UsageError(
-            "fp16 and gradient clipping need the agreement of all workers before an update",
-            "make the schedule with make_schedule(plan, agree=True)",
-        )
-
-
-def check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> None:
-    """Refuses a recipe whose label smoothing the model's loss does not have: the loss was chosen with the model."""
-    wanted = recipe.label_smoothing if isinstance(recipe, Recipe) else 0.0
-    found = getattr(model.loss, "label_smoothing", 0.0)
-    if wanted and wanted != found:
-        raise UsageError(
-            f"the recipe smooths labels by {wanted:g}, but the model's loss by {found:g}",
-            f"build the model with label_smoothing={wanted:g}",
-        )
-
-
-def start_workers(
-    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, command: Sequence[str] | None
-) -> Record:
-    """Starts the workers, shows what they tell, and returns the record they leave."""
-    plan = schedule.plan
-    environment = worker_environment(plan, folder, threads=settings.threads, device=settings.device)
-    (folder / NAME).unlink(missing_ok=True)
-    title = f"{plan.model} on {plan.placement}"
-    watching = Display(folder, console, num_steps=job.steps, title=title)
-    with shared_cards(workers_a_card(plan, settings)) as shared, watching:
-        launch(command or this_command(), plan, folder, {**environment, **shared})
-    return Record.load(folder / "record.json")
-
-
-def workers_a_card(plan: Plan, settings: Settings) -> int:
-    """How many workers share a card; 1 on the CPU."""
-    if settings.device == "cpu":
-        return 1
-    return -(-len(plan.devices) // max(1, torch.cuda.device_count()))
 
 
 def work(
@@ -182,28 +92,98 @@ def confess(folder: Path, rank: int, fault: BaseException) -> None:
 
 def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     """Trains, evaluates where asked, and gathers the record."""
-    plan, world = run.schedule.plan, run.world
     worker = Worker(
-        run.schedule, run.layered, world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run),
+        run.schedule, run.layered, run.world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run),
         metric=accuracy_sums, num_metrics=len(METRICS), flight=flight,
     )  # fmt: skip
     warm_up(worker)
-    listener = Listener(run, worker, console)
-    worker.on_update = listener.after_update
+    words = resume(run, worker)
+    checkpointer = checkpointer_of(run, worker) if run.job.checkpoint_every else None
+    listener = Listener(run, worker, console, checkpointer)
+    for word in words:
+        listener.announce("resume", word)
+    worker.gate = Gate(run.job.first_step)
+    signals = signals_heard(is_launched=RUN_FOLDER in os.environ)
+    with Stopper(worker.gate, run.world, run.folder, signals).listening() as stopper:
+        step = run_all(run, worker, listener)
+        worker.close()
+        if worker.gate.last is not None and step < run.job.steps:
+            checkpointer = checkpointer or checkpointer_of(run, worker)
+            save_and_stop(run, checkpointer, listener, step, stopper.cause or "a signal to another worker")
+        elif checkpointer is not None:
+            checkpointer.close()
+            listener.tell_news()
+        return finish(run, worker, listener)
+
+
+def run_all(run: Run, worker: Worker, listener: Listener) -> int:
+    """Runs every stretch, or those before the gate closes; returns the steps that are done."""
     evaluation = evaluation_of(run)
+    step = run.job.first_step
     for first, stop in run.job.parts():
         run_stretch(worker, first, stop)
+        last = worker.gate.last if worker.gate is not None else None
+        step = stop if last is None else max(first, min(stop, last + 1))
+        if step < stop:
+            return step
         if evaluation is not None:
             listener.evaluate(stop, evaluation)
-    worker.close()
+    return step
+
+
+def save_and_stop(run: Run, checkpointer: Checkpointer, listener: Listener, step: int, cause: str) -> None:
+    """Saves the step at which an early end was agreed on, and says how to go on."""
+    listener.checkpointer = checkpointer
+    if step > 0:
+        checkpointer.save(step)
+    checkpointer.close()
+    faults = listener.tell_news(step)
+    if faults:
+        raise RunError(f"stopped by {cause} after step {step}, but {faults[0]}", "free the disk, or save elsewhere")
+    listener.announce("stopped", f"by {cause} after step {step}; go on with --resume auto --out {run.folder}")
+
+
+def finish(run: Run, worker: Worker, listener: Listener) -> Record:
+    """Gathers and saves the record, and waits until all have it."""
     record = gather(run, worker, listener)
-    if world.worker == 0:
+    if run.world.worker == 0:
         record.save(run.folder / "record.json")
-    if world.control is not None:
-        dist.barrier(group=world.control)
-    if plan.workers[-1][0] == world.worker:
-        listener.teller.close()
+    if run.world.control is not None:
+        dist.barrier(group=run.world.control)
+    listener.close()
     return record
+
+
+def checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
+    """What writes this run's checkpoints. All workers must ask for it."""
+    from stagewright.runtime.checkpoint import Checkpointer  # torch.distributed.checkpoint takes a second to load
+
+    return Checkpointer(worker, run.layered, run.folder, every=run.job.checkpoint_every, keep=run.job.keep)
+
+
+def resume(run: Run, worker: Worker) -> list[str]:
+    """Restores the last good checkpoint where the job or a restart asks for it, and says what it did."""
+    restarted = int(os.environ.get(RESTARTS, "0")) > 0 and run.job.checkpoint_every is not None
+    if run.job.resume is None and not restarted:
+        return []
+    from stagewright.runtime.checkpoint import find_checkpoint, restore, sweep
+
+    words: list[str] = []
+    source = run.folder if run.job.resume in (None, "auto") or restarted else Path(str(run.job.resume))
+    told: list[Any] = [None]
+    if run.world.worker == 0:
+        sweep(run.folder)
+        found = find_checkpoint(source, words.append)
+        if found is None and restarted and run.job.resume not in (None, "auto"):
+            found = find_checkpoint(Path(str(run.job.resume)), words.append)
+        told = [None if found is None else {"folder": str(found[0]), "manifest": found[1]}]
+    chosen, words = gather_json([told[0], words], run.world.control, run.world.size)[0]
+    if chosen is None:
+        return [*words, f"no checkpoint in {source}: starting from the first step"]
+    own = not isinstance(run.recipe, Recipe)
+    step = restore(worker, Path(chosen["folder"]), chosen["manifest"], options=own)
+    run.job = replace(run.job, first_step=step)
+    return [*words, f"going on after step {step}, from {chosen['folder']}"]
 
 
 def run_stretch(worker: Worker, first: int, stop: int) -> None:
@@ -255,198 +235,3 @@ def synthetic_feed(layered: Layered, settings: Settings, device: torch.device, n
         inputs, layered.targets, num_classes=widths[0] if widths else num_classes, seed=settings.seed, device=device,
         channels_last=settings.channels_last,
     )  # fmt: skip
-
-
-class Listener:
-    """Keeps the learning rate, the clock, the log and the watch on NaN while a worker runs."""
-
-    def __init__(self, run: Run, worker: Worker, console: Console | None) -> None:
-        self.run, self.worker, self.console = run, worker, console
-        plan, world = run.schedule.plan, run.world
-        self.group = world.group("figures", plan.workers[-1])
-        self.speaks = plan.workers[-1][0] == world.worker
-        self.is_last = world.worker in plan.workers[-1]
-        self.teller = Teller(run.folder, self.sinks()) if self.speaks else _Silent()
-        self.logged_at = (time.perf_counter(), run.job.first_step)
-        self.points: list[Point] = []
-        self.started = time.perf_counter()
-        self.set_rate(run.job.first_step)
-
-    def set_rate(self, step: int) -> None:
-        """Sets the learning rate of a step."""
-        if not isinstance(self.run.recipe, Recipe):
-            return
-        for here in self.worker.hosted.values():
-            for group in here.weights.optimizer.param_groups if here.weights.optimizer else ():
-                group["lr"] = rate_at(self.run.recipe, step)
-
-    def after_update(self, batch: int) -> None:
-        """What follows a worker's update of a batch."""
-        job = self.run.job
-        if batch - job.first_step + 1 >= job.warm_up:
-            self.worker.clock.mark()
-        if batch + 1 == max(job.steps - self.run.settings.trace_steps, job.first_step + 1):
-            self.worker.clock.start()
-        self.set_rate(batch + 1)
-        if self.is_last:
-            self.note_figures(batch)
-
-    def note_figures(self, batch: int) -> None:
-        """Looks at the loss where it is cheap, and logs it where it is due."""
-        job, is_cpu = self.run.job, self.run.world.device.type == "cpu"
-        sums = self.worker.figures.pop(batch)
-        is_due = (batch + 1) % job.log_every == 0 or batch + 1 == job.steps
-        if not is_cpu and not is_due:
-            return
-        if self.group is not None:
-            dist.all_reduce(sums, group=self.group)
-        figures = (sums / self.run.schedule.plan.batch).tolist()
-        self.check(batch, figures[0])
-        if self.speaks:
-            self.point("loss", batch + 1, figures[0])
-            if is_due:
-                self.tell("train", batch + 1, figures)
-
-    def check(self, batch: int, loss: float) -> None:
-        """Stops at a loss that is no number."""
-        if not math.isfinite(loss) and self.run.settings.on_nan == "stop":
-            raise RunError(
-                f"the loss of step {batch} is {loss}",
-                "lower the learning rate, clip the gradients with --clip-norm, or go on with --on-nan skip",
-            )
-
-    def tell(self, kind: str, step: int, figures: Sequence[float]) -> None:
-        """Logs loss and accuracy of a step, and the images/s since the last time."""
-        now, (before, then) = time.perf_counter(), self.logged_at
-        self.logged_at = (now, step)
-        rate = self.run.schedule.plan.batch * (step - then) / max(now - before, 1e-9)
-        values = {"loss": figures[0], "top_1": figures[1], "top_k": figures[2], "images_per_s": rate}
-        self.say(kind, step, {**values, "scale": self.worker.scale.value})
-        self.point("top_1", step, figures[1])
-        self.point("top_k", step, figures[2])
-
-    def say(self, kind: str, step: int, values: dict[str, float]) -> None:
-        """Tells an event of a step, and prints its line where nobody else watches the events."""
-        place = {"epoch": self.run.job.epoch_of(step), "iter": step}
-        event = self.teller.tell(kind, **place, **values, **memory_figures(self.run.world.device))
-        if self.console is not None:
-            self.console.print(plain_line(event), highlight=False, markup=False, soft_wrap=True)
-
-    def point(self, name: str, step: int, value: float) -> None:
-        """Adds a point to a curve."""
-        if math.isfinite(value):
-            epoch = step / self.run.job.steps_per_epoch if self.run.job.steps_per_epoch else 0.0
-            seconds = time.perf_counter() - self.started
-            self.points.append(Point(name=name, step=step, epoch=epoch, value=value, seconds=seconds))
-
-    def evaluate(self, step: int, feed: Feed) -> None:
-        """Evaluates with the newest weights, and logs it."""
-        rows, started = self.run.job.evaluation_rows, time.perf_counter()
-        means = evaluate(self.worker, feed, rows, self.run.schedule.plan.batch).tolist()
-        if self.speaks:
-            rate = rows / (time.perf_counter() - started)
-            self.say("validation", step, {"top_1": means[1], "top_k": means[2], "images_per_s": rate})
-            for name, value in zip(("loss", *METRICS), means):
-                self.point(f"validation_{name}", step, value)
-        self.logged_at = (time.perf_counter(), step)
-
-    def sinks(self) -> list[Sink]:
-        """Where this run's figures go beside its events."""
-        run, plan = self.run, self.run.schedule.plan
-        about = {
-            "name": run.job.name, "placement": plan.placement, "batch": plan.batch, "policy": plan.policy,
-            "microbatches": plan.num_microbatches, "versions": plan.versions, "precision": run.settings.precision,
-            "seed": run.settings.seed, "recipe": run.recipe if isinstance(run.recipe, Recipe) else "own",
-        }  # fmt: skip
-        is_resumed = run.job.first_step > 0
-        return open_sinks(run.job.sinks, run.folder, about, rank=run.world.worker, is_resumed=is_resumed)
-
-
-class _Silent(Teller):
-    """Tells nothing: only one worker speaks."""
-
-    def __init__(self) -> None:
-        pass
-
-    def tell(self, kind: str, **values: Any) -> dict[str, Any]:
-        return values
-
-    def close(self) -> None:
-        return None
-
-
-def gather(run: Run, worker: Worker, listener: Listener) -> Record:
-    """The record of the run, from what each worker saw."""
-    spans = worker.clock.spans()
-    own = {
-        "spans": [list(span) for span in spans], "steps": worker.clock.step_s(), "peak": peak_bytes(run.world.device),
-        "driver": driver_bytes(run.world.device),
-        "points": [point.__dict__ for point in listener.points],
-        "start_up": max(0.0, time.perf_counter() - listener.started),
-    }  # fmt: skip
-    told = gather_json(own, run.world)
-    steps = told[0]["steps"] or [max(told[0]["start_up"], 1e-9)]
-    everything = [Span(*span) for each in told for span in each["spans"]]
-    zero = min((span.start_s for span in everything), default=0.0)
-    moved = tuple(span._replace(start_s=span.start_s - zero, stop_s=span.stop_s - zero) for span in everything)
-    plan = run.schedule.plan
-    traced_s = sum(steps[-run.settings.trace_steps :] if run.settings.trace_steps else []) or 1.0
-    return Record(
-        name=run.job.name,
-        source=run.source,
-        plan=plan,
-        cluster=run.cluster,
-        precision=run.settings.precision,
-        data="synthetic" if run.data is None else "records",
-        epoch_images=run.job.epoch_images,
-        step_s=tuple(steps),
-        step_images=plan.batch,
-        devices=tuple(
-            device_use(run.schedule, number, id, told[number], moved, traced_s)
-            for number, id in enumerate(plan.devices)
-        ),
-        spans=moved,
-        points=tuple(Point(**point) for each in told for point in each["points"]),
-        command=" ".join(this_command_or_nothing()),
-        environment={"torch": torch.__version__, "device": device_name(run.world.device)},
-    )
-
-
-def this_command_or_nothing() -> list[str]:
-    """The command line, where there is one."""
-    try:
-        return this_command()[1:]
-    except RunError:
-        return []
-
-
-def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def device_use(
-    schedule: Schedule, number: int, id: DeviceId, told: Mapping[str, Any], spans: Sequence[Span], traced_s: float
-) -> DeviceUse:
-    """What one device did, from the spans of the traced steps."""
-    stages = tuple(stage for stage, members in enumerate(schedule.plan.workers) if number in members)
-    busy = sum(span.stop_s - span.start_s for span in spans if span.worker == number and span.kind in COMPUTE_KINDS)
-    share = min(1.0, busy / max(traced_s, 1e-9))
-    return DeviceUse(
-        device=str(id), stages=stages, busy_share=share, peak_bytes=told["peak"], driver_bytes=told["driver"]
-    )
-
-
-def gather_json(value: object, world: World) -> list[Any]:
-    """Every worker's value, at every worker."""
-    if world.control is None:
-        return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([own.numel()]), group=world.control)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: own.numel()] = own
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world.size)]
-    dist.all_gather(parts, padded, group=world.control)
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]

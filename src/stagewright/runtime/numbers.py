@@ -1,0 +1,148 @@
+"""The watch on numbers: what is not finite, and gradient norms that jump, with stage and layer.
+
+Forward: a stage whose inputs are finite and whose outputs are not is where it began; its layers are run once more, one
+by one, to name the first. Backward: the parameter nearest to the loss whose gradient is not finite is where it began.
+On a card nothing is looked at until a log line is due, since looking would stop the stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.errors import RunError
+from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.stage import Key
+
+JUMP = 10.0
+"""How many times the usual norm is a jump."""
+HISTORY, ENOUGH = 64, 16
+"""Norms that make the usual one, and how many there must be before one is called a jump."""
+
+
+class Watch:
+    """Looks at one worker's outputs and gradients; raises, or tells and goes on."""
+
+    def __init__(
+        self, layer_of: Mapping[str, str], *, stops: bool, looks_always: bool, forgives_overflow: bool,
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.layer_of, self.tell = layer_of, tell
+        self.stops, self.looks_always, self.forgives_overflow = stops, looks_always, forgives_overflow
+        self.is_due: Callable[[int], bool] = lambda batch: True
+        self._flags: dict[tuple[int, int], Tensor] = {}
+        self._norms: dict[int, deque[float]] = {}
+        self._told: set[int] = set()
+
+    def after_forward(
+        self, here: Hosted, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
+        made: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Looks at a stage's outputs, now or, on a card, when a log line is due."""
+        bad = not_finite(made)
+        if not self.looks_always:
+            flag = self._flags.get((here.stage, key[0]))
+            self._flags[here.stage, key[0]] = bad if flag is None else flag | bad
+        elif bool(bad):
+            if not bool(not_finite(inputs)):
+                self.report(key[0], origin(here, module, key, inputs, targets, self.layer_of))
+            elif here.stage == 0:
+                self.report(key[0], f"the data of batch {key[0]}, microbatch {key[1]}, are not finite")
+
+    def after_gradients(self, here: Hosted, batch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Looks at a stage's reduced gradients, on the first replica only: all have the same."""
+        due = self.looks_always or self.is_due(batch)
+        flag = self._flags.pop((here.stage, batch), None)
+        if not due or here.replica != 0:
+            return
+        named = [(name, each) for name, each in zip(here.weights.names, gradients) if each is not None]
+        norms = torch.stack(torch._foreach_norm([each for _, each in named])).tolist() if named else []
+        if flag is not None and bool(flag):
+            self.report(batch, f"stage {here.stage} made numbers that are not finite in batch {batch}")
+        wrong = [name for (name, _), norm in zip(named, norms) if not math.isfinite(norm)]
+        if wrong and not self.forgives_overflow:
+            self.report(
+                batch, f"the gradient of layer {self.layer_of.get(wrong[-1], wrong[-1])} in stage {here.stage} is not "
+                f"finite in batch {batch}",
+            )  # fmt: skip
+        elif not wrong:
+            self._look_for_jump(here, batch, [name for name, _ in named], norms)
+
+    def _look_for_jump(self, here: Hosted, batch: int, names: Sequence[str], norms: Sequence[float]) -> None:
+        norm, past = math.hypot(*norms), self._norms.setdefault(here.stage, deque(maxlen=HISTORY))
+        usual = median(past) if len(past) >= ENOUGH else math.inf
+        if norm > JUMP * usual:
+            layer = self.layer_of.get(names[norms.index(max(norms))], "?")
+            self.tell(
+                f"the gradient norm of stage {here.stage} jumped from {usual:.3g} to {norm:.3g} in batch {batch}, "
+                f"most of it in layer {layer}"
+            )
+        past.append(norm)
+
+    def report(self, batch: int, what: str) -> None:
+        """Ends the run, or tells once a batch where steps with such numbers are skipped."""
+        if self.stops:
+            raise RunError(
+                what, "lower the learning rate, clip the gradients with --clip-norm, or go on with --on-nan skip"
+            )
+        if batch not in self._told:
+            self._told = {batch}
+            self.tell(f"{what}; the step is skipped")
+
+
+def not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether any number in any tensor is infinite or NaN, as a tensor that nobody has waited for."""
+    flags = [~torch.isfinite(each.detach()).all() for each in tensors if each.dtype.is_floating_point]
+    return torch.stack(flags).any() if flags else torch.tensor(False)
+
+
+@torch.no_grad()
+def origin(
+    here: Hosted, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
+    layer_of: Mapping[str, str],
+) -> str:  # fmt: skip
+    """Where a stage's numbers stopped being finite: a weight, or the first layer that made one of finite ones."""
+    place = f"stage {here.stage} in batch {key[0]}, microbatch {key[1]}"
+    for name, parameter in module.named_parameters():
+        if bool(not_finite([parameter])):
+            return f"the weights of layer {layer_of.get(name, name)} are not finite: {place}"
+    layer = first_bad_module(module, inputs, targets, layer_of)
+    what = f"layer {layer} made numbers that are not finite" if layer else "the loss is not finite"
+    return f"{what}: {place}"
+
+
+def first_bad_module(
+    module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], layer_of: Mapping[str, str]
+) -> str | None:
+    """The layer of the first module inside whose output is not finite, running the stage once more."""
+    found: list[str] = []
+
+    def look(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(_: nn.Module, __: object, made: object) -> None:
+            tensors = [
+                each for each in (made if isinstance(made, tuple | list) else [made]) if isinstance(each, Tensor)
+            ]
+            if not found and bool(not_finite(tensors)):
+                found.append(name)
+
+        return hook
+
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    leaves = [(name, each) for name, each in module.named_modules() if name and not list(each.children())]
+    hooks = [each.register_forward_hook(look(name)) for name, each in leaves]
+    module(*inputs, *targets)
+    for hook in hooks:
+        hook.remove()
+    for buffer, kept in zip(module.buffers(), buffers):
+        buffer.copy_(kept)
+    return layer_named(found[0], layer_of) if found else None
+
+
+def layer_named(module: str, layer_of: Mapping[str, str]) -> str:
+    """The layer that a module's name belongs to, by the parameters under it; else the module's own name."""
+    return next((layer for name, layer in layer_of.items() if name.startswith(f"{module}.")), module)

@@ -1,0 +1,215 @@
+"""A stage's whole state as tensors under the unsplit model's names, and back, under this plan or another.
+
+model/NAME               the newest weights, and buffers
+version-1/NAME …         the weights one update before, and so on, where a stage keeps several versions
+optimizer/KIND/NAME      what the optimizer keeps for a parameter: momentum_buffer, exp_avg …
+random/WORKER/…          the state of a worker's generators
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stagewright.errors import CheckpointError
+from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.weights import Weights
+
+Tensors = dict[str, Tensor]
+COMPILED = "_orig_mod."
+"""What torch.compile puts before the names of the module inside."""
+
+
+def stage_tensors(here: Hosted) -> Tensors:
+    """The state of a stage that all its replicas have in common, not copied."""
+    weights, found = here.weights, {}
+    buffers = stage_buffers(here)
+    for name, tensor in weights.newest().state_dict().items():
+        if f"model/{plain(name)}" not in buffers:
+            found[f"model/{plain(name)}"] = tensor
+    for back in range(1, weights.num_versions):
+        slot = weights.parameters[weights.slot(weights.num_updates - 1 - back)]
+        found.update({f"version-{back}/{name}": tensor for name, tensor in zip(weights.names, slot)})
+    for name, kind, value in optimizer_values(weights):
+        if isinstance(value, Tensor):
+            found[f"optimizer/{kind}/{name}"] = value
+    return found
+
+
+def stage_buffers(here: Hosted) -> Tensors:
+    """The stage's buffers that are saved with a model; they follow each replica's own rows."""
+    module = here.weights.newest()
+    names, saved = {name for name, _ in module.named_buffers()}, module.state_dict()
+    return {f"model/{plain(name)}": tensor for name, tensor in saved.items() if name in names}
+
+
+def plain(name: str) -> str:
+    """A name without what torch.compile adds."""
+    return name.removeprefix(COMPILED)
+
+
+def optimizer_values(weights: Weights) -> Iterator[tuple[str, str, Any]]:
+    """(parameter, kind, value) of everything that the optimizer keeps."""
+    if weights.optimizer is None:
+        return
+    for parameter, name in zip(weights.moved, weights.names):
+        for kind, value in weights.optimizer.state.get(parameter, {}).items():
+            yield name, kind, value
+
+
+def stage_numbers(here: Hosted) -> dict[str, Any]:
+    """What the optimizer keeps that is no tensor: plain numbers by parameter, and the options of its groups."""
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, kind, value in optimizer_values(here.weights):
+        if isinstance(value, int | float | bool):
+            numbers.setdefault(name, {})[kind] = value
+    return {"numbers": numbers, "options": group_options(here.weights.optimizer)}
+
+
+def group_options(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
+    """For each parameter the options of its group, where they are plain."""
+    found = {}
+    for group in optimizer.param_groups if optimizer is not None else ():
+        options = {key: as_plain(value) for key, value in group.items() if key != "params" and is_plain(value)}
+        for parameter in group["params"]:
+            found[parameter.stagewright_name] = options
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value, itself or as a list of numbers."""
+    if isinstance(value, tuple | list):
+        return all(map(is_plain, value))
+    return (
+        value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.dim() == 0)
+    )
+
+
+def as_plain(value: Any) -> Any:
+    """A plain value for JSON."""
+    return value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
+
+
+# Back again
+
+
+def wanted_keys(here: Hosted, known: Mapping[str, Any]) -> dict[str, str]:
+    """For each tensor of the stage the key that it is restored from; `known` are the keys of the checkpoint."""
+    weights = here.weights
+    wanted = {f"model/{name}": f"model/{name}" for name in map(plain, weights.newest().state_dict())}
+    for back in range(1, weights.num_versions):
+        for name in weights.names:
+            # Another plan may have kept fewer versions: the oldest it had comes nearest.
+            kept = next((old for old in range(back, 0, -1) if f"version-{old}/{name}" in known), 0)
+            wanted[f"version-{back}/{name}"] = f"version-{kept}/{name}" if kept else f"model/{name}"
+    names = set(weights.names)
+    kinds = (key.split("/", 2) for key in known if key.startswith("optimizer/"))
+    wanted.update({f"optimizer/{kind}/{name}": f"optimizer/{kind}/{name}" for _, kind, name in kinds if name in names})
+    lost = next((key for key in wanted.values() if key not in known), None)
+    if lost is not None:
+        raise CheckpointError(
+            f"the checkpoint has no {lost.removeprefix('model/')}, which stage {here.stage} needs",
+            "it is of another model: give the folder of a run of this one",
+        )
+    return wanted
+
+
+@torch.no_grad()
+def restore_stage(here: Hosted, step: int, tensors: Tensors, numbers: Mapping[str, Any], *, options: bool) -> None:
+    """Puts a stage where it stood after `step` updates; with `options` the optimizer's groups get theirs back too."""
+    weights = here.weights
+    weights.num_updates = step
+    for slot in range(weights.num_versions):
+        restore_slot(weights, slot, step, tensors)
+    if weights.optimizer is not None:
+        restore_optimizer(weights, weights.optimizer, tensors, numbers)
+        if options:
+            restore_options(weights.optimizer, numbers["options"])
+
+
+def restore_slot(weights: Weights, slot: int, step: int, tensors: Tensors) -> None:
+    """Fills a slot with the version that the next batch in it uses; batch b uses version b − K + 1."""
+    count = weights.num_versions
+    batch = next(batch for batch in range(step, step + count) if weights.slot(batch) == slot)
+    back = step - max(0, batch - count + 1)
+    for name, tensor in weights.modules[slot].state_dict().items():
+        key = f"version-{min(back, count - 1)}/{plain(name)}"
+        fill(tensor, tensors.get(key, tensors[f"model/{plain(name)}"]), plain(name))
+
+
+def fill(target: Tensor, value: Tensor, name: str) -> None:
+    """Copies a restored value into its place."""
+    if target.shape != value.shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(value.shape)} in the checkpoint, but {tuple(target.shape)} in the model",
+            "it is of another model: give the folder of a run of this one",
+        )
+    target.copy_(value)
+
+
+def restore_optimizer(weights: Weights, optimizer: Optimizer, tensors: Tensors, numbers: Mapping[str, Any]) -> None:
+    """Gives the optimizer back what it kept, each tensor where and how it wants it."""
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found: dict[str, dict[str, Any]] = {name: dict(numbers["numbers"].get(name, {})) for name in weights.names}
+    for key, value in tensors.items():
+        if key.startswith("optimizer/"):
+            _, kind, name = key.split("/", 2)
+            found[name][kind] = value
+    state = {
+        index: {kind: laid_out(value, parameter) for kind, value in found[parameter.stagewright_name].items()}
+        for index, parameter in enumerate(members)
+    }
+    whole = optimizer.state_dict()
+    optimizer.load_state_dict({**whole, "state": {index: kept for index, kept in state.items() if kept}})
+
+
+def laid_out(value: Any, parameter: nn.Parameter) -> Any:
+    """A tensor of the parameter's shape in the parameter's memory layout too, as fused steps want it."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def restore_options(optimizer: Optimizer, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Gives every group the options that its first parameter had."""
+    for group in optimizer.param_groups:
+        kept = options.get(group["params"][0].stagewright_name, {})
+        for key, value in kept.items():
+            if key in group and not isinstance(group[key], Tensor):
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def random_tensors(worker: int, device: torch.device) -> Tensors:
+    """The state of this process's generators."""
+    found = {f"random/{worker}/torch": torch.get_rng_state()}
+    version, numbers, gauss = random.getstate()
+    found[f"random/{worker}/python"] = as_tensor([version, list(numbers), gauss])
+    found[f"random/{worker}/numpy"] = as_tensor([np.asarray(part).tolist() for part in np.random.get_state()])
+    if device.type == "cuda":
+        found[f"random/{worker}/cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def restore_random(worker: int, device: torch.device, tensors: Tensors) -> None:
+    """Puts this process's generators where they stood."""
+    if f"random/{worker}/torch" in tensors:
+        torch.set_rng_state(tensors[f"random/{worker}/torch"])
+    if f"random/{worker}/python" in tensors:
+        version, numbers, gauss = json.loads(bytes(tensors[f"random/{worker}/python"].tolist()))
+        random.setstate((version, tuple(numbers), gauss))
+    if f"random/{worker}/numpy" in tensors:
+        np.random.set_state(tuple(json.loads(bytes(tensors[f"random/{worker}/numpy"].tolist()))))
+    if device.type == "cuda" and f"random/{worker}/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"random/{worker}/cuda"], device)
+
+
+def as_tensor(value: object) -> Tensor:
+    """A plain value as bytes in a tensor."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -1,0 +1,86 @@
+"""The record of a run, from what each worker saw."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stagewright.cluster import DeviceId
+from stagewright.errors import RunError
+from stagewright.record import DeviceUse, Point, Record, Span
+from stagewright.runtime.launch import this_command
+from stagewright.runtime.worker import Worker
+from stagewright.runtime.world import gather_json
+from stagewright.schedule import COMPUTE, Schedule
+from stagewright.training.listener import Listener
+from stagewright.training.memory import driver_bytes, peak_bytes
+
+if TYPE_CHECKING:
+    from stagewright.training.loop import Run
+
+COMPUTE_KINDS = {kind.value for kind in COMPUTE}
+
+
+def gather(run: Run, worker: Worker, listener: Listener) -> Record:
+    """The record of the run, from what each worker saw."""
+    spans = worker.clock.spans()
+    own = {
+        "spans": [list(span) for span in spans], "steps": worker.clock.step_s(), "peak": peak_bytes(run.world.device),
+        "driver": driver_bytes(run.world.device),
+        "points": [point.__dict__ for point in listener.points],
+        "start_up": max(0.0, time.perf_counter() - listener.started),
+    }  # fmt: skip
+    told = gather_json(own, run.world.control, run.world.size)
+    steps = told[0]["steps"] or [max(told[0]["start_up"], 1e-9)]
+    everything = [Span(*span) for each in told for span in each["spans"]]
+    zero = min((span.start_s for span in everything), default=0.0)
+    moved = tuple(span._replace(start_s=span.start_s - zero, stop_s=span.stop_s - zero) for span in everything)
+    plan = run.schedule.plan
+    traced_s = sum(steps[-run.settings.trace_steps :] if run.settings.trace_steps else []) or 1.0
+    return Record(
+        name=run.job.name,
+        source=run.source,
+        plan=plan,
+        cluster=run.cluster,
+        precision=run.settings.precision,
+        data="synthetic" if run.data is None else "records",
+        epoch_images=run.job.epoch_images,
+        step_s=tuple(steps),
+        step_images=plan.batch,
+        devices=tuple(
+            device_use(run.schedule, number, id, told[number], moved, traced_s)
+            for number, id in enumerate(plan.devices)
+        ),
+        spans=moved,
+        points=tuple(Point(**point) for each in told for point in each["points"]),
+        command=" ".join(this_command_or_nothing()),
+        environment={"torch": torch.__version__, "device": device_name(run.world.device)},
+    )
+
+
+def this_command_or_nothing() -> list[str]:
+    """The command line, where there is one."""
+    try:
+        return this_command()[1:]
+    except RunError:
+        return []
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def device_use(
+    schedule: Schedule, number: int, id: DeviceId, told: Mapping[str, Any], spans: Sequence[Span], traced_s: float
+) -> DeviceUse:
+    """What one device did, from the spans of the traced steps."""
+    stages = tuple(stage for stage, members in enumerate(schedule.plan.workers) if number in members)
+    busy = sum(span.stop_s - span.start_s for span in spans if span.worker == number and span.kind in COMPUTE_KINDS)
+    share = min(1.0, busy / max(traced_s, 1e-9))
+    return DeviceUse(
+        device=str(id), stages=stages, busy_share=share, peak_bytes=told["peak"], driver_bytes=told["driver"]
+    )

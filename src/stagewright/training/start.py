@@ -1,0 +1,168 @@
+"""Training, as the one that starts the workers and shows what they tell, or as one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from stagewright.errors import RunError, UsageError
+from stagewright.models import Layered
+from stagewright.plan import Plan
+from stagewright.record import Record, Source
+from stagewright.runtime.feed import Feed
+from stagewright.runtime.launch import (
+    RUN_FOLDER,
+    SCHEDULE,
+    die_with_parent,
+    is_worker,
+    launch,
+    new_run_folder,
+    this_command,
+    worker_environment,
+)
+from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.settings import Settings
+from stagewright.schedule import Schedule
+from stagewright.scheduling import make_schedule
+from stagewright.training.display import Display
+from stagewright.training.events import NAME, Teller
+from stagewright.training.job import Job
+from stagewright.training.loop import MakeOptimizer, Rows, work
+from stagewright.training.optimizers import Recipe
+from stagewright.training.replan import describe_change, plan_without
+from stagewright.training.sinks import check_sinks
+
+SCHEDULE_FILE = "schedule.json"
+
+
+def train(
+    schedule: Schedule,
+    model: Layered,
+    *,
+    data: Feed | Rows | None = None,
+    recipe: Recipe | MakeOptimizer | None = None,
+    job: Job | None = None,
+    settings: Settings | None = None,
+    evaluation: Feed | None = None,
+    cluster: str = "local",
+    source: Source = "measured",
+    folder: str | Path | None = None,
+    console: Console | None = None,
+    command: Sequence[str] | None = None,
+) -> Record:
+    """Trains a model by a schedule, and returns the record of it.
+
+    Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
+    plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
+    start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
+    to an optimizer.
+    """
+    job, settings = job or Job(), settings or Settings()
+    schedule = schedule_now(schedule)
+    check_agreement(schedule, settings)
+    check_smoothing(recipe, model)
+    check_sinks(job.sinks)
+    check_resume(job, folder)
+    alone = len(schedule.plan.devices) == 1
+    if not is_worker() and not alone:
+        return start_workers(schedule, job, settings, new_run_folder(job.name, folder), console or Console(), command)
+    if is_worker():
+        die_with_parent()
+    where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
+    return work(where, console, schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
+
+
+def schedule_now(schedule: Schedule) -> Schedule:
+    """The schedule that workers were told to use instead of their own, after a device was lost."""
+    path = os.environ.get(SCHEDULE)
+    return Schedule.load(path) if path and is_worker() else schedule
+
+
+def check_agreement(schedule: Schedule, settings: Settings) -> None:
+    """Refuses a schedule without agreement where the settings need it."""
+    if settings.agrees and not schedule.agree:
+        raise UsageError(
+            "fp16, gradient clipping and --on-nan skip need the agreement of all workers before an update",
+            "make the schedule with make_schedule(plan, agree=True)",
+        )
+
+
+def check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> None:
+    """Refuses a recipe whose label smoothing the model's loss does not have: the loss was chosen with the model."""
+    wanted = recipe.label_smoothing if isinstance(recipe, Recipe) else 0.0
+    found = getattr(model.loss, "label_smoothing", 0.0)
+    if wanted and wanted != found:
+        raise UsageError(
+            f"the recipe smooths labels by {wanted:g}, but the model's loss by {found:g}",
+            f"build the model with label_smoothing={wanted:g}",
+        )
+
+
+def check_resume(job: Job, folder: str | Path | None) -> None:
+    """Refuses to resume from nowhere, and to restart a run that saves nothing."""
+    if job.resume == "auto" and folder is None and RUN_FOLDER not in os.environ:
+        raise UsageError("--resume auto looks for checkpoints in the folder of the run", "name it with --out FOLDER")
+    if job.resume not in (None, "auto") and not Path(str(job.resume)).is_dir():
+        raise UsageError(
+            f"--resume {job.resume}: there is no such folder", "use auto, or a run's or checkpoint's folder"
+        )
+    if job.replan and not job.checkpoint_every:
+        raise UsageError("--replan goes on from the last checkpoint, but none is asked for", "add --checkpoint-every N")
+
+
+def start_workers(
+    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, command: Sequence[str] | None
+) -> Record:
+    """Starts the workers, shows what they tell, and returns the record they leave.
+
+    With `replan`, a run that fails for good goes on without the device that failed it, for as long as one is left.
+    """
+    environment: dict[str, str] = {}
+    if job.resume is None:
+        (folder / NAME).unlink(missing_ok=True)
+    while True:
+        try:
+            run_launcher(schedule, job, settings, folder, console, command, environment)
+            return Record.load(folder / "record.json")
+        except RunError as fault:
+            if not job.replan or fault.worker is None or len(schedule.plan.devices) == 1:
+                raise
+            schedule = replanned(schedule, fault, folder)
+            environment = {SCHEDULE: str(folder / SCHEDULE_FILE)}
+            job = replace(job, resume="auto")
+
+
+def run_launcher(
+    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, command: Sequence[str] | None,
+    extra: dict[str, str],
+) -> None:  # fmt: skip
+    """Starts the workers of one plan and waits for them."""
+    plan = schedule.plan
+    schedule.save(folder / SCHEDULE_FILE)
+    environment = worker_environment(plan, folder, threads=settings.threads, device=settings.device)
+    watching = Display(folder, console, num_steps=job.steps, title=f"{plan.model} on {plan.placement}")
+    with shared_cards(workers_a_card(plan, settings)) as shared, watching:
+        launch(command or this_command(), plan, folder, {**environment, **shared, **extra}, job.max_restarts)
+
+
+def replanned(schedule: Schedule, fault: RunError, folder: Path) -> Schedule:
+    """The schedule of a plan without the device of the worker that failed; says what changed."""
+    before = schedule.plan
+    assert fault.worker is not None
+    after = plan_without(before, {before.devices[fault.worker]})
+    words = Teller(folder)
+    words.tell("replan", text=f"{fault.what}; {describe_change(before, after)}")
+    words.close()
+    return make_schedule(after, agree=schedule.agree)
+
+
+def workers_a_card(plan: Plan, settings: Settings) -> int:
+    """How many workers share a card; 1 on the CPU."""
+    if settings.device == "cpu":
+        return 1
+    return -(-len(plan.devices) // max(1, torch.cuda.device_count()))
