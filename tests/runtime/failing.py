@@ -39,8 +39,10 @@ def harm(how: str, inputs: Tensor) -> None:
     """What goes wrong."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "stop":
+    elif how == "hang":
         time.sleep(600)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "raise":
         raise RuntimeError("the disk is on fire")
     elif how == "nan":
@@ -54,7 +56,7 @@ def main(how: str, folder: str) -> None:
     plan: Plan = plan_of(Case("3-1", batch=BATCH), layered.names)
     record = train(
         make_schedule(plan), layered, data=rows(how), recipe=Recipe(learning_rate=0.1),
-        job=Job(name="failing", steps=10), settings=Settings(timeout_s=15.0), folder=Path(folder),
+        job=Job(name="failing", steps=10), settings=Settings(timeout_s=8.0), folder=Path(folder),
     )  # fmt: skip
     print(f"done {len(record.step_s)}")
 

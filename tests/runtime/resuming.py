@@ -1,4 +1,4 @@
-"""Workers that go from plan to plan over checkpoints: `python -m tests.runtime.resuming FOLDER PLACEMENT,…` under torchrun."""
+"""Workers that go from plan to plan over checkpoints: `-m tests.runtime.resuming FOLDER CASE,…` under torchrun."""
 
 from __future__ import annotations
 

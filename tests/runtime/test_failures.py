@@ -13,10 +13,11 @@ import pytest
 from tests.runtime.running import ROOT
 
 SAYS = {
-    "kill": "worker 3 (stage 1, device 0:3) stopped with signal 9 at",
-    "raise": "worker 3 (stage 1, device 0:3) failed with exit status 1 at",
-    "nan": "the loss of step 5 is nan",
-    "stop": "worker",
+    "kill": "worker 3 (stage 1, device 0:3) stopped with signal 9 at F1.0 of batch 5, microbatch 0",
+    "raise": "worker 3 (stage 1, device 0:3) failed with exit status 1 at F1.0 of batch 5, microbatch 0",
+    "nan": "the data of batch 5, microbatch 0, are not finite",
+    "hang": "worker 3 (stage 1, device 0:3) kept the others waiting at F1.0 of batch 5, microbatch 0",
+    "stop": "worker 3 (stage 1, device 0:3) kept the others waiting at F1.0 of batch 5, microbatch 0",
 }
 
 

@@ -27,6 +27,8 @@ VERBS = {
     "data": "Make, convert and inspect sets of labelled images.",
     "train": "Train for real, with a worker for each device.",
     "bench": "Run a suite of cases, repeated and kept; compare two such runs.",
+    "export": "The whole model out of a checkpoint, as safetensors or a plain state dict.",
+    "doctor": "What ended a run, who waited for whom, and who is to blame.",
     "report": "One page and one Markdown file from the records in a folder.",
 }
 """Every verb and what it is for, in the order of the work."""

@@ -16,6 +16,8 @@ HEAD = struct.Struct("<qq")
 ENTRY = struct.Struct("<dBhiih")
 """time, kind, stage, batch, microbatch, peer"""
 NUM_ENTRIES = 64
+SCHEDULE_FILE = "schedule.json"
+"""The file in a run's folder that holds what its workers do, for those who read their recorders."""
 STOP_FILE = "stop"
 """The file in a run's folder by which the launcher asks workers to save and stop."""
 KINDS = list(Kind)
@@ -28,17 +30,18 @@ class Flight:
         self._file = path_of(folder, worker).open("w+b")
         self._file.truncate(HEAD.size + ENTRY.size * NUM_ENTRIES)
         self._map = mmap.mmap(self._file.fileno(), 0)
-        self._count = 0
+        self.count = 0
+        """How many actions were noted."""
         HEAD.pack_into(self._map, 0, 0, os.getpid())
 
     def note(self, action: Action) -> None:
         """Notes that an action begins."""
         kind, stage, batch, microbatch, peer = action
-        place = HEAD.size + ENTRY.size * (self._count % NUM_ENTRIES)
+        place = HEAD.size + ENTRY.size * (self.count % NUM_ENTRIES)
         entry = (time.time(), KINDS.index(kind), stage, batch & 0x7FFFFFFF, microbatch, peer)
         ENTRY.pack_into(self._map, place, *entry)
-        self._count += 1
-        struct.pack_into("<q", self._map, 0, self._count)
+        self.count += 1
+        struct.pack_into("<q", self._map, 0, self.count)
 
     def close(self) -> None:
         """Lets the file go."""

@@ -7,7 +7,7 @@ is                    a worker        a worker                the one that start
 from __future__ import annotations
 
 import ctypes
-import json
+import logging
 import os
 import re
 import shlex
@@ -25,7 +25,9 @@ from types import FrameType
 from stagewright.cluster import count
 from stagewright.errors import RunError
 from stagewright.plan import Plan
-from stagewright.runtime.flight import STOP_FILE, process_of, read_flight
+from stagewright.runtime.diagnosis import blame, name_of
+from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE, process_of
+from stagewright.schedule import Schedule
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 """The variable that tells workers where the run keeps its files."""
@@ -138,12 +140,13 @@ def launch(
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
     clear_words(folder)
-    with changed_environment(environment), stop_on_signals(folder), undertaker(folder, len(plan.devices)):
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the cause is told once, below
+    with changed_environment(environment), stop_on_signals(folder), undertaker(folder, len(plan.devices)) as ended:
         try:
             elastic_launch(config, entrypoint=command[0])(*command[1:])
         except ChildFailedError as failure:
-            worker, first = failure.get_first_failure()
-            raise explain(plan, folder, worker, first.exitcode) from None
+            codes = {worker: each.exitcode for worker, each in failure.failures.items() if worker not in ended}
+            raise explain(plan, folder, codes) from None
 
 
 def clear_words(folder: Path) -> None:
@@ -183,36 +186,37 @@ def stop_on_signals(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def undertaker(folder: Path, num_workers: int) -> Iterator[None]:
+def undertaker(folder: Path, num_workers: int) -> Iterator[set[int]]:
     """Ends workers that are stopped (SIGSTOP) once another has failed: a stopped one does not hear that it should end.
 
-    torch's launcher would wait half a minute for it.
+    torch's launcher would wait half a minute for it. Gives the workers that were ended so.
     """
-    done = threading.Event()
+    done, ended = threading.Event(), set[int]()
 
     def watch() -> None:
         while not done.wait(0.3):
             if any(folder.glob("worker-*.error.json")):
-                for worker in range(num_workers):
-                    end_if_stopped(process_of(folder, worker))
+                ended.update(worker for worker in range(num_workers) if end_if_stopped(process_of(folder, worker)))
 
     thread = threading.Thread(target=watch, name="undertaker", daemon=True)
     thread.start()
     try:
-        yield
+        yield ended
     finally:
         done.set()
         thread.join()
 
 
-def end_if_stopped(process: int | None) -> None:
-    """Kills a child of this process that is in the state `stopped`."""
+def end_if_stopped(process: int | None) -> bool:
+    """Kills a child of this process that is in the state `stopped`; whether it was."""
     try:
         state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
         if state in "Tt" and int(parent) == os.getpid():
             os.kill(int(process or 0), signal.SIGKILL)
+            return True
     except (OSError, ValueError):
-        return
+        return False
+    return False
 
 
 def restore(before: Mapping[str, str | None]) -> None:
@@ -224,30 +228,22 @@ def restore(before: Mapping[str, str | None]) -> None:
             os.environ[key] = value
 
 
-def explain(plan: Plan, folder: Path, worker: int, exit_code: int) -> RunError:
-    """The first cause in words: which worker, where it stood, and what it said."""
-    stages = [number for number, members in enumerate(plan.workers) if worker in members]
-    stood = read_flight(folder, worker)
-    where = f" at {stood[-1][1]._replace(batch=0)} of batch {stood[-1][1].batch}" if stood else ""
-    if exit_code < 0:
-        how = f"stopped with signal {-exit_code}"
-    else:
-        how = f"failed with exit status {exit_code}"
-    said = first_words(folder, worker)
-    todo = (f"{said}\n" if said else "") + f"its output is in {folder / 'logs'}"
-    stage = ", ".join(map(str, stages))
-    fault = RunError(f"worker {worker} (stage {stage}, device {plan.devices[worker]}) {how}{where}", todo)
-    fault.worker = worker
+def explain(plan: Plan, folder: Path, exit_codes: Mapping[int, int]) -> RunError:
+    """The first cause in words: which worker, where it stood, what it said, and who waited for it."""
+    path = folder / SCHEDULE_FILE
+    schedule = Schedule.load(path) if path.exists() else Schedule(plan=plan, orders=((),) * len(plan.devices))
+    found = blame(schedule, folder, exit_codes)
+    who = f"{name_of(schedule.plan, found.worker)} " if found.worker is not None else ""
+    todo = "\n".join([*found.evidence, *last_checkpoint(folder), f"its output is in {folder / 'logs'}"])
+    fault = RunError(f"{who}{found.why}", todo)
+    fault.worker = found.worker
     return fault
 
 
-def first_words(folder: Path, worker: int) -> str | None:
-    """What a worker wrote down about its end."""
-    try:
-        told = json.loads((folder / f"worker-{worker}.error.json").read_text(encoding="utf-8"))
-        return str(told["what"]) + (f"\n{told['todo']}" if told.get("todo") else "")
-    except (OSError, ValueError, KeyError):
-        return None
+def last_checkpoint(folder: Path) -> list[str]:
+    """How to go on, where something was saved."""
+    names = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    return [f"last checkpoint: {names[-1]}, go on with --resume auto --out {folder}"] if names else []
 
 
 def host_commands(command: Sequence[str], hosts: Sequence[str], workers: Sequence[int], port: int) -> list[list[str]]:

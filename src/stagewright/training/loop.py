@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from stagewright.errors import RunError, StagewrightError
 from stagewright.models import Layered
 from stagewright.record import Record, Source
+from stagewright.runtime.diagnosis import is_echo
 from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
 from stagewright.runtime.flight import Flight, write_json
@@ -25,6 +27,7 @@ from stagewright.runtime.launch import RUN_FOLDER
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
+from stagewright.runtime.watchdog import verdict, watchdog
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, gather_json, open_world
 from stagewright.schedule import Schedule
@@ -39,7 +42,9 @@ if TYPE_CHECKING:
 
 Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+RESTARTED = "STAGEWRIGHT_RESTARTED"
+"""The variable that tells workers that others ran before them in the same run."""
+RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass
@@ -74,19 +79,21 @@ def work(
             run = Run(schedule, layered, job, settings, recipe, data, evaluation, cluster, source, folder, world)
             return run_worker(run, flight, console)
     except BaseException as fault:
-        confess(folder, rank, fault)
+        confess(folder, rank, fault, schedule, settings.timeout_s)
         raise
     finally:
         flight.close()
 
 
-def confess(folder: Path, rank: int, fault: BaseException) -> None:
-    """Writes down why this worker ends, for the one who started it."""
+def confess(folder: Path, rank: int, fault: BaseException, schedule: Schedule, timeout_s: float) -> None:
+    """Writes down why this worker ends, for the one who started it; of another's fault, for whom it waited."""
     if isinstance(fault, StagewrightError):
         told = {"what": fault.what, "todo": fault.todo}
     else:
         lines = str(fault).strip().splitlines() or [""]
         told = {"what": f"{type(fault).__name__}: {lines[0]}", "todo": None}
+        if is_echo(lines[0]):
+            told = {"what": verdict(schedule, folder, rank, timeout_s), "todo": told["what"]}
     write_json(folder / f"worker-{rank}.error.json", told)
 
 
@@ -105,8 +112,9 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     worker.gate = Gate(run.job.first_step)
     signals = signals_heard(is_launched=RUN_FOLDER in os.environ)
     with Stopper(worker.gate, run.world, run.folder, signals).listening() as stopper:
-        step = run_all(run, worker, listener)
-        worker.close()
+        with watched(run, flight):
+            step = run_all(run, worker, listener)
+            worker.close()
         if worker.gate.last is not None and step < run.job.steps:
             checkpointer = checkpointer or checkpointer_of(run, worker)
             save_and_stop(run, checkpointer, listener, step, stopper.cause or "a signal to another worker")
@@ -114,6 +122,13 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
             checkpointer.close()
             listener.tell_news()
         return finish(run, worker, listener)
+
+
+def watched(run: Run, flight: Flight) -> AbstractContextManager[None]:
+    """The watchdog, where there is anyone to wait for."""
+    if run.world.size == 1:
+        return nullcontext()
+    return watchdog(flight, run.schedule, run.folder, run.world.worker, run.settings.timeout_s)
 
 
 def run_all(run: Run, worker: Worker, listener: Listener) -> int:
@@ -163,7 +178,8 @@ def checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
 
 def resume(run: Run, worker: Worker) -> list[str]:
     """Restores the last good checkpoint where the job or a restart asks for it, and says what it did."""
-    restarted = int(os.environ.get(RESTARTS, "0")) > 0 and run.job.checkpoint_every is not None
+    again = RESTARTED in os.environ or os.environ.get(RESTARTS_OF_TORCH, "0") != "0"
+    restarted = again and run.job.checkpoint_every is not None
     if run.job.resume is None and not restarted:
         return []
     from stagewright.runtime.checkpoint import find_checkpoint, restore, sweep

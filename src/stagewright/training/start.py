@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
+from stagewright.runtime.flight import SCHEDULE_FILE
 from stagewright.runtime.launch import (
     RUN_FOLDER,
     SCHEDULE,
@@ -32,12 +32,10 @@ from stagewright.scheduling import make_schedule
 from stagewright.training.display import Display
 from stagewright.training.events import NAME, Teller
 from stagewright.training.job import Job
-from stagewright.training.loop import MakeOptimizer, Rows, work
+from stagewright.training.loop import RESTARTED, MakeOptimizer, Rows, work
 from stagewright.training.optimizers import Recipe
 from stagewright.training.replan import describe_change, plan_without
 from stagewright.training.sinks import check_sinks
-
-SCHEDULE_FILE = "schedule.json"
 
 
 def train(
@@ -120,9 +118,10 @@ def start_workers(
 ) -> Record:
     """Starts the workers, shows what they tell, and returns the record they leave.
 
-    With `replan`, a run that fails for good goes on without the device that failed it, for as long as one is left.
+    A run that fails is started again as often as the job allows. With `replan` it then goes on without the device that
+    failed it, for as long as one is left.
     """
-    environment: dict[str, str] = {}
+    environment, restarts = dict[str, str](), 0
     if job.resume is None:
         (folder / NAME).unlink(missing_ok=True)
     while True:
@@ -130,11 +129,15 @@ def start_workers(
             run_launcher(schedule, job, settings, folder, console, command, environment)
             return Record.load(folder / "record.json")
         except RunError as fault:
-            if not job.replan or fault.worker is None or len(schedule.plan.devices) == 1:
+            if restarts < job.max_restarts:
+                restarts += 1
+                tell(folder, "restart", f"{fault.what}; starting again ({restarts} of {job.max_restarts})")
+            elif job.replan and fault.worker is not None and len(schedule.plan.devices) > 1:
+                schedule, restarts = replanned(schedule, fault, folder), 0
+                environment[SCHEDULE] = str(folder / SCHEDULE_FILE)
+            else:
                 raise
-            schedule = replanned(schedule, fault, folder)
-            environment = {SCHEDULE: str(folder / SCHEDULE_FILE)}
-            job = replace(job, resume="auto")
+            environment[RESTARTED] = "1"
 
 
 def run_launcher(
@@ -147,7 +150,7 @@ def run_launcher(
     environment = worker_environment(plan, folder, threads=settings.threads, device=settings.device)
     watching = Display(folder, console, num_steps=job.steps, title=f"{plan.model} on {plan.placement}")
     with shared_cards(workers_a_card(plan, settings)) as shared, watching:
-        launch(command or this_command(), plan, folder, {**environment, **shared, **extra}, job.max_restarts)
+        launch(command or this_command(), plan, folder, {**environment, **shared, **extra})
 
 
 def replanned(schedule: Schedule, fault: RunError, folder: Path) -> Schedule:
@@ -155,10 +158,15 @@ def replanned(schedule: Schedule, fault: RunError, folder: Path) -> Schedule:
     before = schedule.plan
     assert fault.worker is not None
     after = plan_without(before, {before.devices[fault.worker]})
-    words = Teller(folder)
-    words.tell("replan", text=f"{fault.what}; {describe_change(before, after)}")
-    words.close()
+    tell(folder, "replan", f"{fault.what}; {describe_change(before, after)}")
     return make_schedule(after, agree=schedule.agree)
+
+
+def tell(folder: Path, kind: str, text: str) -> None:
+    """Adds a sentence to the events of a run."""
+    words = Teller(folder)
+    words.tell(kind, text=text)
+    words.close()
 
 
 def workers_a_card(plan: Plan, settings: Settings) -> int:
