@@ -94,7 +94,8 @@ def test_the_hosts_commands_are_whole(capsys: pytest.CaptureFixture[str], monkey
     first, second = capsys.readouterr().out.splitlines()
     assert f"-m stagewright {line}" in first
     assert "--dry-run" not in first
-    assert first.startswith("ssh -o BatchMode=yes one")
+    assert first.startswith("ssh -o BatchMode=yes ")
+    assert " -- one " in first
     assert "--node-rank=1" in second
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from stagewright.cluster import count
-from stagewright.errors import RunError
+from stagewright.errors import RunError, UsageError
 from stagewright.plan import Plan
 from stagewright.runtime.diagnosis import blame, name_of
 from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE, process_of
@@ -31,8 +31,12 @@ from stagewright.schedule import Schedule
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 """The variable that tells workers where the run keeps its files."""
+RESTARTED = "STAGEWRIGHT_RESTARTED"
+"""The variable that tells workers that others ran before them in the same run."""
 SCHEDULE = "STAGEWRIGHT_SCHEDULE"
 """The variable that names a file whose schedule workers use instead of their own."""
+
+HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", re.ASCII)
 
 
 def is_worker() -> bool:
@@ -246,15 +250,41 @@ def last_checkpoint(folder: Path) -> list[str]:
     return [f"last checkpoint: {names[-1]}, go on with --resume auto --out {folder}"] if names else []
 
 
-def host_commands(command: Sequence[str], hosts: Sequence[str], workers: Sequence[int], port: int) -> list[list[str]]:
+def checked_host(host: str) -> str:
+    """A host's name, if it is one: ssh would take what begins with a dash for an option."""
+    if HOST.fullmatch(host) is None:
+        raise UsageError(f"{host!r} is no name of a host", "write --nodes host1,host2 or user@host1,user@host2")
+    return host
+
+
+def on_host(host: str, command: Sequence[str]) -> list[str]:
+    """The ssh command that runs a command in this folder on a host; every word arrives as it is."""
+    alive = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
+    return ["ssh", *alive, "--", host, f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}"]
+
+
+def answers(host: str) -> bool:
+    """Whether a host can still be reached."""
+    try:
+        asked = subprocess.run(on_host(host, ["true"]), stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return False
+    return asked.returncode == 0
+
+
+def host_commands(
+    command: Sequence[str], hosts: Sequence[str], workers: Sequence[int], port: int,
+    environment: Mapping[str, str] | None = None,
+) -> list[list[str]]:  # fmt: skip
     """For each host the ssh command that starts its workers under torchrun, meeting at the first host."""
     made = []
+    given = ["env", *(f"{key}={value}" for key, value in environment.items())] if environment else []
     for number, (host, local) in enumerate(zip(hosts, workers)):
         run = [
-            "torchrun", f"--nnodes={len(hosts)}", f"--node-rank={number}", f"--nproc-per-node={local}",
-            f"--master-addr={hosts[0]}", f"--master-port={port}", *command,
+            *given, "torchrun", f"--nnodes={len(hosts)}", f"--node-rank={number}", f"--nproc-per-node={local}",
+            f"--master-addr={hosts[0].rpartition('@')[2]}", f"--master-port={port}", *command,
         ]  # fmt: skip
-        made.append(["ssh", "-o", "BatchMode=yes", host, f"cd {shlex.quote(os.getcwd())} && {shlex.join(run)}"])
+        made.append(on_host(host, run))
     return made
 
 

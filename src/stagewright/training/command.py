@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from stagewright.cluster import Cluster, Device, count, make_cluster, parse_placement
-from stagewright.errors import PlacementError, UsageError
+from stagewright.errors import PlacementError, RunError, UsageError
 from stagewright.models import Layered, build_model, forward_flops, parameter_counts
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.launch import host_commands, is_worker, launch_hosts, new_run_folder
+from stagewright.runtime.flight import SCHEDULE_FILE
+from stagewright.runtime.launch import (
+    RESTARTED,
+    SCHEDULE,
+    answers,
+    checked_host,
+    host_commands,
+    is_worker,
+    launch_hosts,
+    new_run_folder,
+    on_host,
+)
+from stagewright.runtime.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
 from stagewright.training.optimizers import Recipe
 from stagewright.training.recipes import RecipeFile, find_recipe, with_options
+from stagewright.training.replan import describe_change, plan_without_hosts
 from stagewright.training.start import train
 
 if TYPE_CHECKING:
@@ -37,6 +52,8 @@ DEFAULT_STEPS = 20
 SYNTHETIC = "synthetic"
 IMAGENET_IMAGES = 1_281_167
 """An epoch of made-up images, where one is asked for and its size is not."""
+PORT = 29_400
+"""Where the workers of several hosts meet, on the first of them."""
 EVALUATION_BATCHES = 10
 """Batches of made-up images that an evaluation has."""
 
@@ -256,15 +273,46 @@ def steps_of(options: Options, recipe: RecipeFile, plan: Plan, job: Job) -> Reci
 
 def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
     """Starts the workers of every host over ssh; with --dry-run only prints the commands."""
-    hosts = options["nodes"].split(",")
+    hosts = [checked_host(host) for host in options["nodes"].split(",")]
     needed = max(id.host for id in plan.devices) + 1
     if len(hosts) != needed:
         raise UsageError(f"--nodes names {count(len(hosts), 'host')}, but the placement uses {needed}")
-    workers = [sum(id.host == number for id in plan.devices) for number in range(needed)]
-    command = ["-m", "stagewright", *(word for word in sys.argv[1:] if word != "--dry-run")]
-    commands = host_commands(command, hosts, workers, port=29_400)
     if options["dry_run"]:
-        for each in commands:
+        for each in commands_of(plan, hosts, {}):
             console.print(shlex.join(each), highlight=False, markup=False, soft_wrap=True)
         return
-    launch_hosts(commands, new_run_folder(options["model"], options["folder"]))
+    folder = new_run_folder(options["model"], options["folder"])
+    data = [options[key] for key in ("data", "evaluation_data") if options[key] not in (None, SYNTHETIC)]
+    check_hosts(hosts, [os.getcwd(), *data], PORT, lambda host, words: on_host(host, ["python", "-m", *words]))
+    keep_running(options, plan, hosts, folder, console)
+
+
+def commands_of(plan: Plan, hosts: Sequence[str], environment: Mapping[str, str]) -> list[list[str]]:
+    """The command of each host: this very one, under torchrun."""
+    workers = [sum(id.host == number for id in plan.devices) for number in range(len(hosts))]
+    command = ["-m", "stagewright", *(word for word in sys.argv[1:] if word != "--dry-run")]
+    return host_commands(command, hosts, workers, port=PORT, environment=environment)
+
+
+def keep_running(options: Options, plan: Plan, hosts: list[str], folder: Path, console: Console) -> None:
+    """Runs the hosts' commands; after a failure again, without the hosts that are gone where --replan says so."""
+    environment, restarts = dict[str, str](), 0
+    while True:
+        try:
+            launch_hosts(commands_of(plan, hosts, environment), folder)
+            return
+        except RunError as fault:
+            gone = [number for number, host in enumerate(hosts) if not answers(host)] if options["replan"] else []
+            if gone and len(gone) < len(hosts):
+                after = plan_without_hosts(plan, gone)
+                console.print(f"replan: {fault.what}; {describe_change(plan, after)}", highlight=False, markup=False)
+                hosts, plan = [host for number, host in enumerate(hosts) if number not in gone], after
+                schedule = make_schedule(plan, agree=settings_of(options, recipe_of(options)).agrees)
+                environment[SCHEDULE] = str(schedule.save(folder.resolve() / SCHEDULE_FILE))
+            elif restarts < options["max_restarts"]:
+                restarts += 1
+                text = f"restart: {fault.what}; starting again ({restarts} of {options['max_restarts']})"
+                console.print(text, highlight=False, markup=False)
+            else:
+                raise
+            environment[RESTARTED] = "1"

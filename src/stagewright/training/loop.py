@@ -23,7 +23,7 @@ from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
 from stagewright.runtime.flight import Flight, write_json
 from stagewright.runtime.hosted import with_dtypes
-from stagewright.runtime.launch import RUN_FOLDER
+from stagewright.runtime.launch import RESTARTED, RUN_FOLDER
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-RESTARTED = "STAGEWRIGHT_RESTARTED"
-"""The variable that tells workers that others ran before them in the same run."""
 RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
 
 

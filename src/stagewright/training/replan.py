@@ -33,6 +33,20 @@ def plan_without(plan: Plan, lost: Collection[DeviceId]) -> Plan:
     return replace(plan, stages=made, notes=(f"made when {format_placement([tuple(sorted(lost))])} was lost",))
 
 
+def plan_without_hosts(plan: Plan, lost: Collection[int]) -> Plan:
+    """The plan without all devices of some hosts; the others move up in number."""
+    after = plan_without(plan, {id for id in plan.devices if id.host in lost})
+    hosts = sorted({id.host for id in plan.devices} - set(lost))
+    number = {host: place for place, host in enumerate(hosts)}
+    return replace(
+        after,
+        stages=tuple(
+            replace(stage, devices=tuple(DeviceId(number[id.host], id.device) for id in stage.devices))
+            for stage in after.stages
+        ),
+    )
+
+
 def merged(one: Stage, other: Stage) -> Stage:
     """Two neighbouring stages as one, with as many versions as the first."""
     return replace(one, layers=(*one.layers, *other.layers), recompute=one.recompute or other.recompute)

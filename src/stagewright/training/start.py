@@ -16,6 +16,7 @@ from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.flight import SCHEDULE_FILE
 from stagewright.runtime.launch import (
+    RESTARTED,
     RUN_FOLDER,
     SCHEDULE,
     die_with_parent,
@@ -26,13 +27,14 @@ from stagewright.runtime.launch import (
     worker_environment,
 )
 from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.preflight import check_before_launch
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.training.display import Display
 from stagewright.training.events import NAME, Teller
 from stagewright.training.job import Job
-from stagewright.training.loop import RESTARTED, MakeOptimizer, Rows, work
+from stagewright.training.loop import MakeOptimizer, Rows, work
 from stagewright.training.optimizers import Recipe
 from stagewright.training.replan import describe_change, plan_without
 from stagewright.training.sinks import check_sinks
@@ -68,11 +70,20 @@ def train(
     check_resume(job, folder)
     alone = len(schedule.plan.devices) == 1
     if not is_worker() and not alone:
-        return start_workers(schedule, job, settings, new_run_folder(job.name, folder), console or Console(), command)
+        where = new_run_folder(job.name, folder)
+        keep = job.keep if job.checkpoint_every else None
+        check_before_launch(schedule, model, settings, where, states=states_of(recipe), keep=keep)
+        return start_workers(schedule, job, settings, where, console or Console(), command)
     if is_worker():
         die_with_parent()
     where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
     return work(where, console, schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
+
+
+def states_of(recipe: Recipe | MakeOptimizer | None) -> int:
+    """How many numbers the optimizer keeps for each parameter; for one that is not known the usual two."""
+    known = {"sgd": 1, "rmsprop": 2, "adam": 2, "adamw": 2}
+    return known[recipe.optimizer] if isinstance(recipe, Recipe) else 2
 
 
 def schedule_now(schedule: Schedule) -> Schedule:
