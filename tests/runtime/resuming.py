@@ -51,13 +51,14 @@ def go_on(case: Case, folder: Path, world: World, steps: int = STEPS) -> Worker:
     return worker
 
 
-def main(folder: str, cases: str) -> None:
-    """Runs the cases one after another; each is PLACEMENT/OPTIMIZER/STALENESS."""
+def main(*words: str) -> None:
+    """Runs FOLDER CASE,… pairs, the cases one after another; each is PLACEMENT/OPTIMIZER/STALENESS."""
     torch.set_num_threads(1)
     with open_world(SETTINGS) as world:
-        for text in cases.split(","):
-            placement, optimizer, staleness = text.split("/")
-            go_on(Case(placement, optimizer=optimizer, staleness=staleness, batch=BATCH), Path(folder), world)
+        for folder, cases in zip(words[::2], words[1::2]):
+            for text in cases.split(","):
+                placement, optimizer, staleness = text.split("/")
+                go_on(Case(placement, optimizer=optimizer, staleness=staleness, batch=BATCH), Path(folder), world)
 
 
 if __name__ == "__main__":

@@ -51,26 +51,54 @@ def check_equal(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.allclose(found[name], value, rtol=1e-11, atol=1e-13), name
 
 
+STALE = ",".join(["3-1/sgd/ssp"] * 3)
+
+
+@pytest.fixture(scope="module")
+def by_four_workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a run that went 3-1 → 2-2 → dp 4, and of a stale one that was cut in three."""
+    plans, stale = tmp_path_factory.mktemp("plans"), tmp_path_factory.mktemp("stale")
+    chain = "3-1/adamw/0,2-2/adamw/0,4/adamw/0"
+    run_workers(4, "tests.runtime.resuming", str(plans), chain, str(stale), STALE)
+    return plans, stale
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("optimizer", ["adamw"])
-def test_a_run_goes_on_under_plan_after_plan(optimizer: str, tmp_path: Path, world: World) -> None:
-    """7-1 → 5-2-1 → dp 4 → 1, and the optimizer's state goes along: any other would show in the weights."""
+def test_a_run_goes_on_under_plan_after_plan(by_four_workers: tuple[Path, Path], world: World) -> None:
+    """3-1 → 2-2 → dp 4 → 1, and the optimizer's state goes along: any other would show in the weights."""
+    folder, _ = by_four_workers
+    go_on(Case("1", optimizer="adamw", batch=BATCH), folder, world)
+    assert [path.name for path in checkpoints_in(folder)] == [f"step-{step:08d}" for step in (12, 9, 6, 3)]
+    check_equal(folder, reference("adamw", 4 * STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_seven_and_one_to_five_two_one_to_four_to_one(optimizer: str, tmp_path: Path, world: World) -> None:
     run_workers(8, "tests.runtime.resuming", str(tmp_path), f"7-1/{optimizer}/0,5-2-1/{optimizer}/0")
     run_workers(4, "tests.runtime.resuming", str(tmp_path), f"4/{optimizer}/0")
     go_on(Case("1", optimizer=optimizer, batch=BATCH), tmp_path, world)
-    assert [path.name for path in checkpoints_in(tmp_path)] == [f"step-{step:08d}" for step in (12, 9, 6, 3)]
     check_equal(tmp_path, reference(optimizer, 4 * STEPS))
 
 
 @pytest.mark.timeout(240)
-def test_versions_in_flight_go_along(tmp_path: Path) -> None:
+def test_versions_in_flight_go_along(by_four_workers: tuple[Path, Path]) -> None:
     """A stale run that is cut in three equals one that was not: slots, optimizer and batch numbers fit together."""
-    run_workers(4, "tests.runtime.resuming", str(tmp_path), ",".join(["3-1/sgd/ssp"] * 3))
     tower = Tower().double()
     stage_of = [0] * 6 + [1] * 6
     rows = lambda batch: rows_of_batch(batch, BATCH)  # noqa: E731
     _, weights = train_delayed(tower, rows, 3 * STEPS, stage_of, (2, 1), OPTIMIZERS["sgd"])
-    check_equal(tmp_path, dict(zip((name for name, _ in tower.named_parameters()), weights)))
+    check_equal(by_four_workers[1], dict(zip((name for name, _ in tower.named_parameters()), weights)))
+
+
+@pytest.mark.parametrize("placement", ["1"])
+def test_the_same_plan_goes_on_bit_for_bit(placement: str, tmp_path: Path, world: World) -> None:
+    for folder, parts in (("whole", [6]), ("cut", [3, 3])):
+        for steps in parts:
+            go_on(Case(placement, optimizer="adamw", batch=BATCH), tmp_path / folder, world, steps)
+    one, other = (whole_model(path_of(tmp_path / folder, 6))[0] for folder in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_every_file_of_a_checkpoint_is_watched(saved: Path) -> None:

@@ -122,7 +122,7 @@ def launch(
     """Starts a worker for each device of the plan on this host and waits for all; raises with the first cause.
 
     Each worker's output goes to logs/…/stdout.log and stderr.log in the folder. Workers that fail are started again up
-    to `max_restarts` times. SIGTERM and SIGUSR1 ask them to save and stop.
+    to `max_restarts` times.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -145,7 +145,7 @@ def launch(
     )
     clear_words(folder)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the cause is told once, below
-    with changed_environment(environment), stop_on_signals(folder), undertaker(folder, len(plan.devices)) as ended:
+    with changed_environment(environment), undertaker(folder, len(plan.devices)) as ended:
         try:
             elastic_launch(config, entrypoint=command[0])(*command[1:])
         except ChildFailedError as failure:
@@ -155,7 +155,7 @@ def launch(
 
 def clear_words(folder: Path) -> None:
     """Removes what an earlier run in the same folder said about its end."""
-    for path in (folder / STOP_FILE, *folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight")):
+    for path in (*folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight")):
         path.unlink(missing_ok=True)
 
 
@@ -172,7 +172,10 @@ def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals(folder: Path) -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGUSR1 leave the word for the workers to save and stop."""
+    """While the block runs, SIGTERM and SIGUSR1 leave the word for the workers to save and stop.
+
+    The word stays until the block ends: workers that are just being started again find it too.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -180,6 +183,7 @@ def stop_on_signals(folder: Path) -> Iterator[None]:
     def ask(number: int, frame: FrameType | None) -> None:
         (folder / STOP_FILE).touch()
 
+    (folder / STOP_FILE).unlink(missing_ok=True)
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield

@@ -38,6 +38,8 @@ class Watch:
         self._flags: dict[tuple[int, int], Tensor] = {}
         self._norms: dict[int, deque[float]] = {}
         self._told: set[int] = set()
+        self._high: set[int] = set()
+        """Stages whose norm has jumped and not come back: one word is enough."""
 
     def after_forward(
         self, here: Hosted, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
@@ -76,7 +78,9 @@ class Watch:
     def _look_for_jump(self, here: Hosted, batch: int, names: Sequence[str], norms: Sequence[float]) -> None:
         norm, past = math.hypot(*norms), self._norms.setdefault(here.stage, deque(maxlen=HISTORY))
         usual = median(past) if len(past) >= ENOUGH else math.inf
-        if norm > JUMP * usual:
+        is_high, was_high = norm > JUMP * usual, here.stage in self._high
+        (self._high.add if is_high else self._high.discard)(here.stage)
+        if is_high and not was_high:
             layer = self.layer_of.get(names[norms.index(max(norms))], "?")
             self.tell(
                 f"the gradient norm of stage {here.stage} jumped from {usual:.3g} to {norm:.3g} in batch {batch}, "

@@ -43,11 +43,13 @@ class Gate:
         self._agreed = threading.Event()
         self._lock = threading.Lock()
 
-    def passing(self, order: Iterator[Action]) -> Iterator[Action]:
-        """The actions of an order, without those after the last batch."""
+    def passing(self, order: Iterator[Action], reach: int) -> Iterator[Action]:
+        """The actions of an order up to the last batch; `reach` is how far apart the batches of a turn are."""
         for action in order:
             if action.batch <= self._furthest or self._may_begin(action.batch):
                 yield action
+            elif self.last is not None and action.batch > self.last + reach:
+                return
 
     def _may_begin(self, batch: int) -> bool:
         with self._lock:

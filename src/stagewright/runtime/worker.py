@@ -108,7 +108,8 @@ class Worker:
     def order(self, num_batches: int, first_batch: int) -> Iterator[Action]:
         """This worker's actions over a number of batches, or until the gate closes."""
         order = self.schedule.unroll(self.world.worker, num_batches, first_batch)
-        return order if self.gate is None else self.gate.passing(order)
+        low, high = self.schedule.offsets
+        return order if self.gate is None else self.gate.passing(order, high - low)
 
     def is_ready(self, action: Action) -> bool:
         """Whether a forward or backward has all its rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,16 +104,22 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     warm_up(worker)
     words = resume(run, worker)
     checkpointer = checkpointer_of(run, worker) if run.job.checkpoint_every else None
-    listener = Listener(run, worker, console, checkpointer)
-    for word in words:
-        listener.announce("resume", word)
-    worker.gate = Gate(run.job.first_step)
+    with closing(Listener(run, worker, console, checkpointer)) as listener:
+        for word in words:
+            listener.announce("resume", word)
+        return run_to_the_end(run, worker, flight, listener)
+
+
+def run_to_the_end(run: Run, worker: Worker, flight: Flight, listener: Listener) -> Record:
+    """Trains until the last step, or until all agree to stop; saves then, and gathers the record."""
+    gate, checkpointer = Gate(run.job.first_step), listener.checkpointer
+    worker.gate = gate
     signals = signals_heard(is_launched=RUN_FOLDER in os.environ)
-    with Stopper(worker.gate, run.world, run.folder, signals).listening() as stopper:
+    with Stopper(gate, run.world, run.folder, signals).listening() as stopper:
         with watched(run, flight):
             step = run_all(run, worker, listener)
             worker.close()
-        if worker.gate.last is not None and step < run.job.steps:
+        if gate.last is not None and step < run.job.steps:
             checkpointer = checkpointer or checkpointer_of(run, worker)
             save_and_stop(run, checkpointer, listener, step, stopper.cause or "a signal to another worker")
         elif checkpointer is not None:
@@ -163,7 +169,6 @@ def finish(run: Run, worker: Worker, listener: Listener) -> Record:
         record.save(run.folder / "record.json")
     if run.world.control is not None:
         dist.barrier(group=run.world.control)
-    listener.close()
     return record
 
 

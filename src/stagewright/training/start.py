@@ -23,6 +23,7 @@ from stagewright.runtime.launch import (
     is_worker,
     launch,
     new_run_folder,
+    stop_on_signals,
     this_command,
     worker_environment,
 )
@@ -73,7 +74,8 @@ def train(
         where = new_run_folder(job.name, folder)
         keep = job.keep if job.checkpoint_every else None
         check_before_launch(schedule, model, settings, where, states=states_of(recipe), keep=keep)
-        return start_workers(schedule, job, settings, where, console or Console(), command)
+        with stop_on_signals(where):
+            return start_workers(schedule, job, settings, where, console or Console(), command)
     if is_worker():
         die_with_parent()
     where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)

@@ -1,0 +1,105 @@
+"""From the flight recorders: who waited for whom, and who is to blame."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.cli import main
+from stagewright.runtime.diagnosis import blame
+from stagewright.runtime.flight import SCHEDULE_FILE, Flight, read_flight, write_json
+from stagewright.schedule import Action, Schedule
+from stagewright.scheduling import make_schedule
+from tests.runtime.cases import Case, plan_of
+
+NAMES = tuple(f"l{number}" for number in range(6))
+
+
+def schedule_of(case: Case) -> Schedule:
+    return make_schedule(plan_of(case, NAMES))
+
+
+def fly(folder: Path, schedule: Schedule, until: dict[int, str], batches: int = 3) -> None:
+    """Recorders of workers that ran their orders and stand at an action of the last batch: {0: "B0.1", …}."""
+    schedule.save(folder / SCHEDULE_FILE)
+    for worker, text in until.items():
+        flight = Flight(folder, worker)
+        stop = Action.parse(text)._replace(batch=batches - 1)
+        for action in schedule.unroll(worker, batches):
+            flight.note(action)
+            if action == stop:
+                break
+        else:
+            raise AssertionError(f"{text} is not in the order of worker {worker}")
+        flight.close()
+
+
+def test_the_one_that_all_wait_for_is_named(tmp_path: Path) -> None:
+    schedule = schedule_of(Case("3-1"))
+    fly(tmp_path, schedule, {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
+    found = blame(schedule, tmp_path)
+    assert found.worker == 3
+    assert found.why == "kept the others waiting at F1.0 of batch 2, microbatch 0"
+    assert found.evidence[0] == (
+        "worker 0 waited at B0.0 of batch 2, microbatch 0 for worker 3 (stage 1, device 0:3), which stands at F1.0 of "
+        "batch 2, microbatch 0"
+    )
+
+
+def test_a_chain_of_waits_ends_at_its_beginning(tmp_path: Path) -> None:
+    """3 waits for 1's rows, 0 and 2 wait for 3: it is 1."""
+    schedule = schedule_of(Case("3-1"))
+    fly(tmp_path, schedule, {0: "B0.1", 1: "F0.1", 2: "B0.1", 3: "F1.1"})
+    assert blame(schedule, tmp_path).worker == 1
+
+
+def test_one_that_is_late_for_the_reduction(tmp_path: Path) -> None:
+    schedule = schedule_of(Case("4"))
+    fly(tmp_path, schedule, {0: "U0", 1: "U0", 2: "B0.2", 3: "U0"})
+    found = blame(schedule, tmp_path)
+    assert (found.worker, len(found.evidence)) == (2, 3)
+
+
+def test_a_worker_that_never_flew(tmp_path: Path) -> None:
+    schedule = schedule_of(Case("3-1"))
+    fly(tmp_path, schedule, {0: "B0.0", 1: "B0.0", 2: "B0.0"})
+    assert blame(schedule, tmp_path).worker == 3
+    assert "has left no trace" in blame(schedule, tmp_path).evidence[0]
+
+
+def test_a_fault_of_its_own_comes_before_echoes(tmp_path: Path) -> None:
+    schedule = schedule_of(Case("3-1"))
+    fly(tmp_path, schedule, {0: "B0.0", 1: "F0.1", 2: "B0.0", 3: "F1.0"})
+    write_json(tmp_path / "worker-0.error.json", {"what": "RuntimeError: Connection closed by peer [127.0.0.1]:1"})
+    write_json(tmp_path / "worker-1.error.json", {"what": "ValueError: bad label", "todo": None})
+    assert (blame(schedule, tmp_path).worker, blame(schedule, tmp_path).evidence) == (1, ("ValueError: bad label",))
+
+
+def test_a_killed_one_comes_first(tmp_path: Path) -> None:
+    schedule = schedule_of(Case("3-1"))
+    fly(tmp_path, schedule, {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
+    assert blame(schedule, tmp_path, {0: 1, 2: -9, 3: -15}).worker == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 5, b"\xff" * 1464, bytes(1464)])
+def test_a_damaged_recorder_is_no_trace(damage: bytes, tmp_path: Path) -> None:
+    (tmp_path / "worker-0.flight").write_bytes(damage)
+    assert read_flight(tmp_path, 0) == []
+
+
+def test_the_doctor_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fly(tmp_path, schedule_of(Case("3-1")), {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
+    write_json(tmp_path / "worker-0.error.json", {"what": "RuntimeError: [/closed.cc:78] Timed out"})
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "culprit: worker 3 (stage 1, device 0:3) kept the others waiting" in " ".join(out.split())
+
+
+def test_the_doctor_wants_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is no folder of a run" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""Before the launch: everything that is wrong, all at once; and commands for other hosts that arrive as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagewright.errors import UsageError
+from stagewright.runtime import preflight
+from stagewright.runtime.launch import checked_host, host_commands
+from stagewright.runtime.preflight import check_before_launch, check_hosts, facts
+from stagewright.runtime.settings import Settings
+from stagewright.scheduling import make_schedule
+from tests.runtime.cases import Case, layered_tower, plan_of
+
+FAKE_SSH = """#!/bin/sh
+while [ "$1" != "--" ]; do shift; done
+shift; echo "$1" >> {log}; shift
+exec sh -c "$1"
+"""
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ssh that runs what it is given right here, through a shell, as the real one does there."""
+    path, log = tmp_path / "bin" / "ssh", tmp_path / "hosts.log"
+    path.parent.mkdir()
+    path.write_text(FAKE_SSH.format(log=log))
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return log
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layered = layered_tower()
+    schedule = make_schedule(plan_of(Case("3-1"), layered.names))
+    broken = replace(schedule, orders=(schedule.orders[0][1:], *schedule.orders[1:]))
+    monkeypatch.setattr(preflight, "available_memory", lambda: 100)
+    with pytest.raises(UsageError) as told:
+        check_before_launch(broken, layered, Settings(), tmp_path / "missing" / "..", states=2, keep=None)
+    lines = str(told.value).splitlines()
+    assert lines[0] == "the run cannot start: 3 things must be put right first"
+    assert [line[:2] for line in lines[1:]] == ["1.", "2.", "3."]
+    assert "0.0 GiB for weights" in lines[2]
+    assert "cannot be written to" in lines[3]
+
+
+def test_the_disk_must_hold_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layered = layered_tower()
+    schedule = make_schedule(plan_of(Case("3-1"), layered.names))
+    check_before_launch(schedule, layered, Settings(), tmp_path, states=1, keep=3)
+    with pytest.raises(UsageError, match=r"1000000000000 checkpoints and the one being written take .* has .* left"):
+        check_before_launch(schedule, layered, Settings(), tmp_path, states=1, keep=10**12)
+
+
+def asked(port: int, *paths: str, **other: object) -> list[str]:
+    """Commands that answer as hosts do; `other` changes what the second one says."""
+    code = (
+        "import json, sys; from stagewright.runtime.preflight import facts; "
+        f"print(json.dumps({{**facts(sys.argv[2:], int(sys.argv[1]) or None), **{other!r}}}))"
+    )
+    return [sys.executable, "-c", code]
+
+
+def test_hosts_that_agree_may_start(tmp_path: Path) -> None:
+    check_hosts(["one", "two"], [str(tmp_path)], 29_417, lambda host, words: [*asked(0), *words[1:]])
+
+
+def test_what_hosts_disagree_on_is_told_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        def ask(host: str, words: list[str]) -> list[str]:
+            if host == "three":
+                return ["sh", "-c", "echo 'No route to host' >&2; exit 255"]
+            return [*(asked(0) if host == "one" else asked(0, torch="1.0", time=0.0)), *words[1:]]
+
+        with pytest.raises(UsageError) as told:
+            check_hosts(["one", "two", "three"], [str(tmp_path), "/no/such/data"], port, ask)
+    text = str(told.value)
+    assert "host three cannot be asked: No route to host" in text
+    assert "torch is not the same everywhere" in text
+    assert "1.0 on two" in text
+    assert "the clocks are apart" in text
+    assert "host two has no /no/such/data" in text
+    assert f"port {port} of host one is taken" in text
+
+
+def test_facts_are_plain() -> None:
+    told = json.loads(json.dumps(facts(["/", "/no/such/folder"], None)))
+    assert told["missing"] == ["/no/such/folder"]
+    assert told["port_is_free"]
+
+
+NASTY = ["a b", "$(touch hacked)", "`id`", "; rm -rf x", "it's", '"q"', "*", "\\", "&& true", "-x", "ü\n2"]
+
+
+def test_what_the_user_typed_arrives_as_it_is(fake_ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "it's a $HOME; folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    torchrun = fake_ssh.parent / "bin" / "torchrun"
+    torchrun.write_text(f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv]))\n")
+    torchrun.chmod(0o755)
+    first, _ = host_commands(NASTY, ["me@one", "two"], [1, 1], port=1, environment={"KEY": "a'b c"})
+    done = subprocess.run(first, capture_output=True, text=True, check=True, timeout=30)
+    cwd, _, *words = json.loads(done.stdout)
+    assert cwd == str(folder)
+    assert words[3:] == ["--master-addr=one", "--master-port=1", *NASTY]
+    assert list(folder.iterdir()) == []
+    assert fake_ssh.read_text() == "me@one\n"
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=true", "a b", "", "host;true", "$(x)", "a\nb", "@", "me@-x"])
+def test_a_host_that_is_none_is_refused(host: str) -> None:
+    with pytest.raises(UsageError, match="is no name of a host"):
+        checked_host(host)
+
+
+@pytest.mark.parametrize("host", ["one", "me@one.local", "10.0.0.7", "[fe80::1]", "node-3_a"])
+def test_hosts(host: str) -> None:
+    assert checked_host(host) == host

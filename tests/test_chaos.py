@@ -1,0 +1,68 @@
+"""What `benchmarks/chaos.py` does at length, in short: real runs that are killed, warned, annoyed and filled up."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from benchmarks import chaos
+from benchmarks.mutations import try_inputs
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_run_comes_back_and_a_warned_one_saves_and_ends_well(tmp_path: Path) -> None:
+    run = chaos.start("1-1", tmp_path / "run", 1_000_000, 20, restarts=1)
+    chaos.wait_for_step(run, 40)
+    ports = chaos.listening(run)
+    before = run.step()
+    chaos.hurt(run.workers[0], signal.SIGKILL)
+    chaos.wait_for_step(run, before + 40)
+    chaos.hurt(run.process.pid, signal.SIGTERM)
+    out = chaos.finish(run, 60)
+    assert len(ports) >= 3
+    assert all(address == "127.0.0.1" for address, _ in ports)
+    assert "stopped with signal 9 at" in out
+    assert "starting again (1 of 1)" in out
+    assert "resume: going on after step" in out
+    assert "stopped: by a signal to the launcher after step" in out
+    assert chaos.weights(tmp_path / "run")[1] > before
+    assert chaos.left_behind(tmp_path / "run") == []
+
+
+@pytest.mark.timeout(200)
+def test_damaged_inputs_are_refused_in_words() -> None:
+    faults = [f"{kind}: {fault}" for kind, outcome in try_inputs(1100, seed=1) for fault in outcome.faults]
+    assert faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kills_change_nothing() -> None:
+    assert chaos.kill_workers(6, random.Random(1), per_run=2).faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_while_a_checkpoint_is_written() -> None:
+    assert chaos.kill_writers(3, random.Random(1)).faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_full_disk_and_a_flipped_bit() -> None:
+    assert chaos.fill_disk().faults == []
+    assert chaos.flip_bytes(random.Random(1)).faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_stranger_at_every_port() -> None:
+    assert chaos.annoy(100, random.Random(1)).faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_memory_and_open_files_stay_flat() -> None:
+    assert chaos.run_long(3000).faults == []
