@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,19 @@ class Teller:
     def tell(self, kind: str, **values: Any) -> dict[str, Any]:
         """Writes one event, with the time, and returns it."""
         event = {"event": kind, "time": time.time(), **values}
-        self._file.write(json.dumps(event) + "\n")
-        for sink in self._sinks:
-            sink.write(event)
+        with suppress(OSError):  # a disk that is full must not end the training
+            self._file.write(json.dumps(event) + "\n")
+            for sink in self._sinks:
+                sink.write(event)
         return event
 
     def close(self) -> None:
         """Lets everything go."""
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
         for sink in self._sinks:
-            sink.close()
+            with suppress(OSError):
+                sink.close()
 
 
 def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:

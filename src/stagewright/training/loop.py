@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,8 @@ def confess(folder: Path, rank: int, fault: BaseException, schedule: Schedule, t
         told = {"what": f"{type(fault).__name__}: {lines[0]}", "todo": None}
         if is_echo(lines[0]):
             told = {"what": verdict(schedule, folder, rank, timeout_s), "todo": told["what"]}
-    write_json(folder / f"worker-{rank}.error.json", told)
+    with suppress(OSError):  # its output says it too
+        write_json(folder / f"worker-{rank}.error.json", told)
 
 
 def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
