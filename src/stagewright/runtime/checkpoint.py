@@ -101,11 +101,14 @@ class Saved:
 
     step: int
     seconds: float
+    stopped_s: float
+    """How long training stood still for it."""
     fault: str | None = None
 
     def __str__(self) -> str:
         if self.fault is None:
-            return f"step {self.step} saved in {self.seconds:.2f} s"
+            still = f"training stood still for {self.stopped_s * 1e3:.1f} ms"
+            return f"step {self.step} saved in {self.seconds:.2f} s, {still}"
         return f"step {self.step} could not be saved: {self.fault}"
 
 
@@ -118,6 +121,7 @@ class Copies:
     """Memory of the host to copy to, from checkpoint to checkpoint the same."""
     tensors: Tensors = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=lambda: {"stages": {}})
+    stopped_s: float = 0.0
 
 
 class Checkpointer:
@@ -145,20 +149,23 @@ class Checkpointer:
     def note_stage(self, stage: int, batch: int) -> None:
         """Copies a stage that has just been updated, where a checkpoint is due."""
         if self.is_due(batch):
-            copies = self._copies(batch)
-            here = self.worker.hosted[stage]
+            started = time.perf_counter()
+            copies, here = self._copies(batch), self.worker.hosted[stage]
             self._copy(own_share(stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
             if here.replica == 0:
                 self._copy(stage_buffers(here), copies)
                 copies.about["stages"][str(stage)] = stage_numbers(here)
+            copies.stopped_s += time.perf_counter() - started
             self._advance(stage, batch)
 
     def note_worker(self, batch: int) -> None:
         """Adds what a worker has beside its stages."""
         if self.is_due(batch):
+            started = time.perf_counter()
             copies, world = self._copies(batch), self.worker.world
             self._copy({**random_tensors(world.worker, world.device), **self.left_over}, copies)
             copies.about["loss_scale"] = [self.worker.scale.value, self.worker.scale.num_finite]
+            copies.stopped_s += time.perf_counter() - started
             self._advance("worker", batch)
 
     def save(self, step: int) -> None:
@@ -215,7 +222,7 @@ class Checkpointer:
             except BaseException as failure:  # the run goes on with the checkpoints that it has
                 fault = reason(failure)
                 self._clean(step)
-            self._news.put(Saved(step, time.perf_counter() - started, fault))
+            self._news.put(Saved(step, time.perf_counter() - started, copies.stopped_s, fault))
             self._free.append(copies.places)
             self._jobs.task_done()
         self._jobs.task_done()
