@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import time
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
+from stagewright.bench.suite import make_suite, ready_made_suites
 from stagewright.cluster import Cluster, Device, make_cluster, parse_devices, parse_placement, parse_ratio
 from stagewright.errors import StagewrightError
 from stagewright.noun import parse_plain
@@ -16,11 +20,12 @@ from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.planning.fixed import fixed_plan
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.ratio import LayerTable
-from stagewright.profile import Profile
+from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.topology import read_topology
 from stagewright.record import Point, Record, Span
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
+from stagewright.training.recipes import RecipeFile
 
 DEVICE = Device(kind="card", memory_bytes=1 << 34)
 LONGEST_S, MOST_BYTES = 1.0, 1 << 30
@@ -86,32 +91,18 @@ def kinds() -> list[Kind]:
         Kind("schedule file", [text_of(make_schedule(plan))], file_reader(Schedule)),
         Kind("record file", [text_of(record), yaml_of(record)], file_reader(Record)),
         Kind("profile file", [profile_text()], file_reader(Profile)),
-        Kind("recipe file", recipes, recipe_reader()),
-        *suites(),
+        Kind("recipe file", recipes, file_reader(RecipeFile)),
+        Kind("suite file", [path.read_text() for path in ready_made_suites().values()], suite_of),
     ]  # fmt: skip
 
 
-def suites() -> list[Kind]:
-    """Suite files, where this version has them."""
-    try:
-        from stagewright.bench.suite import Suite
-    except ImportError:
-        return []
-    return [
-        Kind("suite file", [path.read_text() for path in sorted(Path("suites").glob("*.yaml"))], file_reader(Suite))
-    ]
-
-
-def recipe_reader() -> Callable[[str], object]:
-    from stagewright.training.recipes import RecipeFile
-
-    return file_reader(RecipeFile)
+def suite_of(text: str) -> object:
+    """A suite with its matrices and inheritance written out."""
+    return make_suite(parse_plain(text, is_yaml=not text.startswith("{"), where="input"), where="input")
 
 
 def profile_text() -> str:
     """A profile as a file."""
-    from stagewright.profile import LayerProfile
-
     names = ("a", "b", "c")
     layers = tuple(
         LayerProfile(name=name, forward_s=(0.1,), backward_s=(0.2,), parameter_bytes=8, output_bytes=4, saved_bytes=4)
@@ -128,14 +119,12 @@ def options_of(text: str) -> object:
 
 
 def text_of(noun) -> str:
-    import json
-
+    """A noun as JSON."""
     return json.dumps(noun.to_dict())
 
 
 def yaml_of(noun) -> str:
-    import yaml
-
+    """A noun as YAML."""
     return yaml.safe_dump(noun.to_dict(), sort_keys=False)
 
 
