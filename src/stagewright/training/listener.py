@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,8 @@ class Listener:
         self.is_last = world.worker in plan.workers[-1]
         self.teller = Teller(run.folder, self.sinks() if self.speaks else ())
         self.logged_at = (time.perf_counter(), run.job.first_step)
-        self.points: list[Point] = []
+        self._names: list[str] = []
+        self._points = array("d")
         self.started = time.perf_counter()
         for stage in worker.hosted:
             self.set_rate(stage, run.job.first_step)
@@ -140,9 +142,23 @@ class Listener:
     def point(self, name: str, step: int, value: float) -> None:
         """Adds a point to a curve."""
         if math.isfinite(value):
-            epoch = step / self.run.job.steps_per_epoch if self.run.job.steps_per_epoch else 0.0
-            seconds = time.perf_counter() - self.started
-            self.points.append(Point(name=name, step=step, epoch=epoch, value=value, seconds=seconds))
+            if name not in self._names:
+                self._names.append(name)
+            # As numbers in a row: a point is there for every step, and a long run has many.
+            self._points.extend((self._names.index(name), step, value, time.perf_counter() - self.started))
+
+    @property
+    def points(self) -> list[Point]:
+        """All points of all curves so far."""
+        rows = zip(*(self._points[place::4] for place in range(4)))
+        per_epoch = self.run.job.steps_per_epoch
+        return [
+            Point(
+                name=self._names[int(name)], step=int(step), epoch=step / per_epoch if per_epoch else 0.0, value=value,
+                seconds=seconds,
+            )
+            for name, step, value, seconds in rows
+        ]  # fmt: skip
 
     def evaluate(self, step: int, feed: Feed) -> None:
         """Evaluates with the newest weights, and logs it."""
