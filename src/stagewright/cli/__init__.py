@@ -25,6 +25,7 @@ VERBS = {
     "simulate": "Predict the time and memory of a plan, on hardware that is not here.",
     "calibrate": "Refit device and cluster files to measured runs.",
     "data": "Make, convert and inspect sets of labelled images.",
+    "rehearse": "Train on hosts that this machine emulates: addresses, link rates, CPU shares.",
     "train": "Train for real, with a worker for each device.",
     "report": "One page and one Markdown file from the records in a folder.",
 }

@@ -4,7 +4,7 @@
     [wire] ───────────── [port0] bridge [port1] ─────────── [wire]
        └ rate, latency      └ rate, latency: of what goes to host 0
 
-Nothing is made outside of these namespaces, so no other interface is touched, and the addresses are seen by nobody else.
+Nothing is made outside of these namespaces, so no other interface is touched and nobody else sees the addresses.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class EmulatedHosts:
     """For each host the folder of its control group, or nothing where it has none."""
     has_latency: bool
     """Whether the latencies are emulated: the kernel may lack netem."""
+
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        """torchrun, of the very Python that runs here."""
+        return sys.executable, "-m", "torch.distributed.run"
 
     @property
     def addresses(self) -> tuple[str, ...]:

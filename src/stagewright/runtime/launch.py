@@ -15,9 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Protocol
 
 from stagewright.cluster import count
 from stagewright.errors import RunError
@@ -26,6 +29,10 @@ from stagewright.runtime.flight import read_flight
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 """The variable that tells workers where the run keeps its files."""
+PORT = 29_400
+"""Where the workers of several hosts meet."""
+LEAVE_S = 10.0
+"""How long hosts' commands may take to end when they are asked to."""
 
 
 def is_worker() -> bool:
@@ -59,10 +66,15 @@ def first_host(hosts: str) -> str:
 
 def die_with_parent() -> None:
     """Asks Linux to end this process when the one that started it is gone."""
+    follow_parent()
+    if sys.platform == "linux" and os.getppid() == 1:
+        os._exit(1)
+
+
+def follow_parent() -> None:
+    """Asks Linux to end this process when the one that starts it goes, which is still there."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(1)
 
 
 def new_run_folder(name: str, parent: str | Path | None = None) -> Path:
@@ -172,32 +184,104 @@ def first_words(folder: Path, worker: int) -> str | None:
         return None
 
 
-def host_commands(command: Sequence[str], hosts: Sequence[str], workers: Sequence[int], port: int) -> list[list[str]]:
-    """For each host the ssh command that starts its workers under torchrun, meeting at the first host."""
+class HostError(RunError):
+    """A host whose command failed."""
+
+    def __init__(self, host: int, status: int, what: str, todo: str | None = None) -> None:
+        super().__init__(what, todo)
+        self.host, self.status = host, status
+
+
+class Hosts(Protocol):
+    """Several hosts, real or emulated: where they are, and how a command is run in one of them."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """For each host the address at which the others find it."""
+
+    @property
+    def launcher(self) -> Sequence[str]:
+        """torchrun, as it is called there."""
+
+    def reach(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command that runs another one in a host."""
+
+    def environment(self) -> Mapping[str, str]:
+        """What this process must pass on to what it starts there."""
+
+
+@dataclass(frozen=True)
+class OverSsh:
+    """Hosts that are reached over ssh, with the same working folder as here."""
+
+    addresses: tuple[str, ...]
+    launcher: tuple[str, ...] = ("torchrun",)
+
+    def reach(self, host: int, command: Sequence[str]) -> list[str]:
+        there = f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}"
+        return ["ssh", "-o", "BatchMode=yes", self.addresses[host], there]
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+def host_commands(command: Sequence[str], hosts: Hosts, workers: Sequence[int], port: int) -> list[list[str]]:
+    """For each host in use the command that starts its workers under torchrun, meeting at the first of them."""
+    used = [(host, local) for host, local in enumerate(workers) if local]
+    meeting = hosts.addresses[used[0][0]]
     made = []
-    for number, (host, local) in enumerate(zip(hosts, workers)):
+    for number, (host, local) in enumerate(used):
         run = [
-            "torchrun", f"--nnodes={len(hosts)}", f"--node-rank={number}", f"--nproc-per-node={local}",
-            f"--master-addr={hosts[0]}", f"--master-port={port}", *command,
+            *hosts.launcher, f"--nnodes={len(used)}", f"--node-rank={number}", f"--nproc-per-node={local}",
+            f"--master-addr={meeting}", f"--master-port={port}", *command,
         ]  # fmt: skip
-        made.append(["ssh", "-o", "BatchMode=yes", host, f"cd {shlex.quote(os.getcwd())} && {shlex.join(run)}"])
+        made.append(hosts.reach(host, run))
     return made
 
 
-def launch_hosts(commands: Sequence[Sequence[str]], folder: Path) -> None:
+def launch_hosts(commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] | None = None) -> None:
     """Runs one command for each host side by side; when one fails, all are ended and the first cause is shown."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    running = []
-    for number, command in enumerate(commands):
-        with (logs / f"host-{number}.log").open("wb") as log:
-            running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+    running: list[subprocess.Popen[bytes]] = []
     try:
+        for number, command in enumerate(commands):
+            with (logs / f"host-{number}.log").open("wb") as log:
+                running.append(start_host(command, log, environment or {}))
         wait_for_all(running, logs)
     finally:
-        for process in running:
-            if process.poll() is None:
-                process.terminate()
+        end_all(running)
+
+
+def launch_in(hosts: Hosts, command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
+    """Starts the plan's workers in hosts that see this machine's files; raises with the first cause."""
+    commands = host_commands(command, hosts, plan.host_workers(len(hosts.addresses)), PORT)
+    try:
+        launch_hosts(commands, folder, {**environment, **hosts.environment()})
+    except HostError as failure:
+        raise explain(plan, folder, failure.host, failure.status, None) from None
+
+
+def start_host(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts one host's command; it ends with this process, however that ends."""
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment},
+        preexec_fn=follow_parent,
+    )  # fmt: skip
+
+
+def end_all(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends the processes that still run: kindly first, so that they can end their own."""
+    for process in running:
+        if process.poll() is None:
+            process.terminate()
+    until = time.monotonic() + LEAVE_S
+    for process in running:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
@@ -211,7 +295,9 @@ def wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None
                 continue
             if status != 0:
                 tail = (logs / f"host-{number}.log").read_text(errors="replace").strip().splitlines()[-3:]
-                raise RunError(
+                raise HostError(
+                    number,
+                    status,
                     f"{count(1, 'host')} of {len(running)} failed: host {number} ended with status {status}",
                     "\n".join(tail) or f"its output is in {logs}",
                 )

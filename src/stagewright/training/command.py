@@ -17,9 +17,9 @@ from stagewright.models import Layered, build_model, forward_flops, parameter_co
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
 from stagewright.planning.ratio import LayerTable
-from stagewright.record import Record
+from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.launch import host_commands, is_worker, launch_hosts, new_run_folder
+from stagewright.runtime.launch import PORT, Hosts, OverSsh, host_commands, is_worker, launch_hosts, new_run_folder
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
@@ -41,14 +41,25 @@ EVALUATION_BATCHES = 10
 """Batches of made-up images that an evaluation has."""
 
 
-def run_command(options: Options, console: Console) -> Record | None:
-    """Trains as the options say; None where there is nothing to record (a dry run, other hosts)."""
+def run_command(
+    options: Options,
+    console: Console,
+    *,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    hosts: Hosts | None = None,
+    source: Source = "measured",
+) -> Record | None:
+    """Trains as the options say; None where there is nothing to record (a dry run, other hosts).
+
+    A cluster and hosts are given where they are not this machine itself but emulated; a plan, where one was searched.
+    """
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
     dataset, evaluation_set = dataset_of(options["data"], options), dataset_of(options["evaluation_data"], options)
     model = model_of(options, recipe, dataset)
-    cluster = local_cluster(options, settings)
-    plan = plan_of(options, recipe, model, cluster)
+    cluster = cluster or local_cluster(options, settings)
+    plan = plan or plan_of(options, recipe, model, cluster)
     check_devices(plan, cluster, settings, options["share"])
     if options["nodes"] and not is_worker():
         run_on_hosts(options, plan, console)
@@ -61,7 +72,8 @@ def run_command(options: Options, console: Console) -> Record | None:
         make_schedule(plan, agree=settings.agrees), model, data=feed_of(dataset, model, options, recipe),
         evaluation=feed_of(evaluation_set, model, options, recipe, is_training=False),
         recipe=steps_of(options, recipe, plan, job), job=job, settings=settings,
-        cluster=cluster.name, folder=options["folder"], console=own,
+        cluster=cluster.name, source=source, folder=options["folder"], console=own, hosts=hosts,
+        command=worker_words() if hosts is not None else None,
     )  # fmt: skip
 
 
@@ -253,15 +265,18 @@ def steps_of(options: Options, recipe: RecipeFile, plan: Plan, job: Job) -> Reci
     )  # fmt: skip
 
 
+def worker_words() -> list[str]:
+    """What a host's launcher runs: this command, which finds itself to be a worker there."""
+    return ["-m", "stagewright", *(word for word in sys.argv[1:] if word != "--dry-run")]
+
+
 def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
     """Starts the workers of every host over ssh; with --dry-run only prints the commands."""
-    hosts = options["nodes"].split(",")
+    hosts = OverSsh(tuple(options["nodes"].split(",")))
     needed = max(id.host for id in plan.devices) + 1
-    if len(hosts) != needed:
-        raise UsageError(f"--nodes names {count(len(hosts), 'host')}, but the placement uses {needed}")
-    workers = [sum(id.host == number for id in plan.devices) for number in range(needed)]
-    command = ["-m", "stagewright", *(word for word in sys.argv[1:] if word != "--dry-run")]
-    commands = host_commands(command, hosts, workers, port=29_400)
+    if len(hosts.addresses) != needed:
+        raise UsageError(f"--nodes names {count(len(hosts.addresses), 'host')}, but the placement uses {needed}")
+    commands = host_commands(worker_words(), hosts, plan.host_workers(needed), port=PORT)
     if options["dry_run"]:
         for each in commands:
             console.print(shlex.join(each), highlight=False, markup=False, soft_wrap=True)

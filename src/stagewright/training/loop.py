@@ -29,9 +29,11 @@ from stagewright.runtime.flight import Flight, write_json
 from stagewright.runtime.hosted import with_dtypes
 from stagewright.runtime.launch import (
     RUN_FOLDER,
+    Hosts,
     die_with_parent,
     is_worker,
     launch,
+    launch_in,
     new_run_folder,
     this_command,
     worker_environment,
@@ -87,21 +89,23 @@ def train(
     folder: str | Path | None = None,
     console: Console | None = None,
     command: Sequence[str] | None = None,
+    hosts: Hosts | None = None,
 ) -> Record:
     """Trains a model by a schedule, and returns the record of it.
 
     Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
     plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
     start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
-    to an optimizer.
+    to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
     """
     job, settings = job or Job(), settings or Settings()
     check_agreement(schedule, settings)
     check_smoothing(recipe, model)
     check_sinks(job.sinks)
-    alone = len(schedule.plan.devices) == 1
+    alone = len(schedule.plan.devices) == 1 and hosts is None
     if not is_worker() and not alone:
-        return start_workers(schedule, job, settings, new_run_folder(job.name, folder), console or Console(), command)
+        where = new_run_folder(job.name, folder)
+        return start_workers(schedule, job, settings, where, console or Console(), command, hosts)
     if is_worker():
         die_with_parent()
     where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
@@ -129,8 +133,9 @@ def check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> No
 
 
 def start_workers(
-    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, command: Sequence[str] | None
-) -> Record:
+    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, command: Sequence[str] | None,
+    hosts: Hosts | None,
+) -> Record:  # fmt: skip
     """Starts the workers, shows what they tell, and returns the record they leave."""
     plan = schedule.plan
     environment = worker_environment(plan, folder, threads=settings.threads, device=settings.device)
@@ -138,7 +143,10 @@ def start_workers(
     title = f"{plan.model} on {plan.placement}"
     watching = Display(folder, console, num_steps=job.steps, title=title)
     with shared_cards(workers_a_card(plan, settings)) as shared, watching:
-        launch(command or this_command(), plan, folder, {**environment, **shared})
+        if hosts is None:
+            launch(command or this_command(), plan, folder, {**environment, **shared})
+        else:
+            launch_in(hosts, command or this_command()[1:], plan, folder, environment)
     return Record.load(folder / "record.json")
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: suites, baselines, and how they are run and measured."""
