@@ -1,0 +1,101 @@
+"""`stagewright rehearse`: trains on hosts that this machine emulates, or on slices of one card."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+
+from stagewright.cli.train import show_record, train
+from stagewright.cluster import Cluster, find_cluster
+from stagewright.errors import UsageError
+from stagewright.record import Record
+
+NOT_HERE = ("nodes", "dry_run", "devices", "share")
+"""Options of `train` that say where workers run: the cluster file does that here."""
+
+
+def own_options(
+    cluster: Annotated[
+        str | None, typer.Option(help="a cluster's name or file: hosts with one device, links and CPU shares")
+    ] = None,
+    slices: Annotated[int | None, typer.Option(help="cut one card into so many workers, instead of --cluster")] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="with --slices: how fast each slice sends, such as 1gbit or 125e6 (bytes/s)")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="measure layers and links inside the hosts first, plan with them, predict")
+    ] = False,
+) -> None:
+    """The options that `train` does not have."""
+
+
+def signature() -> tuple[inspect.Signature, dict[str, Any]]:
+    """The options of `train`, without those that mean nothing here, and the own ones."""
+    known, own = inspect.signature(train).parameters, inspect.signature(own_options).parameters
+    hints = get_type_hints(train, include_extras=True) | get_type_hints(own_options, include_extras=True)
+    kept = [each for name, each in known.items() if name not in NOT_HERE]
+    merged = [each.replace(annotation=hints[each.name]) for each in (kept[0], *own.values(), *kept[1:])]
+    return inspect.Signature(merged), {each.name: hints[each.name] for each in merged}
+
+
+def with_signature(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with that signature, as typer reads it."""
+    function.__signature__, function.__annotations__ = signature()  # type: ignore[attr-defined]
+    return function
+
+
+@with_signature
+def rehearse(**options: Any) -> None:
+    """Trains on hosts that this machine emulates, each with its own address, link rate, latency and share of the CPU.
+
+    Needs root on Linux with iproute2. With --slices N, one card plays the part of N.
+
+    Example: stagewright rehearse alexnet --cluster four-hosts --batch 64 --placement 0:0,1:0,2:0.3:0 --cut fc1
+    """
+    own = {name: options.pop(name) for name in inspect.signature(own_options).parameters}
+    options |= {"nodes": None, "dry_run": False, "devices": None, "share": 1}
+    console = Console(stderr=options["as_json"])
+    if (own["cluster"] is None) == (own["slices"] is None):
+        raise UsageError("a rehearsal is on the hosts of a file or on slices of a card", "give --cluster or --slices")
+    if own["slices"] is not None:
+        record = on_slices(options, own["slices"], own["rate"], console)
+    elif own["rate"] is not None:
+        raise UsageError("--rate goes with --slices", "write the rates of hosts' links into the cluster file")
+    else:
+        record = on_hosts(options, find_cluster(own["cluster"]), own["measure"], console)
+    if record is not None:
+        show_record(record, options["as_json"], console)
+
+
+def on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: Console) -> Record | None:
+    """The record of a run in the cluster's emulated hosts; inside of them, as one of the workers."""
+    from stagewright.runtime.launch import is_worker
+    from stagewright.training.command import run_command
+
+    if options["device"] not in (None, "cpu"):
+        raise UsageError(f"--device is {options['device']!r}: emulated hosts compute on the CPU", "use --slices N")
+    options["device"] = "cpu"
+    if is_worker():
+        return run_command(options, console, cluster=cluster, source="rehearsed")
+    from stagewright.rehearsal import emulated_hosts
+
+    with emulated_hosts(cluster) as hosts:
+        if not hosts.has_latency:
+            console.print("this kernel has no netem: latencies are those of the machine itself", style="dim")
+        if measure:
+            return measured_first(options, cluster, hosts, console)
+        return run_command(options, console, cluster=cluster, hosts=hosts, source="rehearsed")
+
+
+def measured_first(options: dict[str, Any], cluster: Cluster, hosts: Any, console: Console) -> Record | None:
+    """The record of a run whose plan and prediction come from what the hosts themselves showed."""
+    raise NotImplementedError
+
+
+def on_slices(options: dict[str, Any], slices: int, rate: str | None, console: Console) -> Record | None:
+    """The record of a run on slices of one card."""
+    raise NotImplementedError
