@@ -9,6 +9,7 @@ All train the same model on the same rows with the same optimizer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -80,8 +81,8 @@ def plain_loop(module: nn.Module, rows: Rows) -> Step:
 
 
 def data_parallel(model: Layered, rows: Rows, world: World) -> Step:
-    """torch DDP over all workers."""
-    module = nn.parallel.DistributedDataParallel(model.model, gradient_as_bucket_view=True)
+    """torch DDP over all workers; it listens to its parameters' gradients, so they are its own."""
+    module = nn.parallel.DistributedDataParallel(copy.deepcopy(model.model), gradient_as_bucket_view=True)
     return plain_loop(module, rows.part(world.worker, world.size))
 
 
@@ -105,7 +106,8 @@ def pipelining(model: Layered, rows: Rows, world: World, cuts: Sequence[int], nu
     num_stages = len(edges) - 1
     replicas = world.size // num_stages
     stage, replica = divmod(world.worker, replicas)
-    own = OneTensor(model.stage(edges[stage], edges[stage + 1]))
+    layers = model.stage(edges[stage], edges[stage + 1])
+    own = OneTensor(copy.deepcopy(layers) if replicas > 1 else layers)
     module, group = grouped(own, world, num_stages, replicas)
     pipe = PipelineStage(module, stage, num_stages, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(pipe, num_microbatches, loss_fn=mean_loss)
@@ -130,5 +132,9 @@ def grouped(own: nn.Module, world: World, num_stages: int, replicas: int) -> tup
         world.group("replicas", tuple(range(stage * replicas, (stage + 1) * replicas))) for stage in range(num_stages)
     ]
     stage, replica = divmod(world.worker, replicas)
-    wrapped = nn.parallel.DistributedDataParallel(own, process_group=across[stage], gradient_as_bucket_view=True)
+    # Without the search for unused parameters DDP orders its buckets anew after the first step, which fails for several
+    # microbatches ("rebuilt parameter indices size is not same as original").
+    wrapped = nn.parallel.DistributedDataParallel(
+        own, process_group=across[stage], gradient_as_bucket_view=True, find_unused_parameters=True
+    )
     return wrapped, along[replica]

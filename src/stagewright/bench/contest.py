@@ -9,12 +9,11 @@ round.
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,10 @@ class Ours(Clocked):
         inputs, labels = contest.rows.inputs, contest.rows.labels
         feed = FunctionFeed(lambda _, a, b: (tuple(tensor[a:b] for tensor in inputs), (labels[a:b],)))
         schedule = make_schedule(plan)
-        self.worker = Worker(schedule, contest.model, world, Settings(), make_optimizer=make_optimizer, feed=feed)
+        # A plan may leave hosts idle: their workers make the groups, and wait.
+        used = replace(world, size=len(plan.devices))
+        self.takes_part = world.worker < used.size
+        self.worker = Worker(schedule, contest.model, used, Settings(), make_optimizer=make_optimizer, feed=feed)
         self.worker.on_update = lambda batch: self.updated.append(time.perf_counter())
         self.updated: list[float] = []
         self.done, self.flushes = 0, plan.is_synchronous
@@ -86,7 +88,8 @@ class Ours(Clocked):
     def run(self, number: int) -> None:
         """Runs a number of batches."""
         self.updated = []
-        self.worker.run(number, self.done)
+        if self.takes_part:
+            self.worker.run(number, self.done)
         self.done += number
         self.worker.figures.clear()
 
@@ -94,7 +97,7 @@ class Ours(Clocked):
         if self.flushes:
             return super().turn(steps, world)
         super().turn(steps + DRAIN, world)
-        return (self.updated[-2] - self.updated[0]) / (len(self.updated) - 2)
+        return 0.0 if not self.takes_part else (self.updated[-2] - self.updated[0]) / (len(self.updated) - 2)
 
 
 class Outside:
@@ -135,11 +138,9 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Clocked | Outs
     if told["kind"] == "plan":
         return Ours(Plan.from_dict(told["plan"]), contest, world)
     if told["kind"] == "ddp":
-        # DDP listens to its parameters' gradients: nobody else may use them.
-        return Clocked(data_parallel(copy.deepcopy(contest.model), contest.rows, world))
+        return Clocked(data_parallel(contest.model, contest.rows, world))
     if told["kind"] == "pipelining":
-        model = copy.deepcopy(contest.model) if told["replicas"] > 1 else contest.model
-        return Clocked(pipelining(model, contest.rows, world, told["cuts"], told["microbatches"]))
+        return Clocked(pipelining(contest.model, contest.rows, world, told["cuts"], told["microbatches"]))
     return Outside(contest.folder)
 
 
@@ -148,13 +149,14 @@ def run_worker(contest: Contest) -> None:
     spec = contest.spec
     with open_world(Settings(timeout_s=PATIENCE_S)) as world:
         contenders = {told["name"]: make_contender(told, contest, world) for told in spec["contenders"]}
-        threads = {told["name"]: told["threads"] for told in spec["contenders"]}
-        first = {name: turn(each, 1, threads[name], world) for name, each in contenders.items()}
-        steps = {name: agreed_steps(seconds, spec["turn_s"], world) for name, seconds in first.items()}
+        torch.set_num_threads(spec.get("threads", 1))
+        first = {name: warmed_up(each, world) for name, each in contenders.items()}
+        contenders = {name: contenders[name] for name in fastest(spec["contenders"], first)}
+        steps = {name: steps_for(first[name], spec["turn_s"]) for name in contenders}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(spec["rounds"]):
             for name, each in contenders.items():
-                times[name].append(turn(each, steps[name], threads[name], world))
+                times[name].append(each.turn(steps[name], world))
             if world.worker == 0:
                 write_json(contest.folder / "times.json", times)
         if world.worker == 0:
@@ -162,18 +164,28 @@ def run_worker(contest: Contest) -> None:
         wait(world)
 
 
-def turn(each: Clocked | Outside, steps: int, threads: int, world: World) -> float:
-    """Seconds a step of one turn, with so many threads a worker."""
-    torch.set_num_threads(threads)
-    return each.turn(steps, world)
-
-
-def agreed_steps(seconds: float, turn_s: float, world: World) -> int:
-    """How many steps fill a turn: as worker 0 sees it."""
-    number = torch.tensor([max(1, min(20, round(turn_s / max(seconds, 1e-6))))])
+def warmed_up(each: Clocked | Outside, world: World) -> float:
+    """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory."""
+    each.turn(1, world)
+    seconds = torch.tensor([each.turn(1, world)])
     if world.control is not None:
-        dist.broadcast(number, 0, group=world.control)
-    return int(number)
+        dist.broadcast(seconds, 0, group=world.control)
+    return float(seconds)
+
+
+def fastest(told: Sequence[Spec], seconds: Mapping[str, float]) -> list[str]:
+    """The contenders that stay: of a family, such as one peer with several numbers of microbatches, the fastest."""
+    best: dict[str, str] = {}
+    for each in told:
+        name, family = each["name"], each.get("family", each["name"])
+        if family not in best or seconds[name] < seconds[best[family]]:
+            best[family] = name
+    return list(best.values())
+
+
+def steps_for(seconds: float, turn_s: float) -> int:
+    """How many steps fill a turn."""
+    return max(1, min(20, round(turn_s / max(seconds, 1e-6))))
 
 
 def run_alone(contest: Contest) -> None:
