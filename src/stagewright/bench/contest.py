@@ -20,7 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagewright.bench.baselines import Rows, Step, data_parallel, make_optimizer, make_rows, pipelining, plain_loop
+from stagewright.bench.baselines import (
+    Rows,
+    Step,
+    data_parallel,
+    deepspeed_pipeline,
+    make_optimizer,
+    make_rows,
+    pipelining,
+    plain_loop,
+)
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.runtime.feed import FunctionFeed
@@ -141,6 +150,8 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Clocked | Outs
         return Clocked(data_parallel(contest.model, contest.rows, world))
     if told["kind"] == "pipelining":
         return Clocked(pipelining(contest.model, contest.rows, world, told["cuts"], told["microbatches"]))
+    if told["kind"] == "deepspeed":
+        return Clocked(deepspeed_pipeline(contest.model, contest.rows, world, told["cuts"], told["microbatches"]))
     return Outside(contest.folder)
 
 

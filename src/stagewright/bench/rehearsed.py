@@ -21,8 +21,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from stagewright.bench.baselines import has_deepspeed
 from stagewright.bench.contest import ALONE
-from stagewright.bench.verdict import CaseResult, Entry, write_results
+from stagewright.bench.verdict import DDP, CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, count, find_cluster
 from stagewright.cost import Costs
 from stagewright.errors import StagewrightError, UsageError
@@ -248,21 +249,28 @@ def predicted(plan: Plan, profile: Profile, cluster: Cluster) -> Record:
 def peers(case: RehearsalCase, profile: Profile, cluster: Cluster) -> list[dict[str, Any]]:
     """The peers, pipelines cut where their stages take the same time; of each family the fastest stays."""
     hosts = len(cluster.hosts)
-    found: list[dict[str, Any]] = [{"kind": "ddp", "name": "torch DDP"}]
+    found: list[dict[str, Any]] = [{"kind": "ddp", "name": DDP}]
     for stages in sorted({hosts, 2}):
-        if stages > len(profile.layers) - 1 or hosts % stages:
-            continue
-        costs = table_of(profile).costs("time")[:-1]
-        replicas = hosts // stages
-        family = f"torch pipelining 1F1B, {stages} stages" + (f" × {replicas}" if replicas > 1 else "")
-        for microbatches in (stages, 2 * stages):
-            if case.batch // replicas % microbatches == 0:
-                cuts = list(cut_by_ratio(costs, [1.0] * stages))
-                found.append(
-                    {"kind": "pipelining", "name": f"{family}, {microbatches} microbatches", "family": family,
-                     "cuts": cuts, "replicas": replicas, "microbatches": microbatches}
-                )  # fmt: skip
+        if stages < len(profile.layers) and hosts % stages == 0:
+            found += pipelines("pipelining", "torch pipelining 1F1B", case, profile, stages, hosts // stages)
+    if has_deepspeed() and hosts < len(profile.layers):
+        # Its engine keeps the topology in globals of a module: one a process.
+        found += pipelines("deepspeed", "DeepSpeed pipeline", case, profile, hosts, 1)[-1:]
     return found
+
+
+def pipelines(
+    kind: str, called: str, case: RehearsalCase, profile: Profile, stages: int, replicas: int
+) -> list[dict[str, Any]]:
+    """One family: a peer's pipeline of so many stages and replicas, with a few numbers of microbatches."""
+    family = f"{called}, {stages} stages" + (f" × {replicas}" if replicas > 1 else "")
+    cuts = list(cut_by_ratio(table_of(profile).costs("time")[:-1], [1.0] * stages))
+    return [
+        {"kind": kind, "name": f"{family}, {microbatches} microbatches", "family": family, "cuts": cuts,
+         "microbatches": microbatches}
+        for microbatches in (stages, 2 * stages)
+        if case.batch // replicas % microbatches == 0
+    ]  # fmt: skip
 
 
 def make_result(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -12,7 +14,13 @@ from rich.console import Console
 from stagewright.cli.train import show_record, train
 from stagewright.cluster import Cluster, find_cluster
 from stagewright.errors import UsageError
+from stagewright.plan import Plan
+from stagewright.planning.options import PlanOptions
+from stagewright.profile import Profile
 from stagewright.record import Record
+
+if TYPE_CHECKING:
+    from stagewright.rehearsal import EmulatedHosts
 
 NOT_HERE = ("nodes", "dry_run", "devices", "share")
 """Options of `train` that say where workers run: the cluster file does that here."""
@@ -54,7 +62,7 @@ def rehearse(**options: Any) -> None:
 
     Needs root on Linux with iproute2. With --slices N, one card plays the part of N.
 
-    Example: stagewright rehearse alexnet --cluster four-hosts --batch 64 --placement 0:0,1:0,2:0.3:0 --cut fc1
+    Example: stagewright rehearse alexnet --cluster hosts-4 --batch 64 --placement 0:0,1:0,2:0.3:0 --cut fc1
     """
     own = {name: options.pop(name) for name in inspect.signature(own_options).parameters}
     options |= {"nodes": None, "dry_run": False, "devices": None, "share": 1}
@@ -91,11 +99,59 @@ def on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: 
         return run_command(options, console, cluster=cluster, hosts=hosts, source="rehearsed")
 
 
-def measured_first(options: dict[str, Any], cluster: Cluster, hosts: Any, console: Console) -> Record | None:
+def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHosts, console: Console) -> Record | None:
     """The record of a run whose plan and prediction come from what the hosts themselves showed."""
-    raise NotImplementedError
+    from stagewright.cli.plan import simulated
+    from stagewright.rehearsal import Request, measure_hosts
+    from stagewright.runtime.launch import new_run_folder
+    from stagewright.training.command import plan_options, recipe_of, run_command
+
+    folder = options["folder"] = new_run_folder(options["model"], options["folder"])
+    sizes = {key: options[key] for key in ("image_size", "num_classes") if options[key] is not None}
+    wanted = plan_options(options, recipe_of(options))
+    batch = wanted.rows(len(cluster.hosts))
+    rows = tuple(sorted({max(batch // part, 2) for part in (16, 4, 1)}))
+    request = Request(model=options["model"], options=sizes, batch_sizes=rows, threads=options["threads"] or 1)
+    console.print(f"measuring layers and links inside {len(cluster.hosts)} emulated hosts", style="dim")
+    profile, measured = measure_hosts(cluster, hosts, request, folder / "measured")
+    assert profile is not None
+    profile.save(folder / "profile.json")
+    measured.save(folder / "cluster.yaml")
+    plan = plan_of(options, replace(wanted, batch=batch, batch_per_device=None), profile, measured)
+    predicted = simulated(profile, measured)(plan)
+    options["plan_file"] = plan.save(folder / "plan.json")
+    words = [word for word in sys.argv[1:] if word != "--measure"] + ["--plan", str(folder / "plan.json")]
+    record = run_command(options, console, cluster=cluster, hosts=hosts, source="rehearsed", words=words)
+    if record is not None:
+        error = predicted.median_step_s / record.median_step_s - 1
+        console.print(f"predicted: {predicted.images_per_s:,.1f} images/s, the step {error:+.1%} off")
+    return record
+
+
+def plan_of(options: Mapping[str, Any], wanted: PlanOptions, profile: Profile, cluster: Cluster) -> Plan:
+    """The plan in a file, the one that the options fix, or the best that the search finds for what was measured."""
+    from stagewright.cli.plan import simulated
+    from stagewright.planning.fixed import fixed_plan
+    from stagewright.planning.search import make_plan
+
+    if options["plan_file"] is not None:
+        return Plan.load(options["plan_file"])
+    if wanted.placement is not None:
+        return fixed_plan(profile, wanted, cluster)
+    return make_plan(profile, cluster, wanted, simulated(profile, cluster)).best.plan
 
 
 def on_slices(options: dict[str, Any], slices: int, rate: str | None, console: Console) -> Record | None:
-    """The record of a run on slices of one card."""
-    raise NotImplementedError
+    """The record of a run on slices of one card; with a rate, each slice is an emulated host as well."""
+    from stagewright.rehearsal.slices import check_card, slice_hosts
+    from stagewright.runtime.launch import is_worker
+    from stagewright.training.command import run_command
+
+    options |= {"device": "cuda", "share": slices, "devices": slices}
+    if is_worker():
+        return run_command(options, console, source="rehearsed")
+    check_card(slices)
+    if rate is None:
+        return run_command(options, console, source="rehearsed")
+    with slice_hosts(slices, rate) as hosts:
+        return run_command(options, console, hosts=hosts, source="rehearsed")

@@ -9,15 +9,17 @@ Nothing is made outside of these namespaces, so no other interface is touched an
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from stagewright.cluster import Cluster
+from stagewright.plan import Plan
 from stagewright.rehearsal.cores import make_group
 from stagewright.rehearsal.leftovers import Mark, clean_up, prefix, remove
 from stagewright.rehearsal.tools import batch, call, check_tools, works
@@ -44,6 +46,8 @@ class EmulatedHosts:
     """For each host the folder of its control group, or nothing where it has none."""
     has_latency: bool
     """Whether the latencies are emulated: the kernel may lack netem."""
+    cpus: tuple[int, ...] = ()
+    """The cores that all hosts share; none given, all that this process may use."""
 
     @property
     def launcher(self) -> tuple[str, ...]:
@@ -55,10 +59,17 @@ class EmulatedHosts:
         """For each host its address."""
         return tuple(address(number) for number in range(len(self.wirings)))
 
+    def workers(self, plan: Plan) -> tuple[int, ...]:
+        """One worker a host; a plan for slices of one card has a host for each of its workers too."""
+        if {id.host for id in plan.devices} == {0} and len(plan.devices) > 1:
+            return (1,) * len(plan.devices)
+        return plan.host_workers(len(self.wirings))
+
     def reach(self, host: int, command: Sequence[str]) -> list[str]:
         """The command, run inside a host."""
         group = self.groups[host]
-        enter = ["ip", "netns", "exec", namespace(self.key, host)]
+        confine = ["taskset", "--cpu-list", ",".join(map(str, self.cpus))] if self.cpus else []
+        enter = [*confine, "ip", "netns", "exec", namespace(self.key, host)]
         if not group:
             return [*enter, *command]
         return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', group, *enter, *command]
@@ -87,7 +98,7 @@ def emulated_hosts(cluster: Cluster) -> Iterator[EmulatedHosts]:
     mark = Mark()
     before = signal.signal(signal.SIGTERM, leave)
     try:
-        yield make_hosts(mark.key, wanted)
+        yield replace(make_hosts(mark.key, wanted), cpus=shared_cpus(cluster))
     finally:
         # A second Ctrl-C must not stop the removal.
         again = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -95,6 +106,13 @@ def emulated_hosts(cluster: Cluster) -> Iterator[EmulatedHosts]:
         mark.release()
         signal.signal(signal.SIGINT, again)
         signal.signal(signal.SIGTERM, before)
+
+
+def shared_cpus(cluster: Cluster) -> tuple[int, ...]:
+    """The first of this process's cores, as many as the cluster's hosts share; none where that is all of them."""
+    own = sorted(os.sched_getaffinity(0))
+    wanted = len(own) if cluster.cores is None else math.ceil(cluster.cores)
+    return tuple(own[:wanted]) if wanted < len(own) else ()
 
 
 def leave(number: int, frame: FrameType | None) -> None:

@@ -63,14 +63,14 @@ def measure_hosts(
 def busy_together(cluster: Cluster) -> list[int]:
     """The hosts that profile: all that have a share of their own, and of the others as many as cores are left."""
     limited = [number for number, host in enumerate(cluster.hosts) if host.cpu_share is not None]
-    left = num_cores() - sum(host.cpu_share or 0.0 for host in cluster.hosts)
+    left = num_cores(cluster) - sum(host.cpu_share or 0.0 for host in cluster.hosts)
     free = [number for number, host in enumerate(cluster.hosts) if host.cpu_share is None]
     return sorted([*limited, *free[: max(1, int(left + 1e-9))]])
 
 
-def num_cores() -> int:
-    """The cores of this machine."""
-    return len(os.sched_getaffinity(0))
+def num_cores(cluster: Cluster) -> float:
+    """The cores that the hosts share: those that the cluster names, or all of this machine."""
+    return cluster.cores or float(len(os.sched_getaffinity(0)))
 
 
 def alike(cluster: Cluster, host: int) -> list[int]:
@@ -92,7 +92,7 @@ def with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]], request: Req
         replace(host, devices=tuple(replace(device, cores=float(request.threads)) for device in host.devices))
         for host in cluster.hosts
     )
-    return replace(cluster, hosts=hosts, cores=float(num_cores()), core_s_per_byte=float(f"{spent:.4g}"))
+    return replace(cluster, hosts=hosts, cores=num_cores(cluster), core_s_per_byte=float(f"{spent:.4g}"))
 
 
 def with_speeds(cluster: Cluster, profiles: Mapping[int, Profile]) -> Cluster:

@@ -71,11 +71,12 @@ def check_hosts(cluster: Cluster) -> None:
 
 def check_shares(cluster: Cluster) -> None:
     """Refuses shares of the CPU that this machine does not have."""
-    wanted, cores = sum(host.cpu_share or 0.0 for host in cluster.hosts), len(os.sched_getaffinity(0))
+    wanted = max(sum(host.cpu_share or 0.0 for host in cluster.hosts), cluster.cores or 0.0)
+    cores = len(os.sched_getaffinity(0))
     if wanted > cores * (1 + SAME):
         raise ClusterError(
             f"the hosts of {cluster.name} want {wanted:g} CPU cores together, and this machine has {cores}",
-            "lower the hosts' cpu_share",
+            "lower the hosts' cpu_share and the cluster's cores",
         )
 
 

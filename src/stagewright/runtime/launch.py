@@ -203,6 +203,9 @@ class Hosts(Protocol):
     def launcher(self) -> Sequence[str]:
         """torchrun, as it is called there."""
 
+    def workers(self, plan: Plan) -> Sequence[int]:
+        """For each host how many of the plan's workers run there."""
+
     def reach(self, host: int, command: Sequence[str]) -> list[str]:
         """The command that runs another one in a host."""
 
@@ -216,6 +219,9 @@ class OverSsh:
 
     addresses: tuple[str, ...]
     launcher: tuple[str, ...] = ("torchrun",)
+
+    def workers(self, plan: Plan) -> tuple[int, ...]:
+        return plan.host_workers(len(self.addresses))
 
     def reach(self, host: int, command: Sequence[str]) -> list[str]:
         there = f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}"
@@ -255,7 +261,7 @@ def launch_hosts(commands: Sequence[Sequence[str]], folder: Path, environment: M
 
 def launch_in(hosts: Hosts, command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
     """Starts the plan's workers in hosts that see this machine's files; raises with the first cause."""
-    commands = host_commands(command, hosts, plan.host_workers(len(hosts.addresses)), PORT)
+    commands = host_commands(command, hosts, hosts.workers(plan), PORT)
     try:
         launch_hosts(commands, folder, {**environment, **hosts.environment()})
     except HostError as failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,20 +46,21 @@ def run_command(
     console: Console,
     *,
     cluster: Cluster | None = None,
-    plan: Plan | None = None,
     hosts: Hosts | None = None,
     source: Source = "measured",
+    words: Sequence[str] | None = None,
 ) -> Record | None:
     """Trains as the options say; None where there is nothing to record (a dry run, other hosts).
 
-    A cluster and hosts are given where they are not this machine itself but emulated; a plan, where one was searched.
+    A cluster and hosts are given where they are not this machine itself but emulated; `words` follow `stagewright` on
+    the workers' command line, this process's own by default.
     """
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
     dataset, evaluation_set = dataset_of(options["data"], options), dataset_of(options["evaluation_data"], options)
     model = model_of(options, recipe, dataset)
     cluster = cluster or local_cluster(options, settings)
-    plan = plan or plan_of(options, recipe, model, cluster)
+    plan = plan_of(options, recipe, model, cluster)
     check_devices(plan, cluster, settings, options["share"])
     if options["nodes"] and not is_worker():
         run_on_hosts(options, plan, console)
@@ -73,7 +74,7 @@ def run_command(
         evaluation=feed_of(evaluation_set, model, options, recipe, is_training=False),
         recipe=steps_of(options, recipe, plan, job), job=job, settings=settings,
         cluster=cluster.name, source=source, folder=options["folder"], console=own, hosts=hosts,
-        command=worker_words() if hosts is not None else None,
+        command=worker_words(words) if hosts is not None else None, share=options["share"],
     )  # fmt: skip
 
 
@@ -184,13 +185,17 @@ def plan_of(options: Options, recipe: RecipeFile, model: Layered, cluster: Clust
                 "make a plan for this model with `stagewright plan`",
             )
         return plan
-    wanted = PlanOptions(
+    return fixed_plan(layer_table(model, options["model"]), plan_options(options, recipe), cluster)
+
+
+def plan_options(options: Options, recipe: RecipeFile) -> PlanOptions:
+    """What the options say about the plan."""
+    return PlanOptions(
         batch=options["batch"], batch_per_device=rows_a_device(options, recipe), placement=options["placement"] or None,
         ratio=options["ratio"], ratio_of=options["ratio_of"], cut=tuple(options["cut"] or ()),
         num_microbatches=options["microbatches"], staleness=options["staleness"], policy=options["schedule"],
         route=options["route"], hold=options["hold"], recompute=options["recompute"], num_buckets=options["buckets"],
     )  # fmt: skip
-    return fixed_plan(layer_table(model, options["model"]), wanted, cluster)
 
 
 def rows_a_device(options: Options, recipe: RecipeFile) -> int | None:
@@ -265,9 +270,10 @@ def steps_of(options: Options, recipe: RecipeFile, plan: Plan, job: Job) -> Reci
     )  # fmt: skip
 
 
-def worker_words() -> list[str]:
+def worker_words(words: Sequence[str] | None = None) -> list[str]:
     """What a host's launcher runs: this command, which finds itself to be a worker there."""
-    return ["-m", "stagewright", *(word for word in sys.argv[1:] if word != "--dry-run")]
+    given = sys.argv[1:] if words is None else words
+    return ["-m", "stagewright", *(word for word in given if word != "--dry-run")]
 
 
 def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
@@ -276,7 +282,7 @@ def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
     needed = max(id.host for id in plan.devices) + 1
     if len(hosts.addresses) != needed:
         raise UsageError(f"--nodes names {count(len(hosts.addresses), 'host')}, but the placement uses {needed}")
-    commands = host_commands(worker_words(), hosts, plan.host_workers(needed), port=PORT)
+    commands = host_commands(worker_words(), hosts, hosts.workers(plan), port=PORT)
     if options["dry_run"]:
         for each in commands:
             console.print(shlex.join(each), highlight=False, markup=False, soft_wrap=True)

@@ -90,6 +90,7 @@ def train(
     console: Console | None = None,
     command: Sequence[str] | None = None,
     hosts: Hosts | None = None,
+    share: int = 1,
 ) -> Record:
     """Trains a model by a schedule, and returns the record of it.
 
@@ -97,6 +98,7 @@ def train(
     plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
     start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
     to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
+    `share` workers fit on a card, even where the plan has fewer.
     """
     job, settings = job or Job(), settings or Settings()
     check_agreement(schedule, settings)
@@ -105,7 +107,7 @@ def train(
     alone = len(schedule.plan.devices) == 1 and hosts is None
     if not is_worker() and not alone:
         where = new_run_folder(job.name, folder)
-        return start_workers(schedule, job, settings, where, console or Console(), command, hosts)
+        return start_workers(schedule, job, settings, where, console or Console(), command, hosts, share)
     if is_worker():
         die_with_parent()
     where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
@@ -134,7 +136,7 @@ def check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> No
 
 def start_workers(
     schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, command: Sequence[str] | None,
-    hosts: Hosts | None,
+    hosts: Hosts | None, share: int,
 ) -> Record:  # fmt: skip
     """Starts the workers, shows what they tell, and returns the record they leave."""
     plan = schedule.plan
@@ -142,19 +144,19 @@ def start_workers(
     (folder / NAME).unlink(missing_ok=True)
     title = f"{plan.model} on {plan.placement}"
     watching = Display(folder, console, num_steps=job.steps, title=title)
-    with shared_cards(workers_a_card(plan, settings)) as shared, watching:
+    with shared_cards(workers_a_card(plan, settings, share)) as shared, watching:
         if hosts is None:
             launch(command or this_command(), plan, folder, {**environment, **shared})
         else:
-            launch_in(hosts, command or this_command()[1:], plan, folder, environment)
+            launch_in(hosts, command or this_command()[1:], plan, folder, {**environment, **shared})
     return Record.load(folder / "record.json")
 
 
-def workers_a_card(plan: Plan, settings: Settings) -> int:
-    """How many workers share a card; 1 on the CPU."""
+def workers_a_card(plan: Plan, settings: Settings, share: int = 1) -> int:
+    """How many workers share a card, at least as many as it is to be shared by; 1 on the CPU."""
     if settings.device == "cpu":
         return 1
-    return -(-len(plan.devices) // max(1, torch.cuda.device_count()))
+    return max(share, -(-len(plan.devices) // max(1, torch.cuda.device_count())))
 
 
 def work(
