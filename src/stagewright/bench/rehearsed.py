@@ -36,7 +36,8 @@ from stagewright.planning.reasons import shape
 from stagewright.planning.search import make_plan
 from stagewright.profile import Profile
 from stagewright.record import Record
-from stagewright.rehearsal import EmulatedHosts, Request, emulated_hosts, measure_hosts
+from stagewright.rehearsal import EmulatedHosts, emulated_hosts
+from stagewright.rehearsal.measuring import Request, measure_hosts
 from stagewright.runtime.launch import PORT, host_commands, launch_hosts
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate

@@ -81,16 +81,19 @@ def rehearse(**options: Any) -> None:
 
 def on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: Console) -> Record | None:
     """The record of a run in the cluster's emulated hosts; inside of them, as one of the workers."""
+    from stagewright.rehearsal import emulated_hosts
+    from stagewright.rehearsal.tools import check_tools
     from stagewright.runtime.launch import is_worker
-    from stagewright.training.command import run_command
 
     if options["device"] not in (None, "cpu"):
         raise UsageError(f"--device is {options['device']!r}: emulated hosts compute on the CPU", "use --slices N")
     options["device"] = "cpu"
+    if not is_worker():
+        check_tools()
+    from stagewright.training.command import run_command
+
     if is_worker():
         return run_command(options, console, cluster=cluster, source="rehearsed")
-    from stagewright.rehearsal import emulated_hosts
-
     with emulated_hosts(cluster) as hosts:
         if not hosts.has_latency:
             console.print("this kernel has no netem: latencies are those of the machine itself", style="dim")
@@ -102,7 +105,7 @@ def on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: 
 def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHosts, console: Console) -> Record | None:
     """The record of a run whose plan and prediction come from what the hosts themselves showed."""
     from stagewright.cli.plan import simulated
-    from stagewright.rehearsal import Request, measure_hosts
+    from stagewright.rehearsal.measuring import Request, measure_hosts
     from stagewright.runtime.launch import new_run_folder
     from stagewright.training.command import plan_options, recipe_of, run_command
 

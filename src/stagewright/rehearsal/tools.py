@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from stagewright.errors import RunError, UsageError
+
+CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+"""What namespaces and limits take; root in a container may lack them."""
 
 
 def check_tools() -> None:
@@ -25,7 +30,16 @@ def missing() -> str | None:
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"the command {tool} is not here"
-    return None if os.geteuid() == 0 else f"this is user {os.geteuid()}"
+    if os.geteuid() != 0:
+        return f"this is user {os.geteuid()}"
+    lacking = [name for name, bit in CAPABILITIES.items() if not capabilities() >> bit & 1]
+    return f"this root lacks {' and '.join(lacking)}" if lacking else None
+
+
+def capabilities() -> int:
+    """What this process may do, one bit each."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1], 16) if found else 0
 
 
 def call(*command: str, text: str | None = None) -> str:
