@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 EXTRAS := data,gpu,dev,foreign
-OUT ?= results/rehearsal
+OUT ?= runs/rehearsal
 
 .PHONY: demo test test-all rehearsal rehearsal-short lint types format venv clean
 

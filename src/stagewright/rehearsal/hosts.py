@@ -13,7 +13,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -21,7 +22,7 @@ from types import FrameType
 from stagewright.cluster import Cluster
 from stagewright.plan import Plan
 from stagewright.rehearsal.cores import make_group
-from stagewright.rehearsal.leftovers import Mark, clean_up, prefix, remove
+from stagewright.rehearsal.leftovers import new_mark, prefix, remove
 from stagewright.rehearsal.tools import batch, call, check_tools, works
 from stagewright.rehearsal.wiring import Wiring, wirings
 
@@ -94,18 +95,28 @@ def emulated_hosts(cluster: Cluster) -> Iterator[EmulatedHosts]:
     """The cluster's hosts, emulated here; all is removed at the end, and what killed rehearsals left before."""
     check_tools()
     wanted = wirings(cluster)
-    clean_up()
-    mark = Mark()
-    before = signal.signal(signal.SIGTERM, leave)
+    mark = new_mark()
     try:
-        yield replace(make_hosts(mark.key, wanted), cpus=shared_cpus(cluster))
+        with answering(signal.SIGTERM, leave):
+            yield replace(make_hosts(mark.key, wanted), cpus=shared_cpus(cluster))
     finally:
         # A second Ctrl-C must not stop the removal.
-        again = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        remove(mark.key)
-        mark.release()
-        signal.signal(signal.SIGINT, again)
-        signal.signal(signal.SIGTERM, before)
+        with answering(signal.SIGINT, signal.SIG_IGN):
+            remove(mark.key)
+            mark.release()
+
+
+@contextmanager
+def answering(number: signal.Signals, how: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Answers a signal in another way meanwhile; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, how)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def shared_cpus(cluster: Cluster) -> tuple[int, ...]:

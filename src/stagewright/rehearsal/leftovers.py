@@ -17,6 +17,7 @@ from stagewright.rehearsal.cores import end, groups, remove_group
 from stagewright.rehearsal.tools import call
 
 LOCKS = Path("/run/lock/stagewright")
+GATE = "gate"
 PREFIX = "stagewright-"
 LEAVE_S = 5.0
 """How long a namespace's killed processes may take to be gone."""
@@ -26,7 +27,6 @@ class Mark:
     """This process's claim on a key, until it is given back or the process ends."""
 
     def __init__(self) -> None:
-        LOCKS.mkdir(parents=True, exist_ok=True)
         self.key = secrets.token_hex(3)
         self.path = LOCKS / self.key
         self._file = os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -36,6 +36,19 @@ class Mark:
         """Gives the key back."""
         self.path.unlink(missing_ok=True)
         os.close(self._file)
+
+
+def new_mark() -> Mark:
+    """A key of its own, after what killed rehearsals left was removed; one process at a time does this."""
+    LOCKS.mkdir(parents=True, exist_ok=True)
+    # Otherwise one could take another's new file for a stale one before its lock is held.
+    gate = os.open(LOCKS / GATE, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        clean_up()
+        return Mark()
+    finally:
+        os.close(gate)
 
 
 def prefix(key: str) -> str:
@@ -53,7 +66,7 @@ def keys() -> set[str]:
     """The keys of all rehearsals that have left or still hold anything."""
     names = [*namespaces(), *(folder.name for folder in groups(PREFIX))]
     found = {match[1] for name in names if (match := re.fullmatch(rf"{PREFIX}([0-9a-f]{{6}})-.*", name))}
-    return found | {path.name for path in (LOCKS.iterdir() if LOCKS.is_dir() else ())}
+    return found | {path.name for path in (LOCKS.iterdir() if LOCKS.is_dir() else ()) if path.name != GATE}
 
 
 def clean_up() -> list[str]:
