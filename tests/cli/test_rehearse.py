@@ -50,6 +50,7 @@ def test_two_hosts_train_and_leave_a_record_and_nothing_else(tmp_path: Path) -> 
 
 
 @needs_root
+@pytest.mark.slow
 def test_a_worker_that_fails_is_named_and_all_is_removed(tmp_path: Path) -> None:
     star(12.5e6, 12.5e6).save(tmp_path / "two.yaml")
     before = stale()
