@@ -3,6 +3,8 @@
 #     make demo       the main job in small, on this machine
 #     make test       format, lint, types, import directions, tests
 #     make test-all   the slow tests too
+#     make rehearsal  our plans and the peers on emulated hosts, measured (root; most of an hour on 2 quiet cores)
+#     make rehearsal-short   its short form, in minutes
 #
 # PYTHON chooses the interpreter, PIP_ARGS is for pip: PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # takes torch's small build for CPUs.
@@ -14,8 +16,9 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 EXTRAS := data,gpu,dev,foreign
+OUT ?= runs/rehearsal
 
-.PHONY: demo test test-all lint types format venv clean
+.PHONY: demo test test-all rehearsal rehearsal-short lint types format venv clean
 
 demo: $(VENV)/.for-use
 	@$(BIN)/python scripts/demo.py
@@ -26,6 +29,12 @@ test: lint types
 
 test-all: lint types
 	$(PYTEST)
+
+rehearsal: $(VENV)/.for-use
+	$(BIN)/python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out $(OUT) --results docs/results.md
+
+rehearsal-short: $(VENV)/.for-use
+	$(BIN)/python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out $(OUT)-short --short
 
 lint: $(VENV)/.for-tests
 	$(BIN)/ruff format --check .

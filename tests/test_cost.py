@@ -140,3 +140,22 @@ def test_bytes_of_a_stage_by_kind():
 
 def test_buckets_are_of_about_sixteen_mebibytes():
     assert [num_buckets(size << 20) for size in (0, 1, 16, 17, 528)] == [1, 1, 1, 2, 33]
+
+
+def test_devices_that_share_cores_are_slower_while_all_compute():
+    cluster = replace(find_cluster("hosts-4"), cores=2.0)
+    assert [Costs(even_profile(2), cluster).speed(id) for id in cluster.device_ids] == [0.5] * 4
+    mixed = find_cluster("hosts-4-mixed")
+    assert [Costs(even_profile(2), mixed).speed(id) for id in mixed.device_ids] == [1.0] * 4
+
+
+def test_a_transfer_between_hosts_that_share_cores_costs_both_ends():
+    cluster = replace(find_cluster("hosts-4"), core_s_per_byte=1e-8)
+    wires = Costs(even_profile(2), cluster).wires
+    first, second = cluster.device_ids[:2]
+    # two cores move 2 / (2 · 10 ns) = 1e8 bytes/s, less than the link's 1.25e8
+    assert wires.rate(first, second) == pytest.approx(1e8)
+    assert wires.rate(first, first) == float("inf")
+    four = wires.collective(cluster.device_ids, 1e9)
+    assert four is not None
+    assert four.bytes_per_s == pytest.approx(2 / (4 * 2 * 1e-8))

@@ -58,6 +58,8 @@ class Device:
     saved_factor: float = Field(default=1.0, gt=0)
     """What the framework really keeps for backward, against what the layers need: 2 where it keeps the input of every
     activation function beside its output."""
+    cores: float = Field(default=1.0, gt=0)
+    """How many CPU cores it keeps busy while it computes; matters where hosts share cores."""
     sets_aside: bool = False
     """Whether the framework takes memory as it starts, for every batch that versions allow to be under way, instead of
     when it is used."""
@@ -87,7 +89,7 @@ class Host:
     decode_images_per_s: float | None = Field(default=None, gt=0)
     """How many JPEG images a second its CPUs decode; unknown means that decoding never limits."""
     cpu_share: float | None = Field(default=None, gt=0)
-    """How many CPU cores a rehearsal gives this host."""
+    """How many CPU cores a rehearsal gives this host; without it the host takes what the others leave."""
 
 
 @noun(error=ClusterError)
@@ -101,6 +103,10 @@ class Cluster(Saved):
     hosts: tuple[Host, ...] = Field(min_length=1)
     links: tuple[Link, ...] = ()
     """Links between hosts; their ends are `host:junction`, or a word for what belongs to no host."""
+    cores: float | None = Field(default=None, gt=0)
+    """How many CPU cores all hosts share, where one machine emulates them; None: each device has its own."""
+    core_s_per_byte: float = Field(default=0.0, ge=0)
+    """What a core spends on a byte at each end of a transfer; matters where hosts share cores."""
     notes: tuple[str, ...] = ()
     """Where the figures come from: one sentence a fact."""
 

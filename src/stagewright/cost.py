@@ -152,12 +152,70 @@ class Collective(NamedTuple):
         return self.passes * num_bytes / self.bytes_per_s + self.latency_s
 
 
+class Cores:
+    """CPU cores that hosts share, as links: a byte on them is the work that moving a byte costs at one end.
+
+    Where one machine emulates several hosts, what they compute and what they send use the same cores. Work of one
+    core-second is 1 / `core_s_per_byte` such bytes, so that cores are shared out as wires are:
+
+        host 0, 0.25 cores ──┐                 a transfer 0 → 1 loads both hosts' links once, the machine's twice;
+        host 1, 0.25 cores ──┴── machine, 2    a device that computes loads its host's and the machine's once
+    """
+
+    UNIT_S = 1e-9
+    """A byte's work where transfers cost no core anything."""
+
+    def __init__(self, cluster: Cluster, first: int) -> None:
+        self.unit_s = cluster.core_s_per_byte or self.UNIT_S
+        self.moving = int(cluster.core_s_per_byte > 0)
+        shares = [host.cpu_share for host in cluster.hosts] if cluster.cores is not None else []
+        limited = [host for host, share in enumerate(shares) if share is not None]
+        self.of_host = {host: first + number for number, host in enumerate(limited)}
+        self.of_all = first + len(limited) if cluster.cores is not None else None
+        self.rates = tuple((shares[host] or 0.0) / self.unit_s for host in limited)
+        self.rates += () if cluster.cores is None else (cluster.cores / self.unit_s,)
+        self.cluster = cluster
+
+    def wanted(self, id: DeviceId) -> float:
+        """How many cores a device keeps busy when nobody else wants them."""
+        return min(self.cluster.device(id).cores, self.cluster.hosts[id.host].cpu_share or math.inf)
+
+    def computing(self, id: DeviceId) -> tuple[tuple[int, int], ...]:
+        """What a device that computes loads."""
+        own = ((self.of_host[id.host], 1),) if id.host in self.of_host else ()
+        return own if self.of_all is None else (*own, (self.of_all, 1))
+
+    def transfer(self, source: DeviceId, target: DeviceId) -> tuple[tuple[int, int], ...]:
+        """What a transfer loads: work at both of its ends."""
+        if self.of_all is None or not self.moving or source.host == target.host:
+            return ()
+        ends = tuple((self.of_host[id.host], 1) for id in (source, target) if id.host in self.of_host)
+        return (*ends, (self.of_all, 2))
+
+    def crowded(self, id: DeviceId) -> float:
+        """A device's speed while all compute, against its speed alone: 0.5 where four share two cores."""
+        if self.of_all is None or self.cluster.cores is None:
+            return 1.0
+        wants = sorted(map(self.wanted, self.cluster.device_ids))
+        left, level = self.cluster.cores, 0.0
+        for number, want in enumerate(wants):
+            level = left / (len(wants) - number)
+            if want > level:
+                break
+            left, level = left - want, want
+        return min(1.0, level / self.wanted(id))
+
+
 class Wires:
-    """Paths, rings and trees of a cluster, over directed links: link 2 w is wire w along its ends, 2 w + 1 against."""
+    """Paths, rings and trees of a cluster, over directed links: link 2 w is wire w along its ends, 2 w + 1 against.
+
+    After the wires come the cores that hosts share, where they do.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.rates = tuple(link.bytes_per_s for link in cluster.wires for _ in range(2))
+        self.cores = Cores(cluster, first=2 * len(cluster.wires))
+        self.rates = (*(link.bytes_per_s for link in cluster.wires for _ in range(2)), *self.cores.rates)
         self.latencies = tuple(link.latency_s for link in cluster.wires for _ in range(2))
         self._paths: dict[tuple[DeviceId, DeviceId], tuple[int, ...]] = {}
         self._collectives: dict[tuple[DeviceId, ...], tuple[Collective, ...]] = {}
@@ -175,9 +233,13 @@ class Wires:
         """The latencies of all links on the path."""
         return sum(self.latencies[link] for link in self.path(source, target))
 
+    def loads(self, source: DeviceId, target: DeviceId) -> tuple[tuple[int, int], ...]:
+        """What a transfer loads, as (link, how often): the links on its path, and the cores at its ends."""
+        return (*((link, 1) for link in self.path(source, target)), *self.cores.transfer(source, target))
+
     def rate(self, source: DeviceId, target: DeviceId) -> float:
         """The rate of the slowest link on the path; infinite inside one device."""
-        return min((self.rates[link] for link in self.path(source, target)), default=math.inf)
+        return min((self.rates[link] / times for link, times in self.loads(source, target)), default=math.inf)
 
     def exchange_s(self, moves: Iterable[tuple[DeviceId, DeviceId, float]]) -> float:
         """Transfers that start together, as (source, target, bytes): the fullest link decides, max Σ bytes / rate."""
@@ -185,8 +247,8 @@ class Wires:
         latency = 0.0
         for source, target, num_bytes in moves:
             latency = max(latency, self.latency_s(source, target))
-            for link in self.path(source, target):
-                loads[link] = loads.get(link, 0.0) + num_bytes
+            for link, times in self.loads(source, target):
+                loads[link] = loads.get(link, 0.0) + times * num_bytes
         return latency + max((load / self.rates[link] for link, load in loads.items()), default=0.0)
 
     def collective(self, devices: Sequence[DeviceId], num_bytes: float) -> Collective | None:
@@ -217,7 +279,9 @@ class Wires:
         return self._collect("tree", 1.0, [*edges, *((child, parent) for parent, child in edges)], 2 * depth)
 
     def _collect(self, kind: str, passes: float, edges: Sequence[tuple[DeviceId, DeviceId]], rounds: int) -> Collective:
-        loads = Counter(link for source, target in edges for link in self.path(source, target))
+        loads: Counter[int] = Counter()
+        for source, target in edges:
+            loads.update(dict(self.loads(source, target)))
         rate = min(self.rates[link] / load for link, load in loads.items())
         latency = max(self.latency_s(source, target) for source, target in edges)
         return Collective(kind, passes, tuple(sorted(loads.items())), rate, rounds * latency)
@@ -287,6 +351,10 @@ class Costs:
         self._workspaces: dict[tuple[int, int], float] = {}
 
     # seconds
+
+    def speed(self, id: DeviceId) -> float:
+        """A device's speed while all others compute as well; only cores that hosts share make that differ."""
+        return self.cluster.device(id).speed * self.wires.cores.crowded(id)
 
     def row_sums(self, rows: float) -> RowSums:
         """Sums of all layers' seconds at this number of rows, made at the first call."""

@@ -116,6 +116,10 @@ class Plan(Saved):
         number = {device: worker for worker, device in enumerate(self.devices)}
         return tuple(tuple(number[device] for device in stage.devices) for stage in self.stages)
 
+    def host_workers(self, num_hosts: int) -> tuple[int, ...]:
+        """For each of the hosts how many workers run there."""
+        return tuple(sum(id.host == host for id in self.devices) for host in range(num_hosts))
+
     def shares(self, stage: int, microbatch: int, rows: int | None = None) -> tuple[Share, ...]:
         """Which replica of a stage handles which rows of a microbatch; replicas without rows are left out.
 

@@ -14,7 +14,7 @@ import pytest
 
 from stagewright.errors import UsageError
 from stagewright.runtime import preflight
-from stagewright.runtime.launch import checked_host, host_commands
+from stagewright.runtime.hosts import OverSsh, host_commands
 from stagewright.runtime.preflight import check_before_launch, check_hosts, facts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
@@ -109,7 +109,7 @@ def test_what_the_user_typed_arrives_as_it_is(fake_ssh: Path, tmp_path: Path, mo
     torchrun = fake_ssh.parent / "bin" / "torchrun"
     torchrun.write_text(f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv]))\n")
     torchrun.chmod(0o755)
-    first, _ = host_commands(NASTY, ["me@one", "two"], [1, 1], port=1, environment={"KEY": "a'b c"})
+    first, _ = host_commands(NASTY, OverSsh(("me@one", "two")), [1, 1], port=1, environment={"KEY": "a'b c"})
     done = subprocess.run(first, capture_output=True, text=True, check=True, timeout=30)
     cwd, _, *words = json.loads(done.stdout)
     assert cwd == str(folder)
@@ -121,9 +121,9 @@ def test_what_the_user_typed_arrives_as_it_is(fake_ssh: Path, tmp_path: Path, mo
 @pytest.mark.parametrize("host", ["-oProxyCommand=true", "a b", "", "host;true", "$(x)", "a\nb", "@", "me@-x"])
 def test_a_host_that_is_none_is_refused(host: str) -> None:
     with pytest.raises(UsageError, match="is no name of a host"):
-        checked_host(host)
+        OverSsh((host,))
 
 
 @pytest.mark.parametrize("host", ["one", "me@one.local", "10.0.0.7", "[fe80::1]", "node-3_a"])
 def test_hosts(host: str) -> None:
-    assert checked_host(host) == host
+    assert OverSsh((host,)).names == (host,)

@@ -25,6 +25,7 @@ VERBS = {
     "simulate": "Predict the time and memory of a plan, on hardware that is not here.",
     "calibrate": "Refit device and cluster files to measured runs.",
     "data": "Make, convert and inspect sets of labelled images.",
+    "rehearse": "Train on hosts that this machine emulates: addresses, link rates, CPU shares.",
     "train": "Train for real, with a worker for each device.",
     "bench": "Run a suite of cases, repeated and kept; compare two such runs.",
     "export": "The whole model out of a checkpoint, as safetensors or a plain state dict.",

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from stagewright.errors import UsageError
+from stagewright.record import Record
 
 Text = Annotated[str | None, typer.Option()]
 
@@ -104,8 +105,12 @@ def train(
 
     console = Console(stderr=as_json)
     record = run_command(options, console)
-    if record is None:
-        return
+    if record is not None:
+        show_record(record, as_json, console)
+
+
+def show_record(record: Record, as_json: bool, console: Console) -> None:
+    """Prints what a run came to: one line, or its figures as JSON."""
     if as_json:
         typer.echo(json.dumps(record.summary()))
     elif record.images_per_s:

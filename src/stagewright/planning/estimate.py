@@ -146,7 +146,7 @@ class Estimator:
         group = self.group(devices)
         forward = backward = 0.0
         for rows, id in group.kinds:
-            speed = self.costs.cluster.device(id).speed
+            speed = self.costs.speed(id)
             forward = max(forward, self.costs.forward_s(first, last, rows, speed))
             backward = max(backward, self.costs.backward_s(first, last, rows, speed, recompute=recompute))
         reduce_s = self.reduce_s(first, last, devices, buckets)

@@ -133,7 +133,7 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
     picked = np.asarray(cuts)
     forward, backward = np.zeros((len(cuts),) * 2), np.zeros((len(cuts),) * 2)
     for rows, id in group.kinds:
-        sums, speed = costs.row_sums(rows), costs.cluster.device(id).speed
+        sums, speed = costs.row_sums(rows), costs.speed(id)
         forward = np.maximum(forward, _between(np.asarray(sums.forward)[picked]) / speed)
         backward = np.maximum(backward, _between(np.asarray(sums.backward)[picked]) / speed)
     seconds = group.microbatches * (forward + backward)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from stagewright.cluster import Cluster, DeviceId, Host, Link
+from stagewright.cluster import Cluster, Link
 from stagewright.errors import ClusterError
 
 LARGE_BYTES = 16 << 20
@@ -83,8 +83,15 @@ def run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> No
     """One process: bounces messages with every other one, and writes down what it saw."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_workers)
+    found = bounce_pairs(rank, list(combinations(range(num_workers), 2)), large_bytes)
+    Path(folder, f"pairs-{rank:05d}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def bounce_pairs(rank: int, pairs: Sequence[tuple[int, int]], large_bytes: int) -> list[tuple[int, int, float, float]]:
+    """What the pairs show that this worker begins: (first, second, bytes a second, latency); one pair at a time."""
     found = []
-    for first, second in combinations(range(num_workers), 2):
+    for first, second in pairs:
         if rank in (first, second):
             other = second if rank == first else first
             small = median(bounce(rank == first, other, 1) for _ in range(NUM_SMALL))
@@ -92,8 +99,7 @@ def run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> No
             if rank == first:
                 found.append((first, second, rate_of(large_bytes, large, small), small))
         dist.barrier()
-    Path(folder, f"pairs-{rank:05d}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def rate_of(num_bytes: int, large_s: float, small_s: float) -> float:
@@ -140,26 +146,35 @@ def copy_between(first: int, second: int, large_bytes: int) -> Pair:
 def with_pairs(cluster: Cluster, pairs: Pairs, how: str) -> Cluster:
     """The cluster with each wire as fast as the fastest pair that used it, and its share of the pair's latency.
 
+    Pairs are numbers of devices, counted host by host.
+
     0 ─ hub ─ 1   a pair at 2 GB/s and 60 µs: both wires carry 2 GB/s, with 30 µs each
     """
     rates: dict[int, float] = {}
     latencies: dict[int, float] = {}
     for (first, second), pair in pairs.items():
-        path = cluster.path(DeviceId(0, first), DeviceId(0, second))
+        path = cluster.path(cluster.device_ids[first], cluster.device_ids[second])
         for wire, _ in path:
             rates[wire] = max(rates.get(wire, 0.0), pair.bytes_per_s)
             latencies[wire] = min(latencies.get(wire, float("inf")), pair.latency_s / len(path))
-    host = cluster.hosts[0]
-    links = tuple(
-        replace(link, bytes_per_s=_rounded(rates[wire]), latency_s=_rounded(latencies[wire])) if wire in rates else link
-        for wire, link in enumerate(host.links)
-    )
     notes = (*cluster.notes, f"link rates and latencies measured {how}")
-    return Cluster(name=cluster.name, hosts=(_with_links(host, links),), links=cluster.links, notes=notes)
+    return replace(with_wires(cluster, rates, latencies), notes=notes)
 
 
-def _with_links(host: Host, links: Sequence[Link]) -> Host:
-    return replace(host, links=tuple(links))
+def with_wires(cluster: Cluster, rates: Mapping[int, float], latencies: Mapping[int, float]) -> Cluster:
+    """The cluster with other rates and latencies for some wires, by their number."""
+    numbers = count()
+
+    def renewed(links: Sequence[Link]) -> tuple[Link, ...]:
+        return tuple(
+            replace(link, bytes_per_s=_rounded(rates[wire]), latency_s=_rounded(latencies[wire]))
+            if (wire := next(numbers)) in rates
+            else link
+            for link in links
+        )
+
+    hosts = tuple(replace(host, links=renewed(host.links)) for host in cluster.hosts)
+    return replace(cluster, hosts=hosts, links=renewed(cluster.links))
 
 
 def _rounded(value: float) -> float:

@@ -10,9 +10,7 @@ import ctypes
 import logging
 import os
 import re
-import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,8 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from stagewright.cluster import count
-from stagewright.errors import RunError, UsageError
+from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.runtime.diagnosis import blame, name_of
 from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE, process_of
@@ -35,8 +32,6 @@ RESTARTED = "STAGEWRIGHT_RESTARTED"
 """The variable that tells workers that others ran before them in the same run."""
 SCHEDULE = "STAGEWRIGHT_SCHEDULE"
 """The variable that names a file whose schedule workers use instead of their own."""
-
-HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", re.ASCII)
 
 
 def is_worker() -> bool:
@@ -70,10 +65,15 @@ def first_host(hosts: str) -> str:
 
 def die_with_parent() -> None:
     """Asks Linux to end this process when the one that started it is gone."""
+    follow_parent()
+    if sys.platform == "linux" and os.getppid() == 1:
+        os._exit(1)
+
+
+def follow_parent() -> None:
+    """Asks Linux to end this process when the one that starts it goes, which is still there."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(1)
 
 
 def new_run_folder(name: str, parent: str | Path | None = None) -> Path:
@@ -252,75 +252,3 @@ def last_checkpoint(folder: Path) -> list[str]:
     """How to go on, where something was saved."""
     names = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
     return [f"last checkpoint: {names[-1]}, go on with --resume auto --out {folder}"] if names else []
-
-
-def checked_host(host: str) -> str:
-    """A host's name, if it is one: ssh would take what begins with a dash for an option."""
-    if HOST.fullmatch(host) is None:
-        raise UsageError(f"{host!r} is no name of a host", "write --nodes host1,host2 or user@host1,user@host2")
-    return host
-
-
-def on_host(host: str, command: Sequence[str]) -> list[str]:
-    """The ssh command that runs a command in this folder on a host; every word arrives as it is."""
-    alive = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
-    return ["ssh", *alive, "--", host, f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}"]
-
-
-def answers(host: str) -> bool:
-    """Whether a host can still be reached."""
-    try:
-        asked = subprocess.run(on_host(host, ["true"]), stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return False
-    return asked.returncode == 0
-
-
-def host_commands(
-    command: Sequence[str], hosts: Sequence[str], workers: Sequence[int], port: int,
-    environment: Mapping[str, str] | None = None,
-) -> list[list[str]]:  # fmt: skip
-    """For each host the ssh command that starts its workers under torchrun, meeting at the first host."""
-    made = []
-    given = ["env", *(f"{key}={value}" for key, value in environment.items())] if environment else []
-    for number, (host, local) in enumerate(zip(hosts, workers)):
-        run = [
-            *given, "torchrun", f"--nnodes={len(hosts)}", f"--node-rank={number}", f"--nproc-per-node={local}",
-            f"--master-addr={hosts[0].rpartition('@')[2]}", f"--master-port={port}", *command,
-        ]  # fmt: skip
-        made.append(on_host(host, run))
-    return made
-
-
-def launch_hosts(commands: Sequence[Sequence[str]], folder: Path) -> None:
-    """Runs one command for each host side by side; when one fails, all are ended and the first cause is shown."""
-    logs = folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    running = []
-    for number, command in enumerate(commands):
-        with (logs / f"host-{number}.log").open("wb") as log:
-            running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        wait_for_all(running, logs)
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.terminate()
-
-
-def wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
-    """Returns when every process ended well; raises at the first that did not."""
-    left = dict(enumerate(running))
-    while left:
-        for number, process in list(left.items()):
-            try:
-                status = process.wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            if status != 0:
-                tail = (logs / f"host-{number}.log").read_text(errors="replace").strip().splitlines()[-3:]
-                raise RunError(
-                    f"{count(1, 'host')} of {len(running)} failed: host {number} ended with status {status}",
-                    "\n".join(tail) or f"its output is in {logs}",
-                )
-            del left[number]

@@ -145,6 +145,8 @@ class Path:
         channel = self.program.channels[moved.channel]
         other = stage + 1 if channel.forward else stage - 1
         rates, wires = self.program.costs.wires.rates, self.program.costs.cluster.wires
-        slowest = min((link for link, _ in channel.loads), key=lambda link: rates[link], default=None)
-        kind = "nothing" if slowest is None else wires[slowest // 2].kind
+        slowest = min(channel.loads, key=lambda load: rates[load[0]] / load[1], default=None)
+        if slowest is not None and slowest[0] >= 2 * len(wires):
+            return f"transfer {stage} → {other}, by the CPU"
+        kind = "nothing" if slowest is None else wires[slowest[0] // 2].kind
         return f"transfer {stage} → {other} over {'NVLink' if kind.startswith('NV') else LINK_WORDS.get(kind, kind)}"

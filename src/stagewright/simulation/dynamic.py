@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagewright.schedule import Action, Kind
@@ -167,7 +168,8 @@ class Chooser:
 
     def occupy(self, op: PlainOp, batch: int) -> None:
         """Keeps the device busy with an op."""
-        self.busy_s = self.engine.now_s + op[SECONDS]
+        # On shared cores nobody knows when it will be over: what computes there says so itself.
+        self.busy_s = inf if self.worker.shared is not None else self.engine.now_s + op[SECONDS]
         self.engine.occupy(self.worker, op, batch)
 
     def finish(self) -> None:

@@ -43,6 +43,7 @@ from stagewright.simulation.program import (
     PlainOp,
     Program,
 )
+from stagewright.simulation.shared import Shared
 
 SAME_MOMENT = 1e-12
 """Events this close to one another, relative to the time, are one moment: rounding must not split it."""
@@ -53,13 +54,14 @@ named: Any = tuple.__new__
 class Worker:
     """A worker's list, how far it is, what it waits for, and what ended its last wait."""
 
-    __slots__ = ("buffers", "cause", "chooser", "done", "number", "ops", "place", "turn", "wait")
+    __slots__ = ("buffers", "cause", "chooser", "done", "number", "ops", "place", "shared", "turn", "wait")
 
     def __init__(self, number: int, ops: tuple[PlainOp, ...], turn: int) -> None:
         self.number, self.ops, self.turn, self.place = number, ops, turn, 0
         self.wait: object = None
         self.cause: Cause | None = None
         self.chooser: Chooser | None = None
+        self.shared: Shared | None = None
         self.done: list[Done] = []
         self.buffers: list[Change] = []
 
@@ -125,6 +127,9 @@ class Engine:
             network.make_flow(one.way.loads, one.way.bytes_per_s, one.shared) if one.way else None
             for one in program.reductions
         ]
+        for worker, share in zip(self.workers, program.shares):
+            flow = network.make_flow(share.loads, share.work_per_s, share.shared)
+            worker.shared = Shared(self, worker, flow)
         self.ready: dict[tuple[int, int, int], int] = {}
         self.queues: list[deque[tuple[int, int, int]]] = [deque() for _ in program.reductions]
         self.reducing = [False] * len(program.reductions)
@@ -171,7 +176,7 @@ class Engine:
         for flow in self.network.flows:
             flow.load = None
         for worker in self.workers:
-            worker.chooser = None
+            worker.chooser = worker.shared = None
 
     # events
 
@@ -242,6 +247,9 @@ class Engine:
                 if channel == DATA and self.loader is not None and not self.loaded(worker, op, batch):
                     place -= 1
                     break
+                if worker.shared is not None:
+                    self.occupy(worker, op, batch)
+                    break
                 self.num_done += 1
                 stop_s = now_s + seconds
                 worker.done.append(named(Done, (op, batch, now_s, stop_s, worker.cause, self.num_done)))
@@ -282,6 +290,9 @@ class Engine:
 
     def occupy(self, worker: Worker, op: PlainOp, batch: int) -> None:
         """Starts an op that takes time; buckets become ready while a batch's last backward runs."""
+        if worker.shared is not None:
+            worker.shared.start(op, batch)
+            return
         stop_s = self.now_s + op[SECONDS]
         self.num_done += 1
         self.at(stop_s, worker)
@@ -377,6 +388,9 @@ class Engine:
         """A flow is over; the latency follows."""
         self.network.stop(flow)
         load = flow.load
+        if type(load) is Shared:
+            load.go_on()
+            return
         lane = load[0]
         if lane is None:
             stage = load[1]

@@ -109,6 +109,14 @@ class Reduction(NamedTuple):
     shared: Loads = ()
 
 
+class CoreShare(NamedTuple):
+    """The cores that a worker computes on: what it loads, and how fast its work goes when it has them to itself."""
+
+    loads: Loads
+    work_per_s: float
+    shared: Loads = ()
+
+
 class Program(NamedTuple):
     """All workers' ops, the channels and the reductions."""
 
@@ -122,6 +130,8 @@ class Program(NamedTuple):
     """What is received for each slot, in one batch."""
     offsets: tuple[int, int]
     agree_s: float
+    shares: tuple[CoreShare, ...] = ()
+    """For each worker the cores it computes on, where hosts share cores."""
 
     @property
     def ops(self) -> tuple[tuple[Op, ...], ...]:
@@ -174,7 +184,9 @@ class Compiler:
         """The whole program."""
         lists = tuple(tuple(self.worker_ops(worker, order)) for worker, order in enumerate(self.schedule.orders))
         reductions = [self.reduction(stage) for stage in range(len(self.plan.stages))]
+        shares = self.core_shares()
         loads = [*(one.loads for one in self.channels), *(one.way.loads if one.way else () for one in reductions)]
+        loads += [one.loads for one in shares]
         shared = iter(shared_loads(loads, self.costs.wires.rates))
         return Program(
             self.plan,
@@ -186,7 +198,15 @@ class Compiler:
             tuple(self.slot_bytes),
             self.schedule.offsets,
             self.agree_s(),
+            tuple(one._replace(shared=next(shared)) for one in shares),
         )
+
+    def core_shares(self) -> list[CoreShare]:
+        """For each worker the cores it computes on; none where every device has its own."""
+        cores = self.costs.wires.cores
+        if cores.of_all is None:
+            return []
+        return [CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in self.plan.devices]
 
     def worker_ops(self, worker: int, order: Sequence[Action]) -> list[PlainOp]:
         """The ops of one worker's turn, without those that do nothing; a dynamic order's windows end at them."""
@@ -333,7 +353,7 @@ class Compiler:
         found = self.channel_numbers.get(key)
         if found is None:
             ends, wires = (self.plan.devices[source], self.plan.devices[target]), self.costs.wires
-            loads = tuple((link, 1) for link in wires.path(*ends))
+            loads = wires.loads(*ends)
             found = self.channel_numbers[key] = len(self.channels)
             self.channels.append(Channel(source, target, forward, loads, wires.rate(*ends), wires.latency_s(*ends)))
         return found

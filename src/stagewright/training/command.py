@@ -19,20 +19,11 @@ from stagewright.models import Layered, build_model, forward_flops, parameter_co
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
 from stagewright.planning.ratio import LayerTable
-from stagewright.record import Record
+from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.flight import SCHEDULE_FILE
-from stagewright.runtime.launch import (
-    RESTARTED,
-    SCHEDULE,
-    answers,
-    checked_host,
-    host_commands,
-    is_worker,
-    launch_hosts,
-    new_run_folder,
-    on_host,
-)
+from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands, launch_hosts
+from stagewright.runtime.launch import RESTARTED, SCHEDULE, is_worker, new_run_folder
 from stagewright.runtime.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
@@ -52,19 +43,29 @@ DEFAULT_STEPS = 20
 SYNTHETIC = "synthetic"
 IMAGENET_IMAGES = 1_281_167
 """An epoch of made-up images, where one is asked for and its size is not."""
-PORT = 29_400
-"""Where the workers of several hosts meet, on the first of them."""
 EVALUATION_BATCHES = 10
 """Batches of made-up images that an evaluation has."""
 
 
-def run_command(options: Options, console: Console) -> Record | None:
-    """Trains as the options say; None where there is nothing to record (a dry run, other hosts)."""
+def run_command(
+    options: Options,
+    console: Console,
+    *,
+    cluster: Cluster | None = None,
+    hosts: Hosts | None = None,
+    source: Source = "measured",
+    words: Sequence[str] | None = None,
+) -> Record | None:
+    """Trains as the options say; None where there is nothing to record (a dry run, other hosts).
+
+    A cluster and hosts are given where they are not this machine itself but emulated; `words` follow `stagewright` on
+    the workers' command line, this process's own by default.
+    """
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
     dataset, evaluation_set = dataset_of(options["data"], options), dataset_of(options["evaluation_data"], options)
     model = model_of(options, recipe, dataset)
-    cluster = local_cluster(options, settings)
+    cluster = cluster or local_cluster(options, settings)
     plan = plan_of(options, recipe, model, cluster)
     check_devices(plan, cluster, settings, options["share"])
     if options["nodes"] and not is_worker():
@@ -78,7 +79,8 @@ def run_command(options: Options, console: Console) -> Record | None:
         make_schedule(plan, agree=settings.agrees), model, data=feed_of(dataset, model, options, recipe),
         evaluation=feed_of(evaluation_set, model, options, recipe, is_training=False),
         recipe=steps_of(options, recipe, plan, job), job=job, settings=settings,
-        cluster=cluster.name, folder=options["folder"], console=own,
+        cluster=cluster.name, source=source, folder=options["folder"], console=own, hosts=hosts,
+        command=worker_words(words) if hosts is not None else None, share=options["share"],
     )  # fmt: skip
 
 
@@ -189,13 +191,17 @@ def plan_of(options: Options, recipe: RecipeFile, model: Layered, cluster: Clust
                 "make a plan for this model with `stagewright plan`",
             )
         return plan
-    wanted = PlanOptions(
+    return fixed_plan(layer_table(model, options["model"]), plan_options(options, recipe), cluster)
+
+
+def plan_options(options: Options, recipe: RecipeFile) -> PlanOptions:
+    """What the options say about the plan."""
+    return PlanOptions(
         batch=options["batch"], batch_per_device=rows_a_device(options, recipe), placement=options["placement"] or None,
         ratio=options["ratio"], ratio_of=options["ratio_of"], cut=tuple(options["cut"] or ()),
         num_microbatches=options["microbatches"], staleness=options["staleness"], policy=options["schedule"],
         route=options["route"], hold=options["hold"], recompute=options["recompute"], num_buckets=options["buckets"],
     )  # fmt: skip
-    return fixed_plan(layer_table(model, options["model"]), wanted, cluster)
 
 
 def rows_a_device(options: Options, recipe: RecipeFile) -> int | None:
@@ -271,30 +277,37 @@ def steps_of(options: Options, recipe: RecipeFile, plan: Plan, job: Job) -> Reci
     )  # fmt: skip
 
 
+def worker_words(words: Sequence[str] | None = None) -> list[str]:
+    """What a host's launcher runs: this command, which finds itself to be a worker there."""
+    given = sys.argv[1:] if words is None else words
+    return ["-m", "stagewright", *(word for word in given if word != "--dry-run")]
+
+
 def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
     """Starts the workers of every host over ssh; with --dry-run only prints the commands."""
-    hosts = [checked_host(host) for host in options["nodes"].split(",")]
+    hosts = OverSsh(tuple(options["nodes"].split(",")))
     needed = max(id.host for id in plan.devices) + 1
-    if len(hosts) != needed:
-        raise UsageError(f"--nodes names {count(len(hosts), 'host')}, but the placement uses {needed}")
+    if len(hosts.names) != needed:
+        raise UsageError(f"--nodes names {count(len(hosts.names), 'host')}, but the placement uses {needed}")
     if options["dry_run"]:
         for each in commands_of(plan, hosts, {}):
             console.print(shlex.join(each), highlight=False, markup=False, soft_wrap=True)
         return
     folder = new_run_folder(options["model"], options["folder"])
     data = [options[key] for key in ("data", "evaluation_data") if options[key] not in (None, SYNTHETIC)]
-    check_hosts(hosts, [os.getcwd(), *data], PORT, lambda host, words: on_host(host, ["python", "-m", *words]))
+    names = hosts.names
+    check_hosts(
+        names, [os.getcwd(), *data], PORT, lambda host, words: hosts.reach(names.index(host), ["python", "-m", *words])
+    )
     keep_running(options, plan, hosts, folder, console)
 
 
-def commands_of(plan: Plan, hosts: Sequence[str], environment: Mapping[str, str]) -> list[list[str]]:
+def commands_of(plan: Plan, hosts: OverSsh, environment: Mapping[str, str]) -> list[list[str]]:
     """The command of each host: this very one, under torchrun."""
-    workers = [sum(id.host == number for id in plan.devices) for number in range(len(hosts))]
-    command = ["-m", "stagewright", *(word for word in sys.argv[1:] if word != "--dry-run")]
-    return host_commands(command, hosts, workers, port=PORT, environment=environment)
+    return host_commands(worker_words(), hosts, hosts.workers(plan), PORT, environment)
 
 
-def keep_running(options: Options, plan: Plan, hosts: list[str], folder: Path, console: Console) -> None:
+def keep_running(options: Options, plan: Plan, hosts: OverSsh, folder: Path, console: Console) -> None:
     """Runs the hosts' commands; after a failure again, without the hosts that are gone where --replan says so."""
     environment, restarts = dict[str, str](), 0
     while True:
@@ -302,11 +315,12 @@ def keep_running(options: Options, plan: Plan, hosts: list[str], folder: Path, c
             launch_hosts(commands_of(plan, hosts, environment), folder)
             return
         except RunError as fault:
-            gone = [number for number, host in enumerate(hosts) if not answers(host)] if options["replan"] else []
-            if gone and len(gone) < len(hosts):
+            numbers = range(len(hosts.names))
+            gone = [number for number in numbers if not hosts.answers(number)] if options["replan"] else []
+            if gone and len(gone) < len(numbers):
                 after = plan_without_hosts(plan, gone)
                 console.print(f"replan: {fault.what}; {describe_change(plan, after)}", highlight=False, markup=False)
-                hosts, plan = [host for number, host in enumerate(hosts) if number not in gone], after
+                hosts, plan = hosts.without(gone), after
                 schedule = make_schedule(plan, agree=settings_of(options, recipe_of(options)).agrees)
                 environment[SCHEDULE] = str(schedule.save(folder.resolve() / SCHEDULE_FILE))
             elif restarts < options["max_restarts"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from stagewright.plan import Plan
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.flight import SCHEDULE_FILE
+from stagewright.runtime.hosts import Hosts, launch_in
 from stagewright.runtime.launch import (
     RESTARTED,
     RUN_FOLDER,
@@ -40,6 +41,9 @@ from stagewright.training.optimizers import Recipe
 from stagewright.training.replan import describe_change, plan_without
 from stagewright.training.sinks import check_sinks
 
+Start = Callable[[Plan, Path, Mapping[str, str]], None]
+"""(plan, folder, environment): starts a plan's workers and waits for them."""
+
 
 def train(
     schedule: Schedule,
@@ -55,13 +59,16 @@ def train(
     folder: str | Path | None = None,
     console: Console | None = None,
     command: Sequence[str] | None = None,
+    hosts: Hosts | None = None,
+    share: int = 1,
 ) -> Record:
     """Trains a model by a schedule, and returns the record of it.
 
     Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
     plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
     start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
-    to an optimizer.
+    to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
+    `share` workers fit on a card, even where the plan has fewer.
     """
     job, settings = job or Job(), settings or Settings()
     schedule = schedule_now(schedule)
@@ -69,13 +76,14 @@ def train(
     check_smoothing(recipe, model)
     check_sinks(job.sinks)
     check_resume(job, folder)
-    alone = len(schedule.plan.devices) == 1
+    alone = len(schedule.plan.devices) == 1 and hosts is None
     if not is_worker() and not alone:
         where = new_run_folder(job.name, folder)
         keep = job.keep if job.checkpoint_every else None
         check_before_launch(schedule, model, settings, where, states=states_of(recipe), keep=keep)
         with stop_on_signals(where):
-            return start_workers(schedule, job, settings, where, console or Console(), command)
+            start = starter(settings, command, hosts, share)
+            return start_workers(schedule, job, settings, where, console or Console(), start)
     if is_worker():
         die_with_parent()
     where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
@@ -127,7 +135,7 @@ def check_resume(job: Job, folder: str | Path | None) -> None:
 
 
 def start_workers(
-    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, command: Sequence[str] | None
+    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, start: Start
 ) -> Record:
     """Starts the workers, shows what they tell, and returns the record they leave.
 
@@ -139,7 +147,7 @@ def start_workers(
         (folder / NAME).unlink(missing_ok=True)
     while True:
         try:
-            run_launcher(schedule, job, settings, folder, console, command, environment)
+            run_launcher(schedule, job, settings, folder, console, start, environment)
             return Record.load(folder / "record.json")
         except RunError as fault:
             if restarts < job.max_restarts:
@@ -153,8 +161,21 @@ def start_workers(
             environment[RESTARTED] = "1"
 
 
+def starter(settings: Settings, command: Sequence[str] | None, hosts: Hosts | None, share: int) -> Start:
+    """What starts the workers of a plan and waits for them: here, or in other hosts."""
+
+    def start(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
+        with shared_cards(workers_a_card(plan, settings, share)) as shared:
+            if hosts is None:
+                launch(command or this_command(), plan, folder, {**environment, **shared})
+            else:
+                launch_in(hosts, command or this_command()[1:], plan, folder, {**environment, **shared})
+
+    return start
+
+
 def run_launcher(
-    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, command: Sequence[str] | None,
+    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, start: Start,
     extra: dict[str, str],
 ) -> None:  # fmt: skip
     """Starts the workers of one plan and waits for them."""
@@ -162,8 +183,8 @@ def run_launcher(
     schedule.save(folder / SCHEDULE_FILE)
     environment = worker_environment(plan, folder, threads=settings.threads, device=settings.device)
     watching = Display(folder, console, num_steps=job.steps, title=f"{plan.model} on {plan.placement}")
-    with shared_cards(workers_a_card(plan, settings)) as shared, watching:
-        launch(command or this_command(), plan, folder, {**environment, **shared, **extra})
+    with watching:
+        start(plan, folder, {**environment, **extra})
 
 
 def replanned(schedule: Schedule, fault: RunError, folder: Path) -> Schedule:
@@ -182,8 +203,8 @@ def tell(folder: Path, kind: str, text: str) -> None:
     words.close()
 
 
-def workers_a_card(plan: Plan, settings: Settings) -> int:
-    """How many workers share a card; 1 on the CPU."""
+def workers_a_card(plan: Plan, settings: Settings, share: int = 1) -> int:
+    """How many workers share a card, at least as many as it is to be shared by; 1 on the CPU."""
     if settings.device == "cpu":
         return 1
-    return -(-len(plan.devices) // max(1, torch.cuda.device_count()))
+    return max(share, -(-len(plan.devices) // max(1, torch.cuda.device_count())))

@@ -1,0 +1,229 @@
+"""Contenders that take turns in the same workers: one worker of a contest.
+
+    python -m stagewright.bench.contest FOLDER        under torchrun, one worker a host
+    python -m stagewright.bench.contest FOLDER alone  the single process, which takes its turns outside of the hosts
+
+FOLDER/contest.json says what to run; worker 0 leaves FOLDER/times.json with each contender's seconds a step, round by
+round.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stagewright.bench.baselines import (
+    Rows,
+    Step,
+    data_parallel,
+    deepspeed_pipeline,
+    make_optimizer,
+    make_rows,
+    pipelining,
+    plain_loop,
+)
+from stagewright.models import Layered, build_model
+from stagewright.plan import Plan
+from stagewright.runtime.feed import FunctionFeed
+from stagewright.runtime.flight import write_json
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.worker import Worker
+from stagewright.runtime.world import World, open_world
+from stagewright.scheduling import make_schedule
+
+ALONE = "single"
+"""The contender that runs outside of the hosts."""
+DRAIN = 3
+"""Steps more of a run without a flush: those in which it fills and drains are left out."""
+NAP_S = 0.002
+PATIENCE_S = 600.0
+
+Spec = Mapping[str, Any]
+
+
+@dataclass
+class Contest:
+    """What a folder asks for."""
+
+    folder: Path
+    spec: Spec
+    model: Layered = field(init=False)
+    rows: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = build_model(self.spec["model"], **self.spec["options"])
+        self.rows = make_rows(self.model, self.spec["batch"])
+
+
+class Clocked:
+    """A contender with the seconds of its last turn."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.seconds = step, 0.0
+
+    def turn(self, steps: int, world: World) -> float:
+        """Seconds a step of a turn in which all workers take part."""
+        wait(world)
+        started = time.perf_counter()
+        self.step(steps)
+        wait(world)
+        return (time.perf_counter() - started) / steps
+
+
+class Ours(Clocked):
+    """Our worker with a plan; without a flush, the time is that between updates of the steady batches."""
+
+    def __init__(self, plan: Plan, contest: Contest, world: World) -> None:
+        super().__init__(self.run)
+        inputs, labels = contest.rows.inputs, contest.rows.labels
+        feed = FunctionFeed(lambda _, a, b: (tuple(tensor[a:b] for tensor in inputs), (labels[a:b],)))
+        schedule = make_schedule(plan)
+        # A plan may leave hosts idle: their workers make the groups, and wait.
+        used = replace(world, size=len(plan.devices))
+        self.takes_part = world.worker < used.size
+        self.worker = Worker(schedule, contest.model, used, Settings(), make_optimizer=make_optimizer, feed=feed)
+        self.worker.on_update = lambda batch: self.updated.append(time.perf_counter())
+        self.updated: list[float] = []
+        self.done, self.flushes = 0, plan.is_synchronous
+
+    def run(self, number: int) -> None:
+        """Runs a number of batches."""
+        self.updated = []
+        if self.takes_part:
+            self.worker.run(number, self.done)
+        self.done += number
+        self.worker.figures.clear()
+
+    def turn(self, steps: int, world: World) -> float:
+        if self.flushes:
+            return super().turn(steps, world)
+        super().turn(steps + DRAIN, world)
+        return 0.0 if not self.takes_part else (self.updated[-2] - self.updated[0]) / (len(self.updated) - 2)
+
+
+class Outside:
+    """The single process, seen from the workers: worker 0 asks it for a turn through files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, 0
+
+    def turn(self, steps: int, world: World) -> float:
+        wait(world)
+        seconds = 0.0
+        if world.worker == 0:
+            write_json(self.folder / f"asked-{self.number}.json", {"steps": steps})
+            seconds = float(awaited(self.folder / f"answer-{self.number}.json")["seconds"])
+        self.number += 1
+        wait(world)
+        return seconds
+
+
+def awaited(path: Path) -> Any:
+    """What a file says, once it is there."""
+    until = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{path} did not appear within {PATIENCE_S:g} s")
+        time.sleep(NAP_S)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def wait(world: World) -> None:
+    """Waits for all workers."""
+    if world.control is not None:
+        dist.barrier(group=world.control)
+
+
+def make_contender(told: Spec, contest: Contest, world: World) -> Clocked | Outside:
+    """The contender that an entry of the contest describes."""
+    if told["kind"] == "plan":
+        return Ours(Plan.from_dict(told["plan"]), contest, world)
+    if told["kind"] == "ddp":
+        return Clocked(data_parallel(contest.model, contest.rows, world))
+    if told["kind"] == "pipelining":
+        return Clocked(pipelining(contest.model, contest.rows, world, told["cuts"], told["microbatches"]))
+    if told["kind"] == "deepspeed":
+        return Clocked(deepspeed_pipeline(contest.model, contest.rows, world, told["cuts"], told["microbatches"]))
+    return Outside(contest.folder)
+
+
+def run_worker(contest: Contest) -> None:
+    """Takes part in all rounds; worker 0 writes the times down after each."""
+    spec = contest.spec
+    with open_world(Settings(timeout_s=PATIENCE_S)) as world:
+        contenders = {told["name"]: make_contender(told, contest, world) for told in spec["contenders"]}
+        torch.set_num_threads(spec.get("threads", 1))
+        first = {name: warmed_up(each, world) for name, each in contenders.items()}
+        contenders = {name: contenders[name] for name in fastest(spec["contenders"], first)}
+        steps = {name: steps_for(first[name], spec["turn_s"]) for name in contenders}
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(spec["rounds"]):
+            for name, each in contenders.items():
+                times[name].append(each.turn(steps[name], world))
+            if world.worker == 0:
+                write_json(contest.folder / "times.json", times)
+        if world.worker == 0:
+            write_json(contest.folder / "over.json", {})
+        wait(world)
+
+
+def warmed_up(each: Clocked | Outside, world: World) -> float:
+    """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory."""
+    each.turn(1, world)
+    seconds = torch.tensor([each.turn(1, world)])
+    if world.control is not None:
+        dist.broadcast(seconds, 0, group=world.control)
+    return float(seconds)
+
+
+def fastest(told: Sequence[Spec], seconds: Mapping[str, float]) -> list[str]:
+    """The contenders that stay: of a family, such as one peer with several numbers of microbatches, the fastest."""
+    best: dict[str, str] = {}
+    for each in told:
+        name, family = each["name"], each.get("family", each["name"])
+        if family not in best or seconds[name] < seconds[best[family]]:
+            best[family] = name
+    return list(best.values())
+
+
+def steps_for(seconds: float, turn_s: float) -> int:
+    """How many steps fill a turn."""
+    return max(1, min(20, round(turn_s / max(seconds, 1e-6))))
+
+
+def run_alone(contest: Contest) -> None:
+    """Takes the turns of the single process until the contest is over."""
+    torch.set_num_threads(contest.spec["cores"])
+    step, number = plain_loop(contest.model.model, contest.rows), 0
+    while not (contest.folder / "over.json").exists():
+        asked = contest.folder / f"asked-{number}.json"
+        if not asked.exists():
+            time.sleep(NAP_S)
+            continue
+        steps = int(json.loads(asked.read_text(encoding="utf-8"))["steps"])
+        started = time.perf_counter()
+        step(steps)
+        write_json(contest.folder / f"answer-{number}.json", {"seconds": (time.perf_counter() - started) / steps})
+        number += 1
+
+
+def main(folder: str, role: str = "") -> None:
+    """Runs as one of the workers, or as the single process."""
+    where = Path(folder)
+    contest = Contest(where, json.loads((where / "contest.json").read_text(encoding="utf-8")))
+    if role == "alone":
+        run_alone(contest)
+    else:
+        run_worker(contest)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

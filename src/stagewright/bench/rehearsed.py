@@ -1,0 +1,333 @@
+"""The measured comparison: our plans and the peers, in the same emulated hosts, in turns, beside their predictions.
+
+    python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out DIR [--short] [--case NAME …] [--results FILE]
+
+For each case hosts are emulated, the model's layers and the links are measured inside them, plans are searched and
+predicted from that, and all contenders take turns. DIR keeps everything; a case that is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from stagewright.bench.baselines import has_deepspeed
+from stagewright.bench.contest import ALONE
+from stagewright.bench.verdict import DDP, CaseResult, Entry, write_results
+from stagewright.cluster import Cluster, count, find_cluster
+from stagewright.cost import Costs
+from stagewright.errors import StagewrightError, UsageError
+from stagewright.noun import Saved, noun
+from stagewright.plan import Plan, Policy, Route
+from stagewright.planning.fixed import fixed_plan
+from stagewright.planning.options import PlanOptions
+from stagewright.planning.ratio import cut_by_ratio, table_of
+from stagewright.planning.reasons import shape
+from stagewright.planning.search import make_plan
+from stagewright.profile import Profile
+from stagewright.record import Record
+from stagewright.rehearsal import EmulatedHosts, emulated_hosts
+from stagewright.rehearsal.measuring import Request, measure_hosts
+from stagewright.runtime.hosts import PORT, host_commands, launch_hosts
+from stagewright.scheduling import make_schedule
+from stagewright.simulation import simulate
+
+TURN_S = 2.0
+SHORT_ROUNDS = 3
+
+
+@noun(error=UsageError)
+class Wanted:
+    """One plan that a case runs beside the planner's choice."""
+
+    placement: str = ""
+    cut: tuple[str, ...] = ()
+    microbatches: int = Field(default=1, ge=1)
+    schedule: Policy | None = None
+    staleness: str | None = None
+    route: Route | None = None
+    buckets: int | None = Field(default=None, ge=1)
+
+    def options(self, batch: int) -> PlanOptions:
+        """As the planner takes them."""
+        return PlanOptions(
+            batch=batch, placement=self.placement, cut=self.cut, num_microbatches=self.microbatches,
+            staleness=self.staleness, policy=self.schedule, route=self.route, num_buckets=self.buckets,
+        )  # fmt: skip
+
+
+@noun(error=UsageError)
+class RehearsalCase:
+    """One model on one set of emulated hosts."""
+
+    name: str
+    model: str
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Of the model, such as image_size."""
+    batch: int = Field(ge=1)
+    cluster: str
+    bits_per_s: tuple[float, ...] = Field(min_length=1)
+    """The rates of every host's link, in place of the cluster file's: one case each."""
+    batch_sizes: tuple[int, ...] = Field(min_length=1)
+    """The rows at which layers are timed."""
+    plans: tuple[Wanted, ...] = Field(min_length=3)
+    is_short: bool = False
+    """Whether `--short` runs it, at the first of the rates."""
+
+    def each_rate(self) -> Iterator[RehearsalCase]:
+        """The case at each of its rates: alexnet-4 at 300 Mbit/s is alexnet-4-300mbit."""
+        for number, rate in enumerate(self.bits_per_s):
+            text = f"{rate / 1e9:g}gbit" if rate >= 1e9 else f"{rate / 1e6:g}mbit"
+            short = self.is_short and number == 0
+            yield replace(self, name=f"{self.name}-{text}", bits_per_s=(rate,), is_short=short)
+
+    def hosts(self) -> Cluster:
+        """The cluster, with the (first) rate of the case."""
+        cluster = find_cluster(self.cluster)
+        rate = self.bits_per_s[0] / 8
+        return replace(cluster, links=tuple(replace(link, bytes_per_s=rate) for link in cluster.links))
+
+
+@noun(error=UsageError)
+class RehearsalSuite(Saved):
+    """Cases of a measured comparison."""
+
+    FORMAT: ClassVar[str] = "stagewright.rehearsal"
+    ERROR: ClassVar[type[StagewrightError]] = UsageError
+
+    name: str
+    rounds: int = Field(default=5, ge=1)
+    cases: tuple[RehearsalCase, ...] = Field(min_length=1)
+
+
+class Bench:
+    """Runs cases one after the other and keeps what they share: profiles of the same hosts."""
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self.folder, self.rounds = folder, rounds
+        self.profiles: dict[str, tuple[Profile, Cluster]] = {}
+
+    def run(self, case: RehearsalCase) -> CaseResult:
+        """The result of a case, from its folder where it was run before."""
+        folder = self.folder / case.name
+        done = folder / "result.json"
+        if done.exists():
+            return CaseResult.load(done)
+        folder.mkdir(parents=True, exist_ok=True)
+        started = perf_counter()
+        with emulated_hosts(case.hosts()) as hosts:
+            profile, cluster = self.measured(case, hosts, folder)
+            plans, chosen = candidates(case, profile, cluster)
+            records = {name: predicted(plan, profile, cluster) for name, plan in plans.items()}
+            times = self.contest(case, hosts, plans, peers(case, profile, cluster), folder)
+        result = make_result(case, cluster, records, plans, chosen, times, perf_counter() - started)
+        result.save(done)
+        return result
+
+    def measured(self, case: RehearsalCase, hosts: EmulatedHosts, folder: Path) -> tuple[Profile, Cluster]:
+        """The profile and the cluster as the hosts showed them; layers are timed once for hosts of the same shares."""
+        cluster = case.hosts()
+        shares = [host.cpu_share for host in cluster.hosts]
+        key = json.dumps([case.model, dict(case.options), case.batch_sizes, shares])
+        known = self.profiles.get(key)
+        sizes = () if known else case.batch_sizes
+        request = Request(model=case.model, options=case.options, batch_sizes=sizes)
+        profile, found = measure_hosts(cluster, hosts, request, folder / "measured")
+        if profile is None:
+            assert known is not None
+            profile = known[0]
+            found = replace(found, hosts=tuple(map(same_devices, found.hosts, known[1].hosts)))
+        self.profiles[key] = (profile, found)
+        profile.save(folder / "profile.json")
+        found.save(folder / "cluster.yaml")
+        return profile, found
+
+    def contest(
+        self,
+        case: RehearsalCase,
+        hosts: EmulatedHosts,
+        plans: Mapping[str, Plan],
+        others: Sequence[Mapping[str, Any]],
+        folder: Path,
+    ) -> dict[str, list[float]]:
+        """Each contender's seconds a step, round by round."""
+        cores = num_cores(case.hosts())
+        ours = [{"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()]
+        spec = {
+            "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
+            "turn_s": TURN_S, "cores": cores, "contenders": [{"kind": "alone", "name": ALONE}, *ours, *others],
+        }  # fmt: skip
+        (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
+        command = ["-m", "stagewright.bench.contest", str(folder)]
+        with single_process(command, folder):
+            commands = host_commands(command, hosts, [1] * len(hosts.wirings), PORT)
+            launch_hosts(commands, folder, {**hosts.environment(), "OMP_NUM_THREADS": "1"})
+        times: dict[str, list[float]] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
+        return times
+
+
+@contextmanager
+def single_process(command: Sequence[str], folder: Path) -> Iterator[None]:
+    """The single process of a contest, while it lasts."""
+    with (folder / "alone.log").open("wb") as log:
+        alone = subprocess.Popen([sys.executable, *command, "alone"], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield
+        finally:
+            alone.kill()
+            alone.wait()
+
+
+def num_cores(cluster: Cluster) -> int:
+    """The cores of the machine that the hosts are parts of."""
+    return round(cluster.cores or sum(host.cpu_share or 1.0 for host in cluster.hosts))
+
+
+def same_devices(host: Any, known: Any) -> Any:
+    """A host with the devices that were measured before."""
+    return replace(host, devices=known.devices)
+
+
+def candidates(case: RehearsalCase, profile: Profile, cluster: Cluster) -> tuple[dict[str, Plan], tuple[str, ...]]:
+    """The plans by name, and which of them are the planner's own: the exact one and the stale one."""
+    costs = Costs(profile, cluster)
+
+    def score(plan: Plan) -> Record:
+        return simulate(make_schedule(plan), profile, cluster, detail=False, costs=costs)
+
+    found: dict[str, Plan] = {}
+    chosen = []
+    for staleness in ("0", "ssp"):
+        best = make_plan(profile, cluster, PlanOptions(batch=case.batch, staleness=staleness), score).best.plan
+        chosen.append(add(found, best))
+    add(found, fixed_plan(profile, PlanOptions(batch=case.batch), cluster))
+    for wanted in case.plans:
+        add(found, fixed_plan(profile, wanted.options(case.batch), cluster))
+    return found, tuple(chosen)
+
+
+def add(found: dict[str, Plan], plan: Plan) -> str:
+    """The name under which a plan is in the table; plans that are the same are there once."""
+    plan = replace(plan, notes=())
+    for name, other in found.items():
+        if other == plan:
+            return name
+    name = title(plan)
+    name = name if name not in found else f"{name} ({plan.placement})"
+    found[name] = plan
+    return name
+
+
+def title(plan: Plan) -> str:
+    """`3-1 cut at fc1, 2 × 1f1b, 4 buckets`."""
+    parts = [shape(plan)]
+    if len(plan.stages) > 1:
+        parts.append(f"{plan.num_microbatches} × {plan.policy}" if plan.num_microbatches > 1 else "1 microbatch")
+    if plan.route == "rotate":
+        parts.append("rotate")
+    if max(stage.num_buckets for stage in plan.stages) > 1:
+        parts.append("buckets " + "/".join(str(stage.num_buckets) for stage in plan.stages))
+    if not plan.is_synchronous:
+        parts.append("versions " + ",".join(map(str, plan.versions)))
+    return ", ".join(parts)
+
+
+def predicted(plan: Plan, profile: Profile, cluster: Cluster) -> Record:
+    """What the simulator says."""
+    return simulate(make_schedule(plan), profile, cluster, detail=False)
+
+
+def peers(case: RehearsalCase, profile: Profile, cluster: Cluster) -> list[dict[str, Any]]:
+    """The peers, pipelines cut where their stages take the same time; of each family the fastest stays."""
+    hosts = len(cluster.hosts)
+    found: list[dict[str, Any]] = [{"kind": "ddp", "name": DDP}]
+    for stages in sorted({hosts, 2}):
+        if stages < len(profile.layers) and hosts % stages == 0:
+            found += pipelines("pipelining", "torch pipelining 1F1B", case, profile, stages, hosts // stages)
+    if has_deepspeed() and hosts < len(profile.layers):
+        # Its engine keeps the topology in globals of a module: one a process.
+        found += pipelines("deepspeed", "DeepSpeed pipeline", case, profile, hosts, 1)[-1:]
+    return found
+
+
+def pipelines(
+    kind: str, called: str, case: RehearsalCase, profile: Profile, stages: int, replicas: int
+) -> list[dict[str, Any]]:
+    """One family: a peer's pipeline of so many stages and replicas, with a few numbers of microbatches."""
+    family = f"{called}, {stages} stages" + (f" × {replicas}" if replicas > 1 else "")
+    cuts = list(cut_by_ratio(table_of(profile).costs("time")[:-1], [1.0] * stages))
+    return [
+        {"kind": kind, "name": f"{family}, {microbatches} microbatches", "family": family, "cuts": cuts,
+         "microbatches": microbatches}
+        for microbatches in (stages, 2 * stages)
+        if case.batch // replicas % microbatches == 0
+    ]  # fmt: skip
+
+
+def make_result(
+    case: RehearsalCase, cluster: Cluster, records: Mapping[str, Record], plans: Mapping[str, Plan],
+    chosen: Sequence[str], times: Mapping[str, Sequence[float]], seconds: float,
+) -> CaseResult:  # fmt: skip
+    """What a case came to."""
+    entries = tuple(
+        Entry(
+            name=name,
+            step_s=tuple(values),
+            predicted_s=records[name].median_step_s if name in records else None,
+            is_chosen=name in chosen,
+            is_exact=name not in plans or plans[name].is_synchronous,
+        )
+        for name, values in times.items()
+    )
+    shares = [host.cpu_share for host in cluster.hosts]
+    used = sum(share for share in shares if share is not None) if all(shares) else num_cores(cluster)
+    return CaseResult(
+        case=case.name, batch=case.batch, entries=entries, seconds=seconds, rounds=len(next(iter(times.values()))),
+        core_share=used / num_cores(cluster),
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a suite and writes its table."""
+    parser = argparse.ArgumentParser(prog="python -m stagewright.bench.rehearsed", description=__doc__)
+    parser.add_argument("suite", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--short", action="store_true", help="only the short cases, in fewer rounds")
+    parser.add_argument("--case", action="append", help="only this case; may be repeated")
+    parser.add_argument("--results", type=Path, help="a Markdown file whose section on rehearsals is renewed")
+    given = parser.parse_args(arguments)
+    try:
+        run_suite(given)
+    except StagewrightError as fault:
+        print(f"error: {fault.what}" + (f"\n       {fault.todo}" if fault.todo else ""), file=sys.stderr)
+        sys.exit(2)
+
+
+def run_suite(given: argparse.Namespace) -> None:
+    """Every wanted case, then the table."""
+    suite = RehearsalSuite.load(given.suite)
+    cases = [case for each in suite.cases for case in each.each_rate() if case.is_short or not given.short]
+    cases = [case for case in cases if not given.case or case.name in given.case]
+    if not cases:
+        raise UsageError(f"no case of {given.suite} is called {given.case}", "see the names in the file")
+    bench = Bench(given.out, SHORT_ROUNDS if given.short else suite.rounds)
+    results = []
+    for number, case in enumerate(cases, 1):
+        print(f"{number}/{len(cases)} {case.name}", file=sys.stderr, flush=True)
+        results.append(bench.run(case))
+        print(f"    {results[-1].seconds:.0f} s, {count(len(results[-1].entries), 'contender')}", file=sys.stderr)
+    write_results(results, given.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What a measured comparison came to: one table, and the sentences under it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from stagewright.bench.contest import ALONE
+from stagewright.errors import RecordError, StagewrightError
+from stagewright.noun import Saved, noun
+
+DDP = "torch DDP"
+BEGIN, END = "<!-- rehearsal: begin -->", "<!-- rehearsal: end -->"
+
+
+@noun(error=RecordError)
+class Entry:
+    """One contender of a case."""
+
+    name: str
+    step_s: tuple[float, ...] = Field(min_length=1)
+    predicted_s: float | None = None
+    """None for peers, which are not predicted."""
+    is_chosen: bool = False
+    """Whether it is the planner's own plan."""
+    is_exact: bool = True
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is one of our plans."""
+        return self.predicted_s is not None
+
+    @property
+    def median_s(self) -> float:
+        """The median of its rounds."""
+        return median(self.step_s)
+
+    @property
+    def error(self) -> float | None:
+        """The prediction against the measurement, as a share of it."""
+        return None if self.predicted_s is None else self.predicted_s / self.median_s - 1
+
+
+@noun(error=RecordError)
+class CaseResult(Saved):
+    """All contenders of a case."""
+
+    FORMAT: ClassVar[str] = "stagewright.rehearsed"
+    ERROR: ClassVar[type[StagewrightError]] = RecordError
+
+    case: str
+    batch: int = Field(ge=1)
+    rounds: int = Field(ge=1)
+    seconds: float = Field(ge=0)
+    core_share: float = Field(default=1.0, gt=0)
+    """The cores of the hosts together, against those of the single process."""
+    entries: tuple[Entry, ...] = Field(min_length=1)
+
+    def named(self, name: str) -> Entry:
+        """The contender of a name."""
+        return next(entry for entry in self.entries if entry.name == name)
+
+    @property
+    def limit_s(self) -> float:
+        """What the hosts' cores take for a step when nothing is sent: the single process, scaled to them."""
+        return self.named(ALONE).median_s / self.core_share
+
+    @property
+    def peer_s(self) -> float:
+        """The fastest peer's step; the single process is no peer but the limit."""
+        return min(entry.median_s for entry in self.entries if not entry.is_ours and entry.name != ALONE)
+
+    def lead(self, is_exact: bool) -> float | None:
+        """The planner's choice against the best measured plan of its kind: 1 is the best itself."""
+        own = [entry for entry in self.entries if entry.is_ours and entry.is_exact == is_exact]
+        chosen = [entry.median_s for entry in own if entry.is_chosen]
+        return min(entry.median_s for entry in own) / chosen[0] if chosen else None
+
+
+def rows(result: CaseResult) -> Iterator[str]:
+    """The lines of one case, the fastest first."""
+    ddp = result.named(DDP).median_s
+    for entry in sorted(result.entries, key=lambda entry: entry.median_s):
+        step = entry.median_s
+        predicted = "" if entry.predicted_s is None else f"{result.batch / entry.predicted_s:,.1f}"
+        error = "" if entry.error is None else f"{entry.error:+.1%}".replace("-", "−").replace("%", " %")
+        name = f"**{entry.name}**" if entry.is_chosen else entry.name
+        cells = (
+            result.case, name, predicted, f"{result.batch / step:,.1f}", error, f"{ddp / step:.2f}",
+            f"{result.peer_s / step:.2f}", f"{result.limit_s / step:.0%}".replace("%", " %"),
+        )  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def table(results: Sequence[CaseResult]) -> str:
+    """One table over all cases, and what it shows."""
+    heads = (
+        "case",
+        "plan",
+        "predicted images/s",
+        "measured",
+        "error of the step",
+        "× DDP",
+        "× best peer",
+        "of the limit",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines += [line for result in results for line in rows(result)]
+    return "\n".join([*lines, "", *sentences(results)])
+
+
+def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
+    """What the table comes to."""
+    errors = [abs(entry.error) for result in results for entry in result.entries if entry.error is not None]
+    yield f"Predicted steps are {mean(errors):.1%} off on average and {max(errors):.1%} at most ({len(errors)} plans)."
+    leads = [lead for result in results for exact in (True, False) if (lead := result.lead(exact)) is not None]
+    yield f"The planner's choice reaches {min(leads):.0%} or more of the best measured plan of its kind in every case."
+    worst = min(results, key=lambda each: best_against_peers(each))
+    yield f"Against the best peer: never below {best_against_peers(worst):.2f} ({worst.case})."
+    yield f"{sum(result.seconds for result in results) / 60:.0f} minutes in all."
+
+
+def best_against_peers(result: CaseResult) -> float:
+    """How the planner's exact choice stands to the fastest peer."""
+    chosen = [entry.median_s for entry in result.entries if entry.is_chosen and entry.is_exact]
+    return result.peer_s / min(chosen)
+
+
+def section(results: Sequence[CaseResult], command: str) -> str:
+    """The section of a results page."""
+    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+    machine = f"{cpu[1] if cpu else platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+    rounds = min(result.rounds for result in results)
+    return "\n".join([
+        BEGIN, "## Rehearsal", "",
+        f"Machine: {machine}. Emulated hosts; all contenders of a case take turns in the same processes, medians of "
+        f"{rounds} rounds. Bold: the planner's choice. *Of the limit*: against one process with the same cores.",
+        "", f"    {command}", "", table(results), END,
+    ])  # fmt: skip
+
+
+def write_results(results: Sequence[CaseResult], page: Path | None) -> None:
+    """Prints the table, and renews its section of a page."""
+    made = section(results, "make rehearsal")
+    print(made)
+    if page is None:
+        return
+    text = page.read_text(encoding="utf-8") if page.exists() else "# Results\n"
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2] if rest else ""
+    page.write_text(before.rstrip() + "\n\n" + made + (after or "\n"), encoding="utf-8")

@@ -1,0 +1,104 @@
+"""Layers and links measured inside the hosts of a cluster: one worker's part of it.
+
+    torchrun … -m stagewright.profiling.inside FOLDER        FOLDER/inside.json says what to measure
+
+Worker n leaves FOLDER/inside-n.json, and its profile beside it where it made one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stagewright.models import build_model
+from stagewright.profiling.links import bounce, bounce_pairs
+from stagewright.profiling.measured import make_profile
+
+ALL_PAIRS = 4
+"""Up to so many hosts every pair is measured; beyond, each host and the two after it."""
+LARGE_S = 0.15
+SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
+"""A large message takes about so long at the rate that the cluster file names, within these bounds."""
+
+
+def chosen_pairs(num_hosts: int) -> list[tuple[int, int]]:
+    """The pairs of hosts between which links are measured."""
+    if num_hosts <= ALL_PAIRS:
+        return list(combinations(range(num_hosts), 2))
+    near = {tuple(sorted((host, (host + step) % num_hosts))) for host in range(num_hosts) for step in (1, 2)}
+    return [(first, second) for first, second in sorted(near)]
+
+
+def large_bytes(bytes_per_s: float) -> int:
+    """How large a message is that shows a rate."""
+    return int(min(max(bytes_per_s * LARGE_S, SMALLEST_BYTES), LARGEST_BYTES))
+
+
+def core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
+    """What this end of a transfer spends on a byte: neighbours bounce messages, all at once."""
+    other = rank ^ 1
+    if other >= size:
+        dist.barrier()
+        return 0.0
+    bounce(rank < other, other, num_bytes)
+    before = process_time()
+    for _ in range(4):
+        bounce(rank < other, other, num_bytes)
+    spent = process_time() - before
+    dist.barrier()
+    # Each bounce sends the message once and receives it once.
+    return spent / (4 * 2 * num_bytes)
+
+
+def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """What this worker saw of the links and, where it is one of those that profile, of the layers."""
+    found: dict[str, Any] = {"pairs": [], "core_s_per_byte": 0.0}
+    if asked["links"]:
+        num_bytes = large_bytes(asked["bytes_per_s"])
+        found["pairs"] = bounce_pairs(rank, chosen_pairs(size), num_bytes)
+        found["core_s_per_byte"] = core_s_per_byte(rank, size, num_bytes)
+    dist.barrier()
+    if asked["batch_sizes"] and rank in asked["profiles"]:
+        started = perf_counter()
+        profile_here(folder, asked, rank)
+        found["seconds"] = perf_counter() - started
+    dist.barrier()
+    return found
+
+
+def profile_here(folder: Path, asked: Mapping[str, Any], rank: int) -> None:
+    """Profiles the model while the other hosts of the list do the same, so that all see full cores."""
+    model = build_model(asked["model"], **asked["options"])
+    profile = make_profile(model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"])
+    profile.save(folder / f"inside-{rank}.profile.json")
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median of what is above zero; 0 where nothing is."""
+    positive = [value for value in values if value > 0]
+    return median(positive) if positive else 0.0
+
+
+def main(folder: str) -> None:
+    """Measures as one of the workers that torchrun started."""
+    where, rank, size = Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    asked = json.loads((where / "inside.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(asked["threads"])
+    dist.init_process_group("gloo")
+    found = measure(where, asked, rank, size)
+    (where / f"inside-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,81 @@
+"""Shares of the CPU: a control group for each host, with a quota of every short period.
+
+quota 5 ms of every 20 ms      ▇▇▁▁▁▁▁▁▇▇▁▁▁▁▁▁     a quarter of one core
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from stagewright.errors import RunError
+
+PERIOD_US = 20_000
+"""Short, so that a worker never stands still for long; the quota must stay at or above the kernel's 1 ms."""
+FEWEST_US = 1_000
+V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+LEAVE_S = 5.0
+"""How long a control group's killed processes may take to be gone."""
+
+
+def root() -> tuple[Path, bool]:
+    """Where control groups of the CPU live, and whether they are of version 2."""
+    if (V2 / "cgroup.controllers").is_file() and "cpu" in (V2 / "cgroup.controllers").read_text().split():
+        return V2, True
+    if (V1 / "cpu.cfs_quota_us").is_file() or (V1 / "cpu.shares").is_file():
+        return V1, False
+    raise RunError("no control group for the CPU was found in /sys/fs/cgroup", "leave cpu_share out of the cluster")
+
+
+def limits(cores: float) -> tuple[int, int]:
+    """Quota and period in µs: the shortest period of PERIOD_US or more that keeps the quota above the smallest."""
+    period = max(PERIOD_US, -(-FEWEST_US // cores).__trunc__())
+    return max(FEWEST_US, round(period * cores)), period
+
+
+def make_group(name: str, cores: float) -> Path:
+    """A new control group whose processes get so many cores together."""
+    where, is_v2 = root()
+    if is_v2 and "cpu" not in (where / "cgroup.subtree_control").read_text().split():
+        (where / "cgroup.subtree_control").write_text("+cpu")
+    folder = where / name
+    folder.mkdir()
+    quota, period = limits(cores)
+    if is_v2:
+        (folder / "cpu.max").write_text(f"{quota} {period}")
+    else:
+        (folder / "cpu.cfs_period_us").write_text(str(period))
+        (folder / "cpu.cfs_quota_us").write_text(str(quota))
+    return folder
+
+
+def groups(prefix: str) -> list[Path]:
+    """The control groups whose names begin like this."""
+    try:
+        return sorted(root()[0].glob(f"{prefix}*"))
+    except RunError:
+        return []
+
+
+def remove_group(folder: Path) -> None:
+    """Ends what still runs in a control group, and removes it."""
+    until = time.monotonic() + LEAVE_S
+    while folder.is_dir():
+        for word in (folder / "cgroup.procs").read_text().split():
+            end(int(word))
+        try:
+            folder.rmdir()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
+def end(process: int) -> None:
+    """Kills a process that may be gone already."""
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,171 @@
+"""Emulated hosts: a network namespace each, joined by a bridge that has a namespace of its own.
+
+    namespace …-0        namespace …-switch          namespace …-1
+    [wire] ───────────── [port0] bridge [port1] ─────────── [wire]
+       └ rate, latency      └ rate, latency: of what goes to host 0
+
+Nothing is made outside of these namespaces, so no other interface is touched and nobody else sees the addresses.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from stagewright.cluster import Cluster
+from stagewright.plan import Plan
+from stagewright.rehearsal.cores import make_group
+from stagewright.rehearsal.leftovers import new_mark, prefix, remove
+from stagewright.rehearsal.tools import batch, call, check_tools, works
+from stagewright.rehearsal.wiring import Wiring, wirings
+
+RANGE = "10.213.77"
+"""The first three parts of the hosts' addresses; they only exist inside the namespaces."""
+WIRE = "wire"
+"""The interface of every emulated host."""
+BURST_S = 1e-3
+MOST_BURST_BYTES, LEAST_BURST_BYTES = 512 << 10, 32 << 10
+"""What may pass at once: enough for the kernel's large packets at high rates, and little at low ones."""
+QUEUE_BYTES = 64 << 20
+"""What may wait before a limited wire: so much that nothing is lost, as on links with flow control."""
+
+
+@dataclass(frozen=True)
+class EmulatedHosts:
+    """Hosts that run, and how to start a command in one of them."""
+
+    key: str
+    wirings: tuple[Wiring, ...]
+    groups: tuple[str, ...]
+    """For each host the folder of its control group, or nothing where it has none."""
+    has_latency: bool
+    """Whether the latencies are emulated: the kernel may lack netem."""
+    cpus: tuple[int, ...] = ()
+    """The cores that all hosts share; none given, all that this process may use."""
+
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        """torchrun, of the very Python that runs here."""
+        return sys.executable, "-m", "torch.distributed.run"
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """For each host its address."""
+        return tuple(address(number) for number in range(len(self.wirings)))
+
+    def workers(self, plan: Plan) -> tuple[int, ...]:
+        """One worker a host; a plan for slices of one card has a host for each of its workers too."""
+        if {id.host for id in plan.devices} == {0} and len(plan.devices) > 1:
+            return (1,) * len(plan.devices)
+        return plan.host_workers(len(self.wirings))
+
+    def reach(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command, run inside a host."""
+        group = self.groups[host]
+        confine = ["taskset", "--cpu-list", ",".join(map(str, self.cpus))] if self.cpus else []
+        enter = [*confine, "ip", "netns", "exec", namespace(self.key, host)]
+        if not group:
+            return [*enter, *command]
+        return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', group, *enter, *command]
+
+    def environment(self) -> dict[str, str]:
+        """What workers in these hosts need to know: which interface is theirs."""
+        return {"GLOO_SOCKET_IFNAME": WIRE, "TP_SOCKET_IFNAME": WIRE, "NCCL_SOCKET_IFNAME": WIRE}
+
+
+def namespace(key: str, host: int | str) -> str:
+    """The name of a host's namespace."""
+    return f"{prefix(key)}{host}"
+
+
+def address(host: int) -> str:
+    """A host's address."""
+    return f"{RANGE}.{host + 1}"
+
+
+@contextmanager
+def emulated_hosts(cluster: Cluster) -> Iterator[EmulatedHosts]:
+    """The cluster's hosts, emulated here; all is removed at the end, and what killed rehearsals left before."""
+    check_tools()
+    wanted = wirings(cluster)
+    mark = new_mark()
+    try:
+        with answering(signal.SIGTERM, leave):
+            yield replace(make_hosts(mark.key, wanted), cpus=shared_cpus(cluster))
+    finally:
+        # A second Ctrl-C must not stop the removal.
+        with answering(signal.SIGINT, signal.SIG_IGN):
+            remove(mark.key)
+            mark.release()
+
+
+@contextmanager
+def answering(number: signal.Signals, how: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Answers a signal in another way meanwhile; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, how)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def shared_cpus(cluster: Cluster) -> tuple[int, ...]:
+    """The first of this process's cores, as many as the cluster's hosts share; none where that is all of them."""
+    own = sorted(os.sched_getaffinity(0))
+    wanted = len(own) if cluster.cores is None else math.ceil(cluster.cores)
+    return tuple(own[:wanted]) if wanted < len(own) else ()
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Ends this process in order, so that what it made is removed."""
+    sys.exit(128 + number)
+
+
+def make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
+    """The namespaces, the bridge, the wires with their limits, and the control groups."""
+    switch = namespace(key, "switch")
+    call("ip", "netns", "add", switch)
+    batch("ip", ["link add bridge type bridge", "link set bridge up"], switch)
+    has_latency = knows_netem(switch)
+    for number, wiring in enumerate(wanted):
+        own = namespace(key, number)
+        call("ip", "netns", "add", own)
+        call("ip", "link", "add", WIRE, "netns", own, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
+        batch("ip", [f"link set port{number} master bridge", f"link set port{number} up"], switch)
+        batch("ip", [f"address add {address(number)}/24 dev {WIRE}", f"link set {WIRE} up", "link set lo up"], own)
+        batch("tc", limit(WIRE, wiring, has_latency), own)
+        batch("tc", limit(f"port{number}", wiring, has_latency), switch)
+    groups = tuple(
+        "" if wiring.cores is None else os.fspath(make_group(namespace(key, number), wiring.cores))
+        for number, wiring in enumerate(wanted)
+    )
+    return EmulatedHosts(key, wanted, groups, has_latency or not any(wiring.latency_s for wiring in wanted))
+
+
+def limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
+    """tc's lines for what leaves through an interface: a bucket of tokens, and a delay behind it."""
+    burst = round(min(max(wiring.bytes_per_s * BURST_S, LEAST_BURST_BYTES), MOST_BURST_BYTES))
+    rate = f"rate {round(wiring.bytes_per_s * 8)}bit burst {burst} limit {QUEUE_BYTES}"
+    lines = [f"qdisc add dev {interface} root handle 1: tbf {rate}"]
+    if has_latency and wiring.latency_s:
+        delay = f"netem delay {wiring.latency_s * 1e6:.0f}us limit 100000"
+        lines.append(f"qdisc add dev {interface} parent 1:1 handle 2: {delay}")
+    return lines
+
+
+def knows_netem(switch: str) -> bool:
+    """Whether the kernel can delay packets; tried on the bridge, which is new and empty."""
+    known = works("tc", "-n", switch, "qdisc", "add", "dev", "bridge", "root", "netem", "delay", "1us")
+    if known:
+        call("tc", "-n", switch, "qdisc", "delete", "dev", "bridge", "root")
+    return known

@@ -1,0 +1,132 @@
+"""Profiles and link rates of emulated hosts, measured inside them: the sources of plans and predictions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from stagewright.cluster import Cluster
+from stagewright.profile import LayerProfile, Profile
+from stagewright.profiling.inside import middle
+from stagewright.profiling.links import Pair, with_pairs
+from stagewright.rehearsal.hosts import EmulatedHosts
+from stagewright.runtime.hosts import PORT, host_commands, launch_hosts
+
+REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to measure."""
+
+    model: str
+    options: Mapping[str, Any]
+    batch_sizes: tuple[int, ...]
+    """The rows at which layers are timed; none where a profile is there already."""
+    threads: int = 1
+    links: bool = True
+    repeats: int = REPEATS
+
+
+def measure_hosts(
+    cluster: Cluster, hosts: EmulatedHosts, request: Request, folder: Path
+) -> tuple[Profile | None, Cluster]:
+    """The model's profile on the first host's device, and the cluster with what its hosts and links showed.
+
+    As many hosts compute at once as the machine has cores for: then each has what it wants, and memory and caches are
+    as busy as in a run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    profiled = busy_together(cluster)
+    asked = {
+        "model": request.model, "options": dict(request.options), "batch_sizes": request.batch_sizes,
+        "threads": request.threads, "links": request.links, "repeats": request.repeats, "profiles": profiled,
+        "bytes_per_s": min(wiring.bytes_per_s for wiring in hosts.wirings),
+    }  # fmt: skip
+    (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
+    environment = {**hosts.environment(), "OMP_NUM_THREADS": str(request.threads)}
+    command = ["-m", "stagewright.profiling.inside", os.fspath(folder)]
+    launch_hosts(host_commands(command, hosts, [1] * len(cluster.hosts), PORT), folder, environment)
+    told = [json.loads((folder / f"inside-{n}.json").read_text(encoding="utf-8")) for n in range(len(cluster.hosts))]
+    found = with_cores(with_links(cluster, told), told, request)
+    if not request.batch_sizes:
+        return None, found
+    profiles = {n: Profile.load(folder / f"inside-{n}.profile.json") for n in profiled}
+    return average([profiles[n] for n in alike(cluster, 0) if n in profiles]), with_speeds(found, profiles)
+
+
+def busy_together(cluster: Cluster) -> list[int]:
+    """The hosts that profile: all that have a share of their own, and of the others as many as cores are left."""
+    limited = [number for number, host in enumerate(cluster.hosts) if host.cpu_share is not None]
+    left = num_cores(cluster) - sum(host.cpu_share or 0.0 for host in cluster.hosts)
+    free = [number for number, host in enumerate(cluster.hosts) if host.cpu_share is None]
+    return sorted([*limited, *free[: max(1, int(left + 1e-9))]])
+
+
+def num_cores(cluster: Cluster) -> float:
+    """The cores that the hosts share: those that the cluster names, or all of this machine."""
+    return cluster.cores or float(len(os.sched_getaffinity(0)))
+
+
+def alike(cluster: Cluster, host: int) -> list[int]:
+    """The hosts with the same share of the CPU as this one."""
+    share = cluster.hosts[host].cpu_share
+    return [number for number, other in enumerate(cluster.hosts) if other.cpu_share == share]
+
+
+def with_links(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
+    """The cluster with the rates and latencies that pairs of hosts showed."""
+    pairs = {(first, second): Pair(rate, latency) for each in told for first, second, rate, latency in each["pairs"]}
+    return with_pairs(cluster, pairs, "between emulated hosts") if pairs else cluster
+
+
+def with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]], request: Request) -> Cluster:
+    """The cluster with the cores that its hosts share, and what moving a byte costs them."""
+    spent = middle([each["core_s_per_byte"] for each in told]) or cluster.core_s_per_byte
+    hosts = tuple(
+        replace(host, devices=tuple(replace(device, cores=float(request.threads)) for device in host.devices))
+        for host in cluster.hosts
+    )
+    return replace(cluster, hosts=hosts, cores=num_cores(cluster), core_s_per_byte=float(f"{spent:.4g}"))
+
+
+def with_speeds(cluster: Cluster, profiles: Mapping[int, Profile]) -> Cluster:
+    """The cluster with each device's speed against the first host's, the same for hosts with the same share."""
+
+    def seconds(host: int) -> float:
+        return median(profiles[n].model_s[-1] for n in alike(cluster, host) if n in profiles)
+
+    hosts = tuple(
+        replace(host, devices=(replace(host.devices[0], speed=float(f"{seconds(0) / seconds(number):.4g}")),))
+        for number, host in enumerate(cluster.hosts)
+    )
+    return replace(cluster, hosts=hosts)
+
+
+def average(profiles: Sequence[Profile]) -> Profile:
+    """The medians of several hosts' profiles of one model."""
+    first = profiles[0]
+
+    def middle_of(values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(median(each) for each in zip(*values))
+
+    layers: list[LayerProfile] = [
+        replace(
+            layer,
+            forward_s=middle_of([each.layers[number].forward_s for each in profiles]),
+            backward_s=middle_of([each.layers[number].backward_s for each in profiles]),
+        )
+        for number, layer in enumerate(first.layers)
+    ]
+    return replace(
+        first,
+        layers=tuple(layers),
+        optimizer_s=median(each.optimizer_s for each in profiles),
+        model_s=middle_of([each.model_s for each in profiles]),
+        notes=(*first.notes, f"medians of {len(profiles)} emulated hosts that computed at once"),
+    )

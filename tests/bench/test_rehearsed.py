@@ -1,0 +1,129 @@
+"""The measured comparison: its file, its turns, and its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagewright.bench.baselines import make_rows, mean_loss
+from stagewright.bench.contest import fastest, steps_for
+from stagewright.bench.rehearsed import RehearsalSuite, add, title
+from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
+from stagewright.cluster import DeviceId
+from stagewright.models import build_model
+from stagewright.plan import Plan, Stage
+
+SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
+
+
+def two_workers(*, microbatches: int = 2, versions: int = 1) -> Plan:
+    names = build_model("tiny-cnn", device="meta").names
+    cut = names.index("fc1")
+    body = Stage(layers=names[:cut], devices=(DeviceId(0, 0),), versions=versions)
+    return Plan(
+        model="tiny-cnn", stages=(body, Stage(layers=names[cut:], devices=(DeviceId(1, 0),))), batch=8,
+        num_microbatches=microbatches,
+    )  # fmt: skip
+
+
+def test_the_suite_has_the_cases_of_the_comparison() -> None:
+    cases = [case for each in RehearsalSuite.load(SUITE).cases for case in each.each_rate()]
+    assert [case.name for case in cases] == [
+        "alexnet-4-300mbit", "alexnet-4-1gbit", "alexnet-4-10gbit", "alexnet-8-300mbit", "alexnet-8-1gbit",
+        "vgg16-8-300mbit", "resnet50-4-1gbit", "gpt-4-300mbit", "alexnet-4-mixed-1gbit",
+    ]  # fmt: skip
+    assert all(len(case.plans) >= 3 and len(case.hosts().hosts) in (4, 8) for case in cases)
+    assert any(case.is_short for case in cases)
+
+
+@pytest.mark.slow
+def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
+    plans = {"exact": two_workers(), "stale": two_workers(versions=2)}
+    contenders = [
+        {"kind": "alone", "name": "single"},
+        *({"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()),
+        {"kind": "ddp", "name": "ddp"},
+        {"kind": "pipelining", "name": "1F1B of 2", "family": "1F1B", "cuts": [2], "microbatches": 2},
+        {"kind": "pipelining", "name": "1F1B of 4", "family": "1F1B", "cuts": [2], "microbatches": 4},
+    ]
+    spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 2, "turn_s": 0.05, "cores": 1}
+    (tmp_path / "contest.json").write_text(json.dumps({**spec, "contenders": contenders}))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    module = ["-m", "stagewright.bench.contest", str(tmp_path)]
+    alone = subprocess.Popen([sys.executable, *module, "alone"], env=environment)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*launcher, *module], env=environment, check=True, timeout=110, capture_output=True)
+    assert alone.wait(30) == 0
+    times = json.loads((tmp_path / "times.json").read_text())
+    assert {"single", "exact", "stale", "ddp"} < set(times)
+    assert len(times) == 5, "of a family the fastest stays"
+    assert all(len(values) == 2 and min(values) > 0 for values in times.values())
+
+
+def test_everyone_minimises_the_same_loss() -> None:
+    model = build_model("tiny-cnn")
+    rows = make_rows(model, 8)
+    whole = model.stage(0, model.num_layers)
+    ours = whole(*rows.inputs, rows.labels)[0] / 8
+    torch.testing.assert_close(ours, mean_loss(model.model(*rows.inputs), rows.labels))
+
+
+def test_of_a_family_the_fastest_stays() -> None:
+    told = [{"name": "a"}, {"name": "b of 2", "family": "b"}, {"name": "b of 4", "family": "b"}]
+    assert fastest(told, {"a": 9.0, "b of 2": 2.0, "b of 4": 1.0}) == ["a", "b of 4"]
+
+
+def test_a_turn_is_as_many_steps_as_fit() -> None:
+    assert [steps_for(seconds, 2.0) for seconds in (10.0, 1.0, 0.3, 1e-5)] == [1, 2, 7, 20]
+
+
+def test_equal_plans_are_in_the_table_once() -> None:
+    found: dict[str, Plan] = {}
+    first = add(found, two_workers())
+    assert add(found, two_workers()) == first
+    assert add(found, two_workers(microbatches=4)) != first
+    assert len(found) == 2
+    assert title(two_workers(versions=2)) == "1-1 cut at fc1, 2 × 1f1b, versions 2,1"
+
+
+def result() -> CaseResult:
+    entries = (
+        Entry(name="single", step_s=(1.0, 1.0, 9.0)),
+        Entry(name="torch DDP", step_s=(8.0,)),
+        Entry(name="torch pipelining", step_s=(4.0,)),
+        Entry(name="3-1", step_s=(1.25,), predicted_s=1.0, is_chosen=True),
+        Entry(name="2-2", step_s=(1.0,), predicted_s=1.1),
+    )
+    return CaseResult(case="alexnet", batch=64, rounds=1, seconds=60.0, entries=entries)
+
+
+def test_the_table_says_how_everyone_stands() -> None:
+    made = table([result()])
+    assert "| alexnet | **3-1** | 64.0 | 51.2 | −20.0 % | 6.40 | 3.20 | 80 % |" in made
+    assert "| alexnet | torch DDP |  | 8.0 |  | 1.00 | 0.50 | 12 % |" in made
+    assert "Predicted steps are 15.0% off on average and 20.0% at most (2 plans)." in made
+    assert "reaches 80% or more of the best measured plan" in made
+    assert "never below 3.20 (alexnet)" in made
+
+
+def test_hosts_with_fewer_cores_have_a_lower_limit() -> None:
+    made = CaseResult(**{**result().__dict__, "core_share": 0.5})
+    assert made.limit_s == 2.0
+
+
+def test_its_section_of_a_page_is_renewed_and_the_rest_stays(tmp_path: Path) -> None:
+    page = tmp_path / "results.md"
+    page.write_text("# Results\n\n## Before\n\ntext\n")
+    write_results([result()], page)
+    page.write_text(page.read_text() + "\n## After\n")
+    write_results([result()], page)
+    text = page.read_text()
+    assert text.startswith("# Results\n\n## Before\n\ntext\n")
+    assert text.count(BEGIN) == text.count(END) == text.count("## Rehearsal") == text.count("## After") == 1

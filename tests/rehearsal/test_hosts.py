@@ -1,0 +1,216 @@
+"""Emulated hosts: they reach one another, are limited, and leave nothing behind, however they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stagewright.errors import UsageError
+from stagewright.rehearsal import emulated_hosts
+from stagewright.rehearsal.cores import groups, limits
+from stagewright.rehearsal.hosts import namespace
+from stagewright.rehearsal.leftovers import LOCKS, clean_up, namespaces, prefix
+from stagewright.rehearsal.tools import call, check_tools, missing
+from tests.rehearsal.clusters import star
+
+needs_root = pytest.mark.skipif(missing() is not None, reason=f"emulated hosts: {missing()}")
+WAIT_S = 30.0
+
+SERVE = """
+import socket
+server = socket.create_server(("0.0.0.0", 5000))
+print("ready", flush=True)
+peer, where = server.accept()
+peer.sendall(where[0].encode())
+"""
+ASK = """
+import socket, sys
+peer = socket.create_connection((sys.argv[1], 5000), timeout=20)
+print(peer.recv(100).decode())
+"""
+SINK = """
+import socket
+server = socket.create_server(("0.0.0.0", 5000))
+print("ready", flush=True)
+peer, _ = server.accept()
+left = 25_000_000
+while left:
+    left -= len(peer.recv(min(left, 1 << 20)))
+peer.sendall(b"k")
+"""
+SOURCE = """
+import socket, sys, time
+peer = socket.create_connection((sys.argv[1], 5000))
+started = time.perf_counter()
+peer.sendall(bytes(25_000_000))
+peer.recv(1)
+print(25e6 / (time.perf_counter() - started))
+"""
+HOLD = """
+import subprocess, sys, time
+from stagewright.rehearsal import emulated_hosts
+from tests.rehearsal.clusters import star
+with emulated_hosts(star(1e7, 1e7, shares=(0.25, None))) as hosts:
+    inside = [subprocess.Popen(hosts.reach(host, ["sleep", "600"])) for host in (0, 1)]
+    print(hosts.key, flush=True)
+    time.sleep(600)
+"""
+
+
+@needs_root
+def test_hosts_reach_one_another_by_their_own_addresses() -> None:
+    with emulated_hosts(star(1e7, 1e7)) as hosts:
+        server = subprocess.Popen(hosts.reach(1, [sys.executable, "-c", SERVE]), stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        asked = hosts.reach(0, [sys.executable, "-c", ASK, hosts.addresses[1]])
+        seen = subprocess.run(asked, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
+        server.wait(WAIT_S)
+        server.stdout.close()
+    assert seen.strip() == hosts.addresses[0]
+
+
+@needs_root
+def test_both_directions_of_every_link_are_limited() -> None:
+    with emulated_hosts(star(37.5e6, 37.5e6, 12.5e6)) as hosts:
+        out = [call("tc", "-n", namespace(hosts.key, host), "qdisc", "show", "dev", "wire") for host in range(3)]
+        back = [call("tc", "-n", namespace(hosts.key, "switch"), "qdisc", "show", "dev", f"port{n}") for n in range(3)]
+    for host, rate in enumerate(("300Mbit", "300Mbit", "100Mbit")):
+        assert f"rate {rate}" in out[host]
+        assert f"rate {rate}" in back[host]
+
+
+@needs_root
+def test_a_share_of_the_cpu_holds_for_what_runs_in_the_host() -> None:
+    with emulated_hosts(star(1e7, 1e7, shares=(0.25, None))) as hosts:
+        here = Path(hosts.groups[0])
+        inside = subprocess.Popen(hosts.reach(0, ["sleep", "600"]))
+        wait_until(lambda: str(inside.pid) in (here / "cgroup.procs").read_text().split())
+        files = ("cpu.max",) if (here / "cpu.max").exists() else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        figures = " ".join((here / name).read_text().strip() for name in files)
+        assert hosts.groups[1] == ""
+    inside.wait(WAIT_S)
+    assert figures == "5000 20000"
+
+
+def test_periods_are_short_and_quotas_never_below_the_smallest() -> None:
+    assert limits(0.25) == (5_000, 20_000)
+    assert limits(1.5) == (30_000, 20_000)
+    quota, period = limits(0.01)
+    assert (quota, period) == (1_000, 100_000)
+
+
+@needs_root
+def test_nothing_outside_of_the_namespaces_changes() -> None:
+    before = interfaces()
+    with emulated_hosts(star(1e7, 1e7)) as hosts:
+        during = interfaces()
+        assert len(namespaces(prefix(hosts.key))) == 3
+    assert before == during == interfaces()
+    assert namespaces(prefix(hosts.key)) == []
+    assert not (LOCKS / hosts.key).exists()
+
+
+@needs_root
+def test_a_failure_inside_removes_everything_too() -> None:
+    with pytest.raises(ZeroDivisionError), emulated_hosts(star(1e7, 1e7, shares=(0.25, 0.25))) as hosts:
+        raise ZeroDivisionError
+    assert left_of(hosts.key) == []
+
+
+@needs_root
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_removes_everything_itself(how: signal.Signals) -> None:
+    holder, key = start_holder()
+    assert len(namespaces(prefix(key))) == 3
+    holder.send_signal(how)
+    holder.wait(WAIT_S)
+    assert left_of(key) == []
+
+
+@needs_root
+def test_after_kill_9_the_next_call_cleans_up_and_spares_the_living() -> None:
+    (dead, dead_key), (alive, alive_key) = start_holder(), start_holder()
+    try:
+        dead.kill()
+        dead.wait(WAIT_S)
+        assert len(namespaces(prefix(dead_key))) == 3, "nobody has cleaned up yet"
+        processes = call("ip", "netns", "pids", namespace(dead_key, 1)).split()
+        assert processes, "what ran in the host still runs"
+        assert dead_key in clean_up()
+        assert left_of(dead_key) == []
+        wait_until(lambda: not any(os.path.exists(f"/proc/{process}") for process in processes))
+        assert len(namespaces(prefix(alive_key))) == 3
+        assert call("ip", "netns", "pids", namespace(alive_key, 1)).split()
+    finally:
+        alive.terminate()
+        alive.wait(WAIT_S)
+    assert left_of(alive_key) == []
+
+
+@pytest.mark.parametrize(
+    ("tools", "user", "words"), [((), 0, "the command ip is not here"), (("ip", "tc"), 1000, "this is user 1000")]
+)
+def test_without_root_or_iproute2_it_says_so_in_one_line(
+    tools: tuple[str, ...], user: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tool in tools:
+        (tmp_path / tool).write_text("#!/bin/sh\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.raises(UsageError, match=words) as caught:
+        check_tools()
+    assert "\n" not in caught.value.what
+
+
+@needs_root
+@pytest.mark.slow
+def test_a_rate_is_what_sockets_see() -> None:
+    with emulated_hosts(star(12.5e6, 12.5e6)) as hosts:
+        server = subprocess.Popen(hosts.reach(1, [sys.executable, "-c", SINK]), stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        server.stdout.readline()
+        command = hosts.reach(0, [sys.executable, "-c", SOURCE, hosts.addresses[1]])
+        rate = float(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+        server.wait(WAIT_S)
+        server.stdout.close()
+    assert 0.85 * 12.5e6 < rate < 1.02 * 12.5e6
+
+
+def start_holder() -> tuple[subprocess.Popen[str], str]:
+    """A process that holds hosts, and their key."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=environment)
+    assert holder.stdout is not None
+    key = holder.stdout.readline().strip()
+    holder.stdout.close()
+    assert key, "the holder did not start"
+    return holder, key
+
+
+def left_of(key: str) -> list[str]:
+    """What is left of a rehearsal."""
+    marks = [str(LOCKS / key)] if (LOCKS / key).exists() else []
+    return [*namespaces(prefix(key)), *map(str, groups(prefix(key))), *marks]
+
+
+def interfaces() -> list[str]:
+    """The interfaces of this namespace."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Returns when it is true; fails when it takes too long."""
+    until = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
