@@ -80,6 +80,9 @@ def train(
     wandb: Annotated[bool, typer.Option("--wandb", help="log to Weights & Biases too")] = False,
     mlflow: Annotated[bool, typer.Option("--mlflow", help="log to MLflow too")] = False,
     warm_up: Annotated[int, typer.Option(help="first steps that are not measured")] = 2,
+    transport: Annotated[
+        str, typer.Option(help="between cards: nccl, staged in pinned memory, or auto: staged where cards are shared")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads a worker; by default its share of the cores")] = None,
     timeout: Annotated[float, typer.Option(help="seconds that anyone waits for anyone")] = 300.0,
     seed: Annotated[int, typer.Option()] = 0,

@@ -121,7 +121,7 @@ def launch(
 ) -> None:
     """Starts a worker for each device of the plan on this host and waits for all; raises with the first cause.
 
-    Each worker's output goes to logs/…/stdout.log and stderr.log in the folder. Workers that fail are started again up
+    Each worker's output ends up in logs/worker-3.log and the like in the folder. Workers that fail are started again up
     to `max_restarts` times.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -151,6 +151,20 @@ def launch(
         except ChildFailedError as failure:
             codes = {worker: each.exitcode for worker, each in failure.failures.items() if worker not in ended}
             raise explain(plan, folder, codes) from None
+        finally:
+            collect_output(folder / "logs")
+
+
+def collect_output(logs: Path) -> None:
+    """Writes what each worker said as worker-3.log, its name before every line: stdout, then stderr, run by run."""
+    for old in logs.glob("worker-*.log"):
+        old.unlink()
+    said = sorted(logs.glob("*/attempt_*/*/std*.log"), key=lambda path: (path.parts[-4:-2], path.name != "stdout.log"))
+    for path in said:
+        worker = path.parent.name
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with (logs / f"worker-{worker}.log").open("a", encoding="utf-8") as log:
+            log.writelines(f"worker {worker} │ {line}\n" for line in lines)
 
 
 def clear_words(folder: Path) -> None:

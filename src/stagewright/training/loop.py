@@ -106,6 +106,8 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     words = resume(run, worker)
     checkpointer = checkpointer_of(run, worker) if run.job.checkpoint_every else None
     with closing(Listener(run, worker, console, checkpointer)) as listener:
+        if run.world.size > 1:
+            listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
         for word in words:
             listener.announce("resume", word)
         return run_to_the_end(run, worker, flight, listener)
