@@ -59,7 +59,8 @@ def test_a_worker_that_fails_is_named_and_all_is_removed(tmp_path: Path) -> None
         "--learning-rate", "1e30", "-o", str(tmp_path / "run"),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "worker 0 (stage 0, device 0:0)" in done.stderr and "--on-nan skip" in done.stderr
+    assert "worker 0 (stage 0, device 0:0)" in done.stderr
+    assert "--on-nan skip" in done.stderr
     assert "Traceback" not in done.stderr
     assert stale() == before
 
