@@ -209,11 +209,23 @@ def candidates(case: RehearsalCase, profile: Profile, cluster: Cluster) -> tuple
     chosen = []
     for staleness in ("0", "ssp"):
         best = make_plan(profile, cluster, PlanOptions(batch=case.batch, staleness=staleness), score).best.plan
-        chosen.append(add(found, best))
+        chosen.append(add(found, on_first_hosts(best, cluster)))
     add(found, fixed_plan(profile, PlanOptions(batch=case.batch), cluster))
     for wanted in case.plans:
         add(found, fixed_plan(profile, wanted.options(case.batch), cluster))
     return found, tuple(chosen)
+
+
+def on_first_hosts(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with its idle hosts last: worker n of a contest runs on host n."""
+    moved = {id: DeviceId(number, 0) for number, id in enumerate(plan.devices)}
+    stages = tuple(replace(stage, devices=tuple(moved[id] for id in stage.devices)) for stage in plan.stages)
+    if any(cluster.hosts[old.host] != cluster.hosts[new.host] for old, new in moved.items() if old != new):
+        raise UsageError(
+            f"the planner leaves hosts idle that differ from the others ({plan.placement}), which a contest cannot",
+            "give the host at the end of the cluster file the place of the idle one",
+        )
+    return replace(plan, stages=stages)
 
 
 def add(found: dict[str, Plan], plan: Plan) -> str:

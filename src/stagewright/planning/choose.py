@@ -78,6 +78,8 @@ def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choic
         plan = whole_plan(problem, stages, estimator)
         if rival is None or plan != rival.plan:
             found = judged(plan, problem, score)
+            if found is not None and score is not None:
+                found = better(found, _in_more_buckets(plan, problem, (4,)), problem, score, gain=MORE_BUCKETS_GAIN)
             choices += [found] if found is not None else []
     if not choices:
         raise refused(problem)
@@ -126,11 +128,11 @@ def better(best: Choice, plans: Iterator[Plan], problem: Problem, score: Score, 
     return best
 
 
-def _in_more_buckets(plan: Plan, problem: Problem) -> Iterator[Plan]:
+def _in_more_buckets(plan: Plan, problem: Problem, factors: Sequence[int] = (2, 4, 8)) -> Iterator[Plan]:
     """The plan with the gradients of replicated stages in more pieces: the first is on its way sooner."""
     if problem.options.num_buckets is not None or max(plan.replicas) < 2:
         return
-    for times in (2, 4, 8):
+    for times in factors:
         stages = (
             replace(stage, num_buckets=min(stage.num_buckets * times, len(stage.layers)))
             if len(stage.devices) > 1 and len(stage.layers) > stage.num_buckets
