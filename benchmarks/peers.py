@@ -14,12 +14,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stagewright.bench.baselines import Rows, Step, data_parallel, make_optimizer, pipelining, plain_loop
 from stagewright.cluster import DeviceId
 from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered
 from stagewright.plan import Plan, Stage
@@ -31,13 +31,6 @@ from stagewright.scheduling import make_schedule
 
 ROUNDS = 9
 BUCKET_BYTES = 25 << 20
-
-Step = Callable[[int], None]
-
-
-def sgd(parameters: object) -> torch.optim.Optimizer:
-    """The optimizer of all contenders."""
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)  # type: ignore[arg-type]
 
 
 def rows(shape: tuple[int, ...], num_classes: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +54,7 @@ def ours(
     )
     plan = Plan(model="benchmark", stages=stages, batch=len(data[0]), num_microbatches=m)
     feed = FunctionFeed(lambda _, start, stop: ((data[0][start:stop],), (data[1][start:stop],)))
-    worker = Worker(make_schedule(plan), model, world, Settings(), make_optimizer=sgd, feed=feed)
+    worker = Worker(make_schedule(plan), model, world, Settings(), make_optimizer=make_optimizer, feed=feed)
     done = [0]
 
     def step(number: int) -> None:
@@ -79,50 +72,12 @@ def num_buckets(model: Layered, first: int, last: int) -> int:
     return max(1, round(size / BUCKET_BYTES))
 
 
-def plain(module: nn.Module, inputs: Tensor, labels: Tensor) -> Step:
-    """The ordinary loop over a module that returns logits."""
-    optimizer = sgd(module.parameters())
-
-    def step(number: int) -> None:
-        for _ in range(number):
-            optimizer.zero_grad(set_to_none=True)
-            nn.functional.cross_entropy(module(inputs), labels).backward()
-            optimizer.step()
-
-    return step
-
-
 class Tower(nn.Sequential):
     """Equal layers, so that stages are even."""
 
     def __init__(self, depth: int = 8, width: int = 1024) -> None:
         torch.manual_seed(0)
         super().__init__(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
-
-
-def torch_pipeline(world: World, data: tuple[Tensor, Tensor], m: int) -> Step:
-    """torch.distributed.pipelining's 1F1B over the same tower."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    tower, count = Tower(), world.size
-    size = len(tower) // count
-    own = nn.Sequential(*list(tower)[world.worker * size : (world.worker + 1) * size])
-    stage = PipelineStage(own, world.worker, count, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, m, loss_fn=nn.functional.cross_entropy)
-    optimizer = sgd(own.parameters())
-
-    def step(number: int) -> None:
-        for _ in range(number):
-            optimizer.zero_grad(set_to_none=True)
-            if world.worker == 0:
-                schedule.step(data[0])
-            elif world.worker == count - 1:
-                schedule.step(target=data[1])
-            else:
-                schedule.step()
-            optimizer.step()
-
-    return step
 
 
 def take_turns(contenders: dict[str, Step], steps: int, world: World) -> dict[str, list[float]]:
@@ -166,12 +121,9 @@ def compare_dp(world: World) -> None:
     """Data parallelism on all workers against DDP in its recommended form."""
     for name, size, batch in (("alexnet", 64, 64), ("resnet18", 64, 64)):
         data = rows((3, size, size), 1000, batch)
-        share = slice(world.worker * batch // world.size, (world.worker + 1) * batch // world.size)
-        reference = build_model(name, image_size=size).model
-        module = nn.parallel.DistributedDataParallel(reference, gradient_as_bucket_view=True)
         model = build_model(name, image_size=size)
         contenders = {
-            "DDP": plain(module, data[0][share], data[1][share]),
+            "DDP": data_parallel(model, Rows((data[0],), data[1]), world),
             "ours": ours(model, world, [(0, model.num_layers)], world.size, data, 1),
         }
         show(f"dp, {name}, {world.size} workers", take_turns(contenders, 2, world), world)
@@ -186,7 +138,7 @@ def compare_pipeline(world: World) -> None:
     count, inner = world.size, model.num_layers - 1
     edges = [inner * number // count for number in range(count)] + [model.num_layers]
     contenders = {
-        "Schedule1F1B": torch_pipeline(world, data, microbatches),
+        "Schedule1F1B": pipelining(model, Rows((data[0],), data[1]), world, edges[1:-1], microbatches),
         "ours": ours(model, world, list(zip(edges, edges[1:])), 1, data, microbatches),
     }
     show(f"1f1b, {count} even stages, 8 microbatches", take_turns(contenders, 4, world), world)
@@ -199,7 +151,7 @@ def compare_single(world: World) -> None:
         data = rows((3, size, size), 1000, batch)
         model = build_model(name, image_size=size)
         contenders = {
-            "plain loop": plain(build_model(name, image_size=size).model, *data),
+            "plain loop": plain_loop(build_model(name, image_size=size).model, Rows((data[0],), data[1])),
             "ours": ours(model, world, [(0, model.num_layers)], 1, data, 1),
         }
         show(f"one device, {name}", take_turns(contenders, 4, world), world)

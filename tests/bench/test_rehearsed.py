@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 
 from stagewright.bench.baselines import make_rows, mean_loss
 from stagewright.bench.contest import fastest, steps_for
-from stagewright.bench.rehearsed import RehearsalSuite, add, title
+from stagewright.bench.rehearsed import RehearsalSuite, add, on_first_hosts, title
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
-from stagewright.cluster import DeviceId
+from stagewright.cluster import DeviceId, find_cluster
+from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 
@@ -91,6 +93,15 @@ def test_equal_plans_are_in_the_table_once() -> None:
     assert add(found, two_workers(microbatches=4)) != first
     assert len(found) == 2
     assert title(two_workers(versions=2)) == "1-1 cut at fc1, 2 × 1f1b, versions 2,1"
+
+
+def test_idle_hosts_come_last() -> None:
+    plan = two_workers()
+    body, head = (replace(stage, devices=(DeviceId(host, 0),)) for stage, host in zip(plan.stages, (1, 3)))
+    moved = on_first_hosts(replace(plan, stages=(body, head)), find_cluster("hosts-4"))
+    assert moved.placement == "0:0.1:0"
+    with pytest.raises(UsageError, match="leaves hosts idle"):
+        on_first_hosts(replace(plan, stages=(body, head)), find_cluster("hosts-4-mixed"))
 
 
 def result() -> CaseResult:

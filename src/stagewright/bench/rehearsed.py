@@ -24,7 +24,7 @@ from pydantic import Field
 from stagewright.bench.baselines import has_deepspeed
 from stagewright.bench.contest import ALONE
 from stagewright.bench.verdict import DDP, CaseResult, Entry, write_results
-from stagewright.cluster import Cluster, count, find_cluster
+from stagewright.cluster import Cluster, DeviceId, count, find_cluster
 from stagewright.cost import Costs
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.noun import Saved, noun
@@ -220,7 +220,8 @@ def on_first_hosts(plan: Plan, cluster: Cluster) -> Plan:
     """The plan with its idle hosts last: worker n of a contest runs on host n."""
     moved = {id: DeviceId(number, 0) for number, id in enumerate(plan.devices)}
     stages = tuple(replace(stage, devices=tuple(moved[id] for id in stage.devices)) for stage in plan.stages)
-    if any(cluster.hosts[old.host] != cluster.hosts[new.host] for old, new in moved.items() if old != new):
+    shares = [host.cpu_share for host in cluster.hosts]
+    if any(shares[old.host] != shares[new.host] for old, new in moved.items()):
         raise UsageError(
             f"the planner leaves hosts idle that differ from the others ({plan.placement}), which a contest cannot",
             "give the host at the end of the cluster file the place of the idle one",
