@@ -191,6 +191,15 @@ def test_the_critical_path_accounts_for_the_time(case):
     assert sum(path.seconds.values()) == pytest.approx(length(log), rel=1e-6)
 
 
+def test_a_first_stage_that_runs_ahead_leaves_the_causes_of_others_alone():
+    # Found by the test above: forward of the second batch took the landing that the next stage had waited for.
+    plans = plan([1, 1], versions=(2, 1), policy="dynamic")
+    program, log = run(plans, profile(layer("l0", output_bytes=0.0), layer("l1")), star(1.0, 1.0), num_batches=2)
+    first = next(entry for entry in log.done[1])
+    assert first.cause == ("transfer", 0)
+    assert sum(Path(program, log, 0.0, length(log)).seconds.values()) == pytest.approx(length(log))
+
+
 def test_transfers_of_one_channel_run_one_after_the_other():
     # Both receipts are issued at once and the sends come a second apart, but the wire takes ten seconds for each.
     made = two_stage_schedule(

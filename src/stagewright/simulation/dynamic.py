@@ -158,7 +158,9 @@ class Chooser:
     def start(self, unit: Unit) -> None:
         """Runs a unit that can run."""
         self.streams[unit.key[0], unit.key[3]].popleft()
-        landed = self.engine.landing.pop(unit.op[SLOT] + unit.batch * self.engine.num_slots, None)
+        # An op that receives nothing has no slot; with its batch added, it would name another one's.
+        slot = unit.op[SLOT] + unit.batch * self.engine.num_slots if unit.op[SLOT] >= 0 else None
+        landed = None if slot is None else self.engine.landing.pop(slot, None)
         if unit.op[CHANNEL] != DATA:
             # It waited for rows only if they came after the device was free.
             self.worker.cause = ("transfer", landed[1]) if landed and landed[0] > self.busy_s else None
