@@ -138,8 +138,8 @@ def test_bytes_of_a_stage_by_kind():
     assert found.total == sum(found)
 
 
-def test_buckets_are_of_about_sixteen_mebibytes():
-    assert [num_buckets(size << 20) for size in (0, 1, 16, 17, 528)] == [1, 1, 1, 2, 33]
+def test_buckets_are_several_and_of_sixteen_mebibytes_at_most():
+    assert [num_buckets(size << 20) for size in (0, 1, 9, 16, 100, 129, 528)] == [1, 1, 4, 8, 8, 9, 33]
 
 
 def test_devices_that_share_cores_are_slower_while_all_compute():

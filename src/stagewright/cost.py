@@ -23,7 +23,13 @@ from stagewright.plan import Plan, Policy, Route
 from stagewright.profile import Profile
 
 BUCKET_BYTES = 16 << 20
-"""Gradients are reduced in pieces of about this size, so that the first can start while backward still runs."""
+"""Gradients are reduced in pieces of at most about this size, so that the first can start while backward still runs."""
+
+BUCKETS = 8
+"""In so many at least: only the last one has nothing of backward left to hide under."""
+
+LEAST_BUCKET_BYTES = 2 << 20
+"""But smaller ones are not worth a message of their own."""
 
 STATE_COPIES = 1
 """What SGD with momentum keeps beside the weights: one copy of them."""
@@ -493,9 +499,13 @@ def _sums(values: Sequence[Number]) -> tuple[Number, ...]:
     return tuple(accumulate(values, initial=type(values[0])(0)))
 
 
-def num_buckets(gradient_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
-    """How many buckets of about `bucket_bytes` a stage's gradients make: at least one."""
-    return max(1, math.ceil(gradient_bytes / bucket_bytes))
+def num_buckets(gradient_bytes: int) -> int:
+    """How many buckets a stage's gradients make: several, so that only a small last one outlasts backward.
+
+    None is larger than `BUCKET_BYTES`, and where there are not `BUCKETS` of these, none is smaller than a message that
+    is worth sending.
+    """
+    return max(math.ceil(gradient_bytes / BUCKET_BYTES), min(BUCKETS, gradient_bytes // LEAST_BUCKET_BYTES), 1)
 
 
 def held_microbatches(plan: Plan, stage: int) -> int:

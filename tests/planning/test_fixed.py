@@ -86,7 +86,7 @@ def test_the_batch_per_device_is_that_of_the_first_stage() -> None:
 def test_only_replicated_stages_are_reduced_and_in_buckets() -> None:
     table = LayerTable(model="m", names=("a", "b"), flops=(1.0, 1.0), parameter_bytes=(40 * MIB, 400 * MIB))
     plan = fixed_plan(table, PlanOptions(batch=8, placement="0:0-6.0:7"))
-    assert [stage.num_buckets for stage in plan.stages] == [3, 1]
+    assert [stage.num_buckets for stage in plan.stages] == [8, 1]
 
 
 def test_rows_go_with_speed_on_mixed_devices() -> None:
