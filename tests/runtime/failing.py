@@ -19,7 +19,8 @@ from stagewright.training import Job, Recipe, train
 from tests.runtime.cases import Case, layered_tower, plan_of
 from tests.runtime.reference import rows_of_batch
 
-VICTIM = 3
+VICTIMS = {"nan": 0, "skip": 0, "device": 1}
+"""Workers that come to harm, where it is not the last one."""
 BATCH = 24
 
 
@@ -28,7 +29,7 @@ def rows(how: str) -> object:
 
     def get(batch: int, start: int, stop: int) -> tuple[tuple[Tensor], tuple[Tensor]]:
         inputs, labels = rows_of_batch(batch, BATCH)
-        if batch == 5 and os.environ.get("RANK") == str(VICTIM if how != "nan" else 0):
+        if batch == 5 and os.environ.get("RANK") == str(VICTIMS.get(how, 3)):
             harm(how, inputs)
         return (inputs[start:stop].float(),), (labels[start:stop],)
 
@@ -45,8 +46,10 @@ def harm(how: str, inputs: Tensor) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "raise":
         raise RuntimeError("the disk is on fire")
-    elif how == "nan":
+    elif how in ("nan", "skip"):
         inputs.fill_(float("nan"))
+    elif how == "device" and os.environ["WORLD_SIZE"] == "4":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(how: str, folder: str) -> None:
@@ -54,9 +57,11 @@ def main(how: str, folder: str) -> None:
     torch.set_num_threads(1)
     layered = layered_tower(torch.float32)
     plan: Plan = plan_of(Case("3-1", batch=BATCH), layered.names)
+    settings = Settings(timeout_s=8.0, on_nan="skip" if how == "skip" else "stop")
+    job = Job(name="failing", steps=10, checkpoint_every=2 if how == "device" else None, replan=how == "device")
     record = train(
-        make_schedule(plan), layered, data=rows(how), recipe=Recipe(learning_rate=0.1),
-        job=Job(name="failing", steps=10), settings=Settings(timeout_s=8.0), folder=Path(folder),
+        make_schedule(plan, agree=settings.agrees), layered, data=rows(how), recipe=Recipe(learning_rate=0.1), job=job,
+        settings=settings, folder=Path(folder),
     )  # fmt: skip
     print(f"done {len(record.step_s)}")
 

@@ -46,3 +46,25 @@ def test_harm_to_one_worker_ends_all_with_the_first_cause(how: str, tmp_path: Pa
         assert "the disk is on fire" in done.stderr
     time.sleep(0.5)
     assert processes_of(tmp_path) == []
+
+
+GOES_ON = {
+    "device": (
+        "replan: worker 1 (stage 0, device 0:1) stopped with signal 9 at F0.0 of batch 5, microbatch 0; going on as "
+        "2-1 instead of 3-1: 0:0,0:2.0:3 instead of 0:0-2.0:3"
+    ),
+    "skip": "numbers: the data of batch 5, microbatch 0, are not finite; the step is skipped",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("how", GOES_ON)
+def test_a_run_goes_on_and_says_how(how: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.runtime.failing", how, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert GOES_ON[how] in done.stdout
+    assert "done" in done.stdout
+    time.sleep(0.5)
+    assert processes_of(tmp_path) == []
