@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.models import StageModule, TensorSpec
@@ -106,6 +105,9 @@ class StageRunner:
         held.output_gradients = given
         if not needing:
             return []
+        # Imported where it is used: it takes long, and every worker would wait for it when it starts.
+        from torch.distributed.pipelining._backward import stage_backward_input
+
         weights = (parameter for parameter in module.parameters() if parameter.requires_grad)
         _, held.weight_groups = stage_backward_input(outputs, given, needing, weights)
         return self._input_gradients(held)
@@ -118,6 +120,8 @@ class StageRunner:
             if outputs:
                 torch.autograd.backward(outputs, held.output_gradients)
             return
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
         weights = (parameter for parameter in module.parameters() if parameter.requires_grad)
         stage_backward_weight(weights, held.weight_groups)
 
