@@ -32,13 +32,13 @@ def start(folder: Path, data: Path, first: int, steps: int) -> subprocess.Popen[
 def kill_after(run: subprocess.Popen[bytes], folder: Path, step: int) -> int:
     """Waits for a step to be over, kills every process without warning, and gives the last step that was over."""
     deadline_s = time.monotonic() + 100
-    while not any(event["iter"] >= step for _, event in read_events(folder)):
+    while not any(event.get("iter", 0) >= step for _, event in read_events(folder)):
         assert run.poll() is None, "the run ended before it was killed"
         assert time.monotonic() < deadline_s, "the run does not get on"
         time.sleep(0.02)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait(timeout=10)
-    return max(int(event["iter"]) for _, event in read_events(folder))
+    return max(int(event.get("iter", 0)) for _, event in read_events(folder))
 
 
 def seen(folder: Path, kind: str) -> Seen:
@@ -74,3 +74,16 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     assert 6 <= step < PER_EPOCH
     assert start(folder / "resumed", data, step, PER_EPOCH).wait(timeout=120) == 0
     return folder / "killed", folder / "resumed", step
+
+
+@pytest.mark.timeout(120)
+def test_a_named_checkpoint_that_is_not_good_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000004"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    options = ["tiny-cnn", "--batch", "8", "--devices", "1", "--steps", "2", "--device", "cpu", "--resume", str(folder)]
+    command = [sys.executable, "-m", "stagewright", "train", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert f"--resume {folder}: no good checkpoint is there (" in done.stderr
+    assert "Traceback" not in done.stderr

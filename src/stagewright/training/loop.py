@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stagewright.errors import RunError, StagewrightError
+from stagewright.errors import CheckpointError, RunError, StagewrightError
 from stagewright.models import Layered
 from stagewright.record import Record, Source
 from stagewright.runtime.diagnosis import is_echo
@@ -200,6 +200,10 @@ def resume(run: Run, worker: Worker) -> list[str]:
             found = find_checkpoint(Path(str(run.job.resume)), words.append)
         told = [None if found is None else {"folder": str(found[0]), "manifest": found[1]}]
     chosen, words = gather_json([told[0], words], run.world.control, run.world.size)[0]
+    if chosen is None and run.job.resume not in (None, "auto"):
+        # Who names a checkpoint does not want to begin at the beginning.
+        why = f" ({words[0]})" if words else ""
+        raise CheckpointError(f"--resume {run.job.resume}: no good checkpoint is there{why}", "name another folder")
     if chosen is None:
         return [*words, f"no checkpoint in {source}: starting from the first step"]
     own = not isinstance(run.recipe, Recipe)
