@@ -26,11 +26,11 @@ from stagewright.runtime.transport.gloo import wait_for
 from stagewright.runtime.transport.staged import Copied, new_event, new_stream
 from stagewright.runtime.world import World
 
-LANES = 2
+STRANDS = 2
 """Exchanges that go on at once, each on sockets of its own: one waits while the other adds."""
 
 PIECE_BYTES = 16 << 20
-"""What a lane exchanges at a time."""
+"""What a strand exchanges at a time."""
 
 
 class Pending(Protocol):
@@ -70,8 +70,8 @@ class StagedSum:
     """Adds up tensors of cards that exchange pieces by way of pinned memory, several at once."""
 
     def __init__(self, world: World, members: tuple[int, ...]) -> None:
-        lanes = [_Lane(world, members, number) for number in range(LANES)]
-        self._lanes = lanes if world.worker in members else []
+        strands = [_Strand(world, members, number) for number in range(STRANDS)]
+        self._strands = strands if world.worker in members else []
         self._started = 0
 
     def start(self, tensor: Tensor) -> Pending:
@@ -80,13 +80,13 @@ class StagedSum:
         return _All([self._start(piece, made) for piece in torch.split(tensor, PIECE_BYTES // tensor.element_size())])
 
     def _start(self, piece: Tensor, made: torch.cuda.Event) -> Copied:
-        """Starts the exchange of one piece, in the lane whose turn it is."""
-        lane, self._started = self._lanes[self._started % LANES], self._started + 1
-        return lane.start(piece, made)
+        """Starts the exchange of one piece, in the strand whose turn it is."""
+        strand, self._started = self._strands[self._started % STRANDS], self._started + 1
+        return strand.start(piece, made)
 
     def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
+        for strand in self._strands:
+            strand.close()
 
 
 class _All:
@@ -100,7 +100,7 @@ class _All:
             piece.wait()
 
 
-class _Lane:
+class _Strand:
     """Exchanges one piece after the other, on sockets and streams of its own."""
 
     def __init__(self, world: World, members: tuple[int, ...], number: int) -> None:

@@ -22,7 +22,7 @@ from stagewright.runtime.transport.channel import Channel, Errands, Parts, Promi
 from stagewright.runtime.transport.gloo import channels_of, wait_for
 from stagewright.runtime.world import World
 
-LANES = 4
+STRANDS = 4
 """Groups of a channel, each with a socket thread of its own: one thread alone moves about 1 GB/s."""
 
 
@@ -38,16 +38,16 @@ class StagedTransport:
         self._timeout_s = world.timeout.total_seconds()
         self._compute = torch.cuda.current_stream()
         self._out, self._in = new_stream(), new_stream()
-        self._lanes: dict[Channel, list[dist.ProcessGroup | None]] = {}
+        self._strands: dict[Channel, list[dist.ProcessGroup | None]] = {}
         for channel in channels_of(plan):
             members = tuple(sorted({*plan.workers[channel.stage], *plan.workers[channel.stage + 1]}))
-            self._lanes[channel] = [world.group(f"{channel} {lane}", members, "gloo") for lane in range(LANES)]
-        self._sends = {channel: Errands(f"{channel} sends") for channel in self._lanes}
-        self._sent = {channel: Errands(f"{channel} sent") for channel in self._lanes}
-        self._receives = {channel: Errands(f"{channel} receives", self.arrived) for channel in self._lanes}
+            self._strands[channel] = [world.group(f"{channel} {strand}", members, "gloo") for strand in range(STRANDS)]
+        self._sends = {channel: Errands(f"{channel} sends") for channel in self._strands}
+        self._sent = {channel: Errands(f"{channel} sent") for channel in self._strands}
+        self._receives = {channel: Errands(f"{channel} receives", self.arrived) for channel in self._strands}
 
-    def _lane(self, channel: Channel, peer: int) -> dist.ProcessGroup | None:
-        return self._lanes[channel][(peer + self.world.worker) % LANES]
+    def _strand(self, channel: Channel, peer: int) -> dist.ProcessGroup | None:
+        return self._strands[channel][(peer + self.world.worker) % STRANDS]
 
     def send(self, channel: Channel, parts: Parts) -> None:
         made = new_event()
@@ -63,7 +63,7 @@ class StagedTransport:
         def leave() -> None:
             copied.synchronize()
             kept.clear()
-            works = [dist.isend(rows, peer, self._lane(channel, peer), tag=number) for peer, number, rows in pinned]
+            works = [dist.isend(rows, peer, self._strand(channel, peer), tag=number) for peer, number, rows in pinned]
             self._sent[channel].add(lambda: finish(works, pinned))
 
         self._sends[channel].add(leave)
@@ -74,7 +74,7 @@ class StagedTransport:
             for number, tensor in enumerate(tensors):
                 target = on_the_wire(tensor)
                 pinned = pinned_like(target)
-                work = dist.irecv(pinned, peer, self._lane(channel, peer), tag=number)
+                work = dist.irecv(pinned, peer, self._strand(channel, peer), tag=number)
                 coming.append((work, pinned, target))
         here = new_event()
 
