@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  #
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
+from stagewright.runtime.heap import keep_freed_memory
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
 
@@ -66,10 +67,13 @@ class World:
 def open_world(settings: Settings) -> Iterator[World]:
     """This process as one of the workers that the launcher named in the environment; closed again at the end."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    # Python lets a thread run for 5 ms before another may: too long for those that only pass rows on.
-    sys.setswitchinterval(SWITCH_S)
     become_a_host(rank)
     device = pick_device(settings)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        # Python lets a thread run for 5 ms before another may: too long for those that pass rows on to a card.
+        sys.setswitchinterval(SWITCH_S)
     timeout = timedelta(seconds=settings.timeout_s)
     if size == 1:
         yield World(rank, size, device, timeout)
