@@ -111,7 +111,7 @@ def pipelining(model: Layered, rows: Rows, world: World, cuts: Sequence[int], nu
     replicas = world.size // num_stages
     stage, replica = divmod(world.worker, replicas)
     layers = model.stage(edges[stage], edges[stage + 1])
-    own = OneTensor(copy.deepcopy(layers) if replicas > 1 else layers)
+    own = OneTensor(copy.deepcopy(layers))
     module, group = grouped(own, world, num_stages, replicas)
     pipe = PipelineStage(module, stage, num_stages, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(pipe, num_microbatches, loss_fn=mean_loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
+from stagewright.runtime.folding import Folding
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
@@ -53,6 +55,8 @@ class Hosted:
     runner: StageRunner
     weights: Weights
     reducer: Reducer
+    foldings: list[Folding] = field(default_factory=list)
+    """For each slot its linear layers, where their weight gradients are made for several microbatches at once."""
     activations: dict[Key, Parcel] = field(default_factory=dict)
     """Inputs on their way, by microbatch."""
     gradients: dict[Key, Parcel] = field(default_factory=dict)
@@ -72,6 +76,12 @@ class Hosted:
     def num_backwards(self) -> int:
         """How many microbatches of a batch this replica has rows of."""
         return sum(self.share(microbatch) is not None for microbatch in range(self.plan.num_microbatches))
+
+    def backward_of(self, batch: int, *, is_last: bool) -> AbstractContextManager[None]:
+        """What a backward of the batch runs in: its linear layers may keep rows until the batch's last."""
+        if not self.foldings:
+            return nullcontext()
+        return self.foldings[self.weights.slot(batch)].backward(is_last=is_last)
 
     def share(self, microbatch: int) -> Share | None:
         """The rows of a microbatch that are this replica's, or None where it has none."""
@@ -125,12 +135,22 @@ def host_stages(
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
             weights = Weights(module, stage.versions, make_optimizer)
+            foldings = [Folding(slot) for slot in weights.modules] if folds(plan, settings) else []
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
-            hosted[number] = Hosted(number, plan.workers[number].index(world.worker), plan, runner, weights, reducer)
+            replica = plan.workers[number].index(world.worker)
+            hosted[number] = Hosted(number, replica, plan, runner, weights, reducer, foldings)
             if settings.compile:
                 weights.modules = [compiled(slot) for slot in weights.modules]
         first = last
     return hosted
+
+
+def folds(plan: Plan, settings: Settings) -> bool:
+    """Whether linear layers may make their weight gradients for several microbatches at once.
+
+    A backward in halves asks for each half's gradients, and what torch compiles keeps nothing aside.
+    """
+    return plan.num_microbatches > 1 and plan.policy != "zero-bubble" and not settings.compile
 
 
 def place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:

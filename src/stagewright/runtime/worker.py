@@ -161,8 +161,9 @@ class Worker:
     def backward(self, action: Action) -> None:
         here, key, _ = self._find(action)
         gradients = self._output_gradients(here, key)
-        self._arm(here, key)
-        self._return(here, key, here.runner.backward(key, gradients, self.scale.value))
+        with here.backward_of(key[0], is_last=self._arm(here, key)):
+            returned = here.runner.backward(key, gradients, self.scale.value)
+        self._return(here, key, returned)
 
     def backward_input(self, action: Action) -> None:
         here, key, _ = self._find(action)
@@ -180,8 +181,8 @@ class Worker:
         takers = here.partners(here.stage - 1, key[1]) if here.stage else {}
         here.returned.put(key, gradients, len(takers))
 
-    def _arm(self, here: Hosted, key: Key) -> None:
-        """Lets the reduction start by itself in the batch's last backward."""
+    def _arm(self, here: Hosted, key: Key) -> bool:
+        """Lets the reduction start by itself in the batch's last backward; whether this is the one."""
         batch = key[0]
         left = here.waiting.setdefault(batch, here.num_backwards) - 1
         here.waiting[batch] = left
@@ -189,6 +190,7 @@ class Worker:
             del here.waiting[batch]
             if here.reducer.group is not None:
                 here.reducer.arm(here.weights.slot(batch))
+        return left == 0
 
     def note(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Adds a microbatch's loss and metric to the batch's."""
@@ -325,6 +327,8 @@ class Worker:
         self.transport.close()
         for here in self.hosted.values():
             here.reducer.close()
+            for folding in here.foldings:
+                folding.close()
 
 
 def together(order: Iterable[Action]) -> Iterator[list[Action]]:

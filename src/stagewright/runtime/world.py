@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +89,32 @@ def open_world(settings: Settings) -> Iterator[World]:
     yield World(rank, size, device, timeout, dist.group.WORLD, everyone, store)
     # Not after an error: closing would wait for workers that wait for this one, and the launcher ends them all.
     dist.destroy_process_group()
+    let_threads_finish()
+
+
+def let_threads_finish(timeout_s: float = 1.0) -> None:
+    """Returns once all other threads of this process sleep, or after a while.
+
+    A thread of gloo lets go of its last tensors a moment after the work is done, and needs Python for that: where the
+    process is ending already, this ends it with an abort. Linux tells which threads still have something to do.
+    """
+    deadline, quiet = time.monotonic() + timeout_s, 0
+    while quiet < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)  # whoever waits for Python gets it meanwhile
+        quiet = 0 if "R" in states_of_threads() else quiet + 1
+
+
+def states_of_threads() -> list[str]:
+    """What each other thread of this process does, in the letters of Linux; nothing elsewhere."""
+    found = []
+    for entry in Path("/proc/self/task").glob("*"):
+        try:
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(entry.name) != threading.get_native_id():
+            found.append(state)
+    return found
 
 
 def meet(rank: int, size: int) -> Store:

@@ -1,0 +1,151 @@
+"""Linear layers that make the weight gradients of several microbatches at once: the sums of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stagewright.runtime.folding import Folding, can_fold
+
+ROWS = (3, 4, 1, 4)
+"""Of four microbatches."""
+
+
+class Twice(nn.Module):
+    """One layer that is used twice, and a weight that an embedding shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 24)
+        self.middle = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 40, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        chosen: Tensor = self.words(rows.abs().mul(7).long() % 40)
+        return self.head(self.middle(torch.tanh(self.middle(chosen))))
+
+
+class Penalised(nn.Module):
+    """Asks for the gradient of its own inputs on the way, as a gradient penalty does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        inputs = rows.detach().requires_grad_()
+        made = self.last(torch.tanh(self.first(inputs)))
+        (slope,) = torch.autograd.grad(made.sum(), inputs, create_graph=True)
+        return made + slope.square().sum(-1, keepdim=True)
+
+
+def tower() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 48, bias=False), nn.Tanh(), nn.Linear(48, 8))
+
+
+MODELS = {"tower": (tower, (16,)), "words": (tower, (5, 16)), "shared": (Twice, ()), "penalty": (Penalised, (16,))}
+
+
+@pytest.fixture(params=MODELS)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, list[Tensor]]:
+    """A model and its microbatches."""
+    torch.manual_seed(0)
+    make, shape = MODELS[request.param]
+    return make().double(), [torch.randn(rows, *shape, dtype=torch.float64) for rows in ROWS]
+
+
+def run(model: nn.Module, microbatches: list[Tensor], folding: Folding | None = None) -> list[Tensor]:
+    """The gradients of a batch."""
+    for number, rows in enumerate(microbatches):
+        loss = model(rows).square().sum()
+        if folding is None:
+            loss.backward()
+            continue
+        with folding.backward(is_last=number == len(microbatches) - 1):
+            loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    assert all(gradient is not None for gradient in gradients)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def test_gradients_are_those_of_plain_pytorch(case: tuple[nn.Module, list[Tensor]]) -> None:
+    model, microbatches = case
+    expected = run(copy.deepcopy(model), microbatches)
+    folding = Folding(model)
+    assert folding.layers
+    for _ in range(2):
+        for found, wanted in zip(run(model, microbatches, folding), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert all(not layer.rows for layer in folding.layers)
+
+
+def test_rows_are_kept_up_to_half_of_the_weights() -> None:
+    layer = nn.Linear(16, 16)
+    folding = Folding(layer)
+    most, weights = 0, []
+    for number in range(7):
+        with folding.backward(is_last=number == 6):
+            layer(torch.ones(2, 16)).sum().backward()
+        kept = sum(part.numel() for pair in folding.layers[0].rows for part in pair)
+        most, weights = max(most, kept), [*weights, layer.weight.grad is not None]
+    assert 0 < most <= 16 * 16 // 2
+    # 4 rows are half of the weights: every second microbatch makes a product, and the batch's last in any case.
+    assert weights == [False, True, True, True, True, True, True]
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, torch.full((16, 16), 14.0))
+
+
+def test_a_gradient_stays_where_it_is_so_that_nothing_is_copied() -> None:
+    layer = nn.Linear(64, 64)
+    folding, places = Folding(layer), set()
+    for _ in range(3):
+        with folding.backward(is_last=True):
+            layer(torch.ones(2, 64)).sum().backward()
+        assert layer.weight.grad is not None
+        places.add(layer.weight.grad.data_ptr())
+    assert len(places) == 1
+
+
+def test_the_hook_that_starts_a_reduction_finds_the_whole_gradient_in_the_last_backward() -> None:
+    layer = nn.Linear(32, 32)
+    seen: list[Tensor | None] = []
+    folding = Folding(layer)
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    for number in range(4):
+        with folding.backward(is_last=number == 3):
+            layer(torch.ones(2, 32)).sum().backward()
+    assert seen[:3] == [None] * 3
+    torch.testing.assert_close(seen[3], torch.full((32, 32), 8.0))
+
+
+def test_weights_that_someone_listens_to_are_left_alone() -> None:
+    heard, after, frozen, plain = (nn.Linear(4, 4) for _ in range(4))
+    heard.weight.register_hook(lambda gradient: gradient)
+    after.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    frozen.weight.requires_grad_(False)
+    assert [can_fold(each) for each in (heard, after, frozen, plain)] == [False, False, False, True]
+
+
+def test_a_layer_that_the_last_microbatch_passes_by_keeps_nothing_back() -> None:
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    folding = Folding(nn.ModuleList([first, second]))
+    with folding.backward(is_last=False):
+        second(first(torch.ones(1, 16))).sum().backward()
+    assert second.weight.grad is None
+    with folding.backward(is_last=True):
+        first(torch.ones(1, 16)).sum().backward()
+    assert second.weight.grad is not None
+    assert not folding.layers[1].rows
+
+
+def test_closed_layers_are_ordinary_ones_again() -> None:
+    layer = nn.Linear(4, 4)
+    Folding(layer).close()
+    assert can_fold(layer)
+    assert layer(torch.ones(1, 4)).grad_fn.name() == "AddmmBackward0"
