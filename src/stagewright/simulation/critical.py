@@ -28,7 +28,7 @@ class Path:
     def __init__(self, program: Program, log: Log, start_s: float, stop_s: float) -> None:
         self.program, self.log, self.start_s, self.stop_s = program, log, start_s, stop_s
         self.seconds: dict[str, float] = {}
-        self.stops = [[entry.stop_s for entry in entries] for entries in log.done]
+        self.stops = [[stop_s for _, _, _, stop_s, _, _ in entries] for entries in log.plain_done]
         self.walk()
 
     def add(self, what: str, start_s: float, stop_s: float) -> None:
@@ -98,14 +98,14 @@ class Path:
             moved = self.log.moved[later]
             self.add(self.transfer_words(moved), moved.start_s, until_s)
             until_s, channel = moved.start_s, self.program.channels[moved.channel]
-            if moved.issued_s >= moved.start_s:
+            if moved.sent_s >= moved.start_s:
                 return self.on(channel.source, moved.start_s, waiting)
             found = self.on(channel.target, moved.start_s, waiting)
             if found is not None and found[2] >= moved.start_s * (1 - SAME_MOMENT):
                 return found
             # Neither end was late, so the channel was still busy with the transfer before.
             earlier = range(later - 1, -1, -1)
-            later = next((n for n in earlier if self.log.moved[n].channel == moved.channel), None)
+            later = next((n for n in earlier if self.log.plain_moved[n][0] == moved.channel), None)
         return found
 
     def before_reduction(self, number: int, waiting: Done) -> tuple[int, int, float] | None:

@@ -78,7 +78,7 @@ class Chooser:
     def unrolled(self) -> Iterator[Placed]:
         """The worker's ops over all batches."""
         engine = self.engine
-        for turn in range(self.worker.turn, engine.last_turn):
+        for turn in engine.turns:
             for op in self.worker.ops:
                 if 0 <= turn + op[OFFSET] < engine.num_batches:
                     yield op, turn + op[OFFSET]
@@ -102,7 +102,7 @@ class Chooser:
             if op[CODE] == UPDATE:
                 self.occupy(op, batch)
                 return
-        self.worker.turn = self.engine.last_turn
+        self.worker.is_over = True
 
     def open(self) -> bool:
         """The next window, if there is one."""
@@ -128,7 +128,7 @@ class Chooser:
                 if unit.key not in self.posted:
                     self.posted.add(unit.key)
                     for op, batch in unit.receives:
-                        self.engine.issue(self.worker, op, batch)
+                        self.engine.issue(op, batch)
 
     def can_run(self, unit: Unit) -> bool:
         """Whether a unit has its rows and, going forward, a place to hold them."""
@@ -181,7 +181,7 @@ class Chooser:
             self.finished.add(unit.key)
             self.held[unit.key[0]] -= not unit.key[3]
             for op, batch in unit.sends:
-                self.engine.issue(self.worker, op, batch)
+                self.engine.issue(op, batch)
 
     def head(self) -> tuple[Action, int]:
         """What it waits before, and of which batch."""

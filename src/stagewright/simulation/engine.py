@@ -1,8 +1,8 @@
 """The event simulation: workers run their lists, transfers and reductions run beside them, one heap of events.
 
-Each worker goes through its ops and stops where one has to wait; when the wait is over, it tries that op again.
-Everything that can end a wait is an event; all events of one moment are handled before the network shares out its links
-anew:
+Each worker is a generator that goes through its ops and yields where one takes time or has to wait; when that is over,
+it goes on from there. Everything that can end a wait is an event; all events of one moment are handled before the
+network shares out its links anew:
 
     worker 0   F0 ──▶ SF issued ─────────────┐            F, B, U take time
     channel    ........................ flow ─────▶ arrival   receipts, sendings and reductions never hold a list up
@@ -12,15 +12,16 @@ anew:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from stagewright.errors import SimulationError
 from stagewright.simulation.dynamic import Chooser
 from stagewright.simulation.loading import Loader
-from stagewright.simulation.log import BUFFERS, Cause, Change, Done, Log, Moved, Reduced
+from stagewright.simulation.log import Cause, Log, PlainDone, PlainMoved, Reduced
 from stagewright.simulation.network import Flow, Network
 from stagewright.simulation.program import (
     ACTION,
@@ -32,7 +33,6 @@ from stagewright.simulation.program import (
     GATHER,
     MICROBATCH,
     NUM_BYTES,
-    OFFSET,
     READY,
     RECEIVE,
     SECONDS,
@@ -47,56 +47,47 @@ from stagewright.simulation.shared import Shared
 
 SAME_MOMENT = 1e-12
 """Events this close to one another, relative to the time, are one moment: rounding must not split it."""
-named: Any = tuple.__new__
-"""Makes a named tuple of a plain one, in a third of the time that its own call takes."""
 
 
 class Worker:
-    """A worker's list, how far it is, what it waits for, and what ended its last wait."""
+    """A worker's list, what it did, what it waits for, and what ended its last wait."""
 
-    __slots__ = ("buffers", "cause", "chooser", "done", "number", "ops", "place", "shared", "turn", "wait")
+    __slots__ = ("cause", "chooser", "done", "go_on", "head", "is_over", "number", "ops", "shared", "wait")
 
-    def __init__(self, number: int, ops: tuple[PlainOp, ...], turn: int) -> None:
-        self.number, self.ops, self.turn, self.place = number, ops, turn, 0
+    def __init__(self, number: int, ops: tuple[PlainOp, ...]) -> None:
+        self.number, self.ops = number, ops
+        self.go_on: Event = nothing
+        self.is_over = False
         self.wait: object = None
+        self.head: tuple[PlainOp, int] | None = None
+        """The op, and its batch, that the last wait was before."""
         self.cause: Cause | None = None
         self.chooser: Chooser | None = None
         self.shared: Shared | None = None
-        self.done: list[Done] = []
-        self.buffers: list[Change] = []
+        self.done: list[PlainDone] = []
 
 
 class Lane:
     """A channel's state: what its two ends have issued, and whether a transfer is under way."""
 
-    __slots__ = ("busy", "flow", "latency_s", "number", "posted", "sent", "source", "target")
+    __slots__ = ("busy", "flow", "latency_s", "number", "posted", "sent", "target")
 
-    def __init__(self, number: int, latency_s: float, flow: Flow, source: Worker, target: Worker) -> None:
-        self.number, self.latency_s, self.flow, self.source, self.target = number, latency_s, flow, source, target
+    def __init__(self, number: int, latency_s: float, flow: Flow, target: Worker) -> None:
+        self.number, self.latency_s, self.flow, self.target = number, latency_s, flow, target
         self.sent: deque[tuple[PlainOp, int, float]] = deque()
-        self.posted: deque[tuple[PlainOp, int, int]] = deque()
+        self.posted: deque[tuple[PlainOp, int, float, int]] = deque()
         self.busy = False
 
 
-Event = Worker | tuple[Flow, int] | Callable[[], None]
-"""A worker goes on; a flow is over, unless its rate has changed since the turn; something is called."""
+Event = Flow | Callable[[], object]
+"""A flow is over, unless its rate has changed since; something is called: mostly, a worker goes on."""
 
-Load = tuple[Lane, PlainOp, int, float, float, int]
-"""A transfer under way: its lane, what is sent, of which batch, when issued and started, the slot it fills."""
+Load = tuple[Lane, PlainOp, int, float, float, float, int]
+"""A transfer under way: its lane, what is sent, of which batch, when sent, posted and started, the slot it fills."""
 
 
-class Moves(Sequence[Moved]):
-    """The transfers of a run: most are only counted, so each gets its names when it is looked at."""
-
-    def __init__(self, loads: list[tuple[Load, float]]) -> None:
-        self.loads = loads
-
-    def __len__(self) -> int:
-        return len(self.loads)
-
-    def __getitem__(self, number: Any) -> Any:
-        (lane, op, batch, issued_s, start_s, _), stop_s = self.loads[number]
-        return Moved(lane.number, op[ACTION], batch, op[NUM_BYTES], issued_s, start_s, stop_s)
+def nothing() -> None:
+    """What a worker does before its run begins and after it."""
 
 
 class Engine:
@@ -104,22 +95,20 @@ class Engine:
 
     def __init__(self, program: Program, num_batches: int, loader: Loader | None = None) -> None:
         self.program, self.num_batches, self.loader = program, num_batches, loader
-        self.now_s, self.num_done = 0.0, 0
+        self.now_s, self.next_order = 0.0, count(1).__next__
         self.moments: list[float] = []
-        self.events: dict[float, list[Any]] = {}
-        self.last_turn, self.num_slots = num_batches - program.offsets[0], max(len(program.slot_bytes), 1)
-        self.workers = [Worker(number, ops, -program.offsets[1]) for number, ops in enumerate(program.lists)]
-        if program.plan.policy == "dynamic":
-            for worker in self.workers:
-                worker.chooser = Chooser(self, worker)
-        self.moved: list[tuple[Load, float]] = []
+        self.events: dict[float, list[Event]] = {}
+        self.turns = range(-program.offsets[1], num_batches - program.offsets[0])
+        self.num_slots = max(len(program.slot_bytes), 1)
+        self.workers = [Worker(number, ops) for number, ops in enumerate(program.lists)]
+        self.moved: list[PlainMoved] = []
         self.reductions: list[Reduced] = []
-        self.network = network = Network(program.costs.wires.rates, self.foresee)
+        self.network = network = Network(program.costs.wires.rates, self.at)
         # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
         self.missing: dict[int, int] = {}
         self.landing: dict[int, tuple[float, int]] = {}
         self.lanes = [
-            Lane(n, c.latency_s, network.make_flow(c.loads, c.bytes_per_s, c.shared), *self.ends(c))
+            Lane(n, c.latency_s, network.make_flow(c.loads, c.bytes_per_s, c.shared), self.workers[c.target])
             for n, c in enumerate(program.channels)
         ]
         # Reductions: replicas that are ready, buckets that wait for the one before, buckets still to come.
@@ -137,46 +126,51 @@ class Engine:
         self.arrived: dict[int, set[int]] = {}
         self.agreed: set[int] = set()
 
-    def ends(self, channel: Channel) -> tuple[Worker, Worker]:
-        """The two workers of a channel."""
-        return self.workers[channel.source], self.workers[channel.target]
-
     def run(self) -> Log:
         """Everything, from the first forward to the last update."""
-        moments, events, settle, step = self.moments, self.events, self.network.settle, self.step
         for worker in self.workers:
-            step(worker)
-        settle(self.now_s)
+            self.bring_to_life(worker)
+        for worker in self.workers:
+            worker.go_on()
+        self.network.settle(self.now_s)
+        self.go_through_events()
+        for worker in self.workers:
+            if not worker.is_over:
+                raise SimulationError(*self.stuck(worker))
+        self.let_go()
+        return Log([worker.done for worker in self.workers], self.moved, self.reductions)
+
+    def bring_to_life(self, worker: Worker) -> None:
+        """Decides what it means that a worker goes on."""
+        if self.program.plan.policy == "dynamic":
+            worker.chooser = Chooser(self, worker)
+            worker.go_on = worker.chooser.step
+        else:
+            worker.go_on = self.life(worker).__next__
+
+    def go_through_events(self) -> None:
+        """Moment by moment, until nothing can happen any more."""
+        moments, events, settle = self.moments, self.events, self.network.settle
         while moments:
             moment = moments[0] * (1 + SAME_MOMENT)
             while moments and moments[0] <= moment:
-                self.now_s = heappop(moments)
+                self.now_s = now_s = heappop(moments)
                 # What happens may add to the list that is gone through.
-                for what in events[self.now_s]:
-                    if type(what) is Worker:
-                        step(what)
-                    elif type(what) is tuple:
-                        flow, turn = what
-                        if flow.turn == turn:
-                            self.arrive(flow)
-                    else:
+                for what in events[now_s]:
+                    if type(what) is not Flow:
                         what()
-                del events[self.now_s]
+                    elif what.stop_s == now_s and what.rate:
+                        self.arrive(what)
+                del events[now_s]
             settle(self.now_s)
-        for worker in self.workers:
-            if worker.turn < self.last_turn:
-                raise SimulationError(*self.stuck(worker))
-        self.let_go()
-        workers = self.workers
-        return Log([one.done for one in workers], Moves(self.moved), self.reductions, [one.buffers for one in workers])
 
     def let_go(self) -> None:
         """Cuts the circles of references, so that all is freed at once when it is used no more."""
-        self.network.on_change = lambda flow: None
+        self.network.at = lambda time_s, flow: None
         for flow in self.network.flows:
             flow.load = None
         for worker in self.workers:
-            worker.chooser = worker.shared = None
+            worker.go_on, worker.chooser, worker.shared = nothing, None, None
 
     # events
 
@@ -189,99 +183,82 @@ class Engine:
         else:
             together.append(what)
 
-    def foresee(self, flow: Flow) -> None:
-        """The network has changed a flow's rate: this is when it will be over, unless the rate changes again."""
-        self.at(flow.stop_s, (flow, flow.turn))
-
     def wake(self, worker: Worker, waited: object, cause: Cause, time_s: float) -> None:
         """Goes on with a worker at a time if this is what it waits for."""
         if worker.wait == waited:
             worker.wait = None
             worker.cause = cause
-            self.at(time_s, worker)
+            self.at(time_s, worker.go_on)
 
     # workers
 
-    def step(self, worker: Worker) -> None:
-        """Runs a worker until something takes time or has to be waited for.
+    def life(self, worker: Worker) -> Iterator[None]:
+        """A worker's ops one after the other; yields where one takes time or has to wait.
 
         Nearly all of the time is spent here: what is frequent is written out, what is rare is called.
         """
-        if worker.chooser is not None:
-            worker.chooser.step()
-            return
-        ops, place, turn, now_s = worker.ops, worker.place, worker.turn, self.now_s
-        count, batches, num_slots = len(ops), self.num_batches, self.num_slots
-        lanes, missing, landing, buffers = self.lanes, self.missing, self.landing, worker.buffers
-        while True:
-            if place == count:
-                place, turn = 0, turn + 1
-                worker.turn = turn
-            if turn >= self.last_turn or not count:
-                worker.turn = self.last_turn
-                break
-            op = ops[place]
-            code, offset, seconds, slot, channel, num_bytes, _, _, ready, _ = op
-            batch = turn + offset
-            place += 1
-            if not 0 <= batch < batches:
-                continue
-            key = slot + batch * num_slots
-            if code == SEND:
-                lane = lanes[channel]
-                lane.sent.append((op, batch, now_s))
-                buffers.append((now_s, num_bytes, BUFFERS))
-                if lane.posted and not lane.busy:
-                    self.pair_up(lane)
-            elif code == RECEIVE:
-                lane = lanes[channel]
-                missing[key] = missing.get(key, 0) + 1
-                lane.posted.append((op, batch, key))
-                buffers.append((now_s, num_bytes, BUFFERS))
-                if lane.sent and not lane.busy:
-                    self.pair_up(lane)
-            elif code == COMPUTES:
-                if slot >= 0 and (key in missing or key in landing) and not self.has_rows(worker, key):
-                    place -= 1
-                    break
-                if channel == DATA and self.loader is not None and not self.loaded(worker, op, batch):
-                    place -= 1
-                    break
-                if worker.shared is not None:
-                    self.occupy(worker, op, batch)
-                    break
-                self.num_done += 1
-                stop_s = now_s + seconds
-                worker.done.append(named(Done, (op, batch, now_s, stop_s, worker.cause, self.num_done)))
-                worker.cause = None
-                self.at(stop_s, worker)
-                if ready:
-                    self.foresee_buckets(worker, op, batch)
-                break
-            elif not self.passes(worker, op, batch):
-                place -= 1
-                break
-            elif code == UPDATE:
-                self.occupy(worker, op, batch)
-                break
-        worker.place = place
+        batches, num_slots, loader, next_order = self.num_batches, self.num_slots, self.loader, self.next_order
+        lanes, missing, landing, at, pair_up = self.lanes, self.missing, self.landing, self.at, self.pair_up
+        did, is_shared = worker.done.append, worker.shared is not None
+        for turn in self.turns:
+            for op in worker.ops:
+                code, offset, seconds, slot, channel, _, _, _, ready, _ = op
+                batch = turn + offset
+                if not 0 <= batch < batches:
+                    continue
+                if code == SEND:
+                    lane = lanes[channel]
+                    lane.sent.append((op, batch, self.now_s))
+                    if lane.posted and not lane.busy:
+                        pair_up(lane)
+                elif code == RECEIVE:
+                    lane, key = lanes[channel], slot + batch * num_slots
+                    missing[key] = missing.get(key, 0) + 1
+                    lane.posted.append((op, batch, self.now_s, key))
+                    if lane.sent and not lane.busy:
+                        pair_up(lane)
+                elif code == COMPUTES:
+                    if slot >= 0:
+                        key = slot + batch * num_slots
+                        while (key in missing or key in landing) and not self.has_rows(worker, op, batch, key):
+                            yield
+                    if channel == DATA and loader is not None:
+                        while not self.loaded(worker, op, batch):
+                            yield
+                    if is_shared or ready:
+                        self.occupy(worker, op, batch)
+                    else:
+                        now_s = self.now_s
+                        stop_s = now_s + seconds
+                        did((op, batch, now_s, stop_s, worker.cause, next_order()))
+                        worker.cause = None
+                        at(stop_s, worker.go_on)
+                    yield
+                else:
+                    while not self.passes(worker, op, batch):
+                        yield
+                    if code == UPDATE:
+                        self.occupy(worker, op, batch)
+                        yield
+        worker.is_over = True
+        yield
 
-    def has_rows(self, worker: Worker, key: int) -> bool:
+    def has_rows(self, worker: Worker, op: PlainOp, batch: int, key: int) -> bool:
         """Whether all receipts of a slot have landed; if not, the worker waits for them."""
         if key in self.missing:
-            worker.wait = key
+            worker.wait, worker.head = key, (op, batch)
             return False
-        if key in self.landing:
-            time_s, number = self.landing.pop(key)
-            if time_s > self.now_s:
-                worker.cause = ("transfer", number)
-                self.at(time_s, worker)
-                return False
+        time_s, number = self.landing.pop(key)
+        if time_s > self.now_s:
+            worker.cause = ("transfer", number)
+            self.at(time_s, worker.go_on)
+            return False
         return True
 
     def passes(self, worker: Worker, op: PlainOp, batch: int) -> bool:
         """Whether a worker gets past a reduction, an update or an agreement; if not, it waits for what that lacks."""
         code, stage = op[CODE], op[CHANNEL]
+        worker.head = op, batch
         if code == GATHER:
             self.bucket_ready(worker.number, stage, batch, op[ACTION].peer)
         if code == UPDATE:
@@ -294,9 +271,8 @@ class Engine:
             worker.shared.start(op, batch)
             return
         stop_s = self.now_s + op[SECONDS]
-        self.num_done += 1
-        self.at(stop_s, worker)
-        worker.done.append(Done(op, batch, self.now_s, stop_s, worker.cause, self.num_done))
+        self.at(stop_s, worker.go_on)
+        worker.done.append((op, batch, self.now_s, stop_s, worker.cause, self.next_order()))
         worker.cause = None
         if op[READY]:
             self.foresee_buckets(worker, op, batch)
@@ -315,7 +291,7 @@ class Engine:
         ready_s = loader.ready_s(host, batch, op[MICROBATCH])
         if ready_s > self.now_s:
             worker.cause = ("data", host)
-            self.at(ready_s, worker)
+            self.at(ready_s, worker.go_on)
             return False
         loader.began(host, batch, self.now_s)
         return True
@@ -350,37 +326,36 @@ class Engine:
 
     # transfers
 
-    def issue(self, worker: Worker, op: PlainOp, batch: int) -> None:
+    def issue(self, op: PlainOp, batch: int) -> None:
         """Issues a sending or a receipt outside of a worker's list."""
         lane, key = self.lanes[op[CHANNEL]], op[SLOT] + batch * self.num_slots
-        worker.buffers.append((self.now_s, op[NUM_BYTES], BUFFERS))
         if op[CODE] == SEND:
             lane.sent.append((op, batch, self.now_s))
         else:
             self.missing[key] = self.missing.get(key, 0) + 1
-            lane.posted.append((op, batch, key))
+            lane.posted.append((op, batch, self.now_s, key))
         if lane.sent and lane.posted and not lane.busy:
             self.pair_up(lane)
 
     def pair_up(self, lane: Lane) -> None:
         """Starts the next transfer of a channel that is free and whose ends have both issued it."""
-        sent, batch, issued_s = lane.sent.popleft()
-        received, other, key = lane.posted.popleft()
+        sent, batch, sent_s = lane.sent.popleft()
+        received, other, posted_s, key = lane.posted.popleft()
         if batch != other or sent[MICROBATCH] != received[MICROBATCH]:
             raise SimulationError(*self.mismatch(lane, sent, batch, received, other))
-        flow, num_bytes = lane.flow, sent[NUM_BYTES]
-        flow.load = (lane, sent, batch, issued_s, self.now_s, key)
+        flow, num_bytes, now_s = lane.flow, sent[NUM_BYTES], self.now_s
+        flow.load = load = (lane, sent, batch, sent_s, posted_s, now_s, key)
         if num_bytes and flow.loads:
             lane.busy = True
-            self.network.start(flow, num_bytes, self.now_s)
+            self.network.start(flow, num_bytes, now_s)
         else:
-            self.land(flow.load)
+            self.land(load)
 
     def mismatch(self, lane: Lane, sent: PlainOp, batch: int, received: PlainOp, other: int) -> tuple[str, str]:
         """What is wrong with a channel whose ends disagree."""
         return (
-            f"worker {lane.source.number} sends {sent[ACTION]} of batch {batch} while worker {lane.target.number} "
-            f"receives {received[ACTION]} of batch {other}",
+            f"worker {self.program.channels[lane.number].source} sends {sent[ACTION]} of batch {batch} while worker "
+            f"{lane.target.number} receives {received[ACTION]} of batch {other}",
             "both ends of a pair must issue their transfers in the same order: check the schedule",
         )
 
@@ -404,22 +379,21 @@ class Engine:
 
     def land(self, load: Load) -> None:
         """A transfer arrives after its latency: whoever waits for it, or will, may go on then."""
-        lane, sent, _, _, _, key = load
-        target, number, stop_s = lane.target, len(self.moved), self.now_s + lane.latency_s
-        self.moved.append((load, stop_s))
-        lane.source.buffers.append((stop_s, -sent[NUM_BYTES], BUFFERS))
-        left = self.missing.pop(key) - 1
+        lane, sent, batch, sent_s, posted_s, start_s, key = load
+        target, missing, number, stop_s = lane.target, self.missing, len(self.moved), self.now_s + lane.latency_s
+        self.moved.append((lane.number, sent, batch, sent_s, posted_s, start_s, stop_s))
+        left = missing.pop(key) - 1
         if left or key in self.landing:
             stop_s, number = self.landing[key] = max(self.landing.get(key, (0.0, 0)), (stop_s, number))
         if left:
-            self.missing[key] = left
+            missing[key] = left
         elif target.wait == key:
             target.wait, target.cause = None, ("transfer", number)
-            self.at(stop_s, target)
+            self.at(stop_s, target.go_on)
         else:
             self.landing[key] = (stop_s, number)
             if target.chooser is not None:
-                self.at(stop_s, target)
+                self.at(stop_s, target.go_on)
 
     # reductions
 
@@ -461,8 +435,8 @@ class Engine:
 
     def stuck(self, worker: Worker) -> tuple[str, str]:
         """Which worker waits for what, when nothing can happen any more."""
-        op = worker.ops[min(worker.place, len(worker.ops) - 1)]
-        action, batch = op[ACTION], worker.turn + op[OFFSET]
+        op, batch = worker.head or (worker.ops[0], 0)
+        action = op[ACTION]
         if worker.chooser is not None:
             action, batch = worker.chooser.head()
         return (

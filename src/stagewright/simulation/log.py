@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Action
-from stagewright.simulation.program import ACTION, CODE, PlainOp
-
-BUFFERS = MEMORY_KINDS.index("buffers")
+from stagewright.simulation.program import ACTION, CODE, NUM_BYTES, PlainOp
 
 Cause = tuple[str, int]
 """What ended a wait: `transfer` or `reduction` by its place in the log, `worker` by number, `data` by host."""
-
-Change = tuple[float, float, int]
-"""(when, bytes taken or, where negative, given back, which kind of memory)."""
 
 
 class Done(NamedTuple):
@@ -44,12 +38,30 @@ class Moved(NamedTuple):
     """A transfer that arrived."""
 
     channel: int
-    sent: Action
+    op: PlainOp
+    """Its sending."""
     batch: int
-    num_bytes: float
-    issued_s: float
+    sent_s: float
+    """When its source issued it."""
+    posted_s: float
+    """When its target did."""
     start_s: float
     stop_s: float
+
+    @property
+    def sent(self) -> Action:
+        """The sending, as the schedule has it."""
+        return self.op[ACTION]
+
+    @property
+    def num_bytes(self) -> float:
+        """How many bytes."""
+        return self.op[NUM_BYTES]
+
+
+PlainDone = tuple[PlainOp, int, float, float, Cause | None, int]
+PlainMoved = tuple[int, PlainOp, int, float, float, float, float]
+"""The fields without their names: there are very many, and few are ever looked at one by one."""
 
 
 class Reduced(NamedTuple):
@@ -64,12 +76,28 @@ class Reduced(NamedTuple):
     """The worker whose gradients came last."""
 
 
-class Log(NamedTuple):
+Entry = TypeVar("Entry")
+
+
+class Named(Sequence[Entry]):
+    """Plain tuples, each of which gets its names when it is looked at."""
+
+    def __init__(self, plain: Sequence[Any], name: Callable[[Any], Entry]) -> None:
+        self.plain, self.name = plain, name
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.name(self.plain[number])
+
+
+class Log:
     """All that happened."""
 
-    done: list[list[Done]]
-    """Worker by worker, in order: what took time on the device."""
-    moved: Sequence[Moved]
-    reduced: list[Reduced]
-    buffers: list[list[Change]]
-    """Worker by worker: buffers taken when a receipt or a sending is issued, given back when a sending has arrived."""
+    def __init__(self, done: list[list[PlainDone]], moved: list[PlainMoved], reduced: list[Reduced]) -> None:
+        self.plain_done, self.plain_moved, self.reduced = done, moved, reduced
+        self.done = [Named(entries, Done._make) for entries in done]
+        """Worker by worker, in order: what took time on the device."""
+        self.moved = Named(moved, Moved._make)
+        """In the order of arrival."""

@@ -25,23 +25,21 @@ MAX_KNOWN = 100_000
 class Flow:
     """What carries bytes over some links, again and again: what is left of them, the rate, when they would arrive."""
 
-    __slots__ = ("alone", "left_bytes", "load", "loads", "number", "rate", "shared", "since_s", "stop_s", "turn")
+    __slots__ = ("alone", "left_bytes", "load", "loads", "number", "rate", "shared", "since_s", "stop_s")
 
     def __init__(self, number: int, loads: Loads, alone: float, shared: Loads) -> None:
         self.number, self.loads, self.alone, self.shared = number, loads, alone, shared
         self.left_bytes = self.rate = self.since_s = self.stop_s = 0.0
-        self.turn = 0
-        """How often the rate has changed: an arrival that was foreseen at an earlier turn is void."""
         self.load: Any = None
         """What its bytes are, for whoever started it."""
 
 
 class Network:
-    """The flows under way; `on_change(flow)` hears of every new rate."""
+    """The flows under way; `at(time_s, flow)` hears when a flow will be over, and again whenever that changes."""
 
-    def __init__(self, rates: Sequence[float], on_change: Callable[[Flow], None]) -> None:
+    def __init__(self, rates: Sequence[float], at: Callable[[float, Flow], None]) -> None:
         self.rates = rates
-        self.on_change = on_change
+        self.at = at
         self.flows: list[Flow] = []
         self._on_link: list[dict[Flow, int]] = [{} for _ in rates]
         self._touched: dict[int, None] = {}
@@ -66,8 +64,7 @@ class Network:
             return
         flow.rate, flow.since_s = flow.alone, now_s
         flow.stop_s = now_s + num_bytes / flow.alone
-        flow.turn += 1
-        self.on_change(flow)
+        self.at(flow.stop_s, flow)
 
     def stop(self, flow: Flow) -> None:
         """Takes a flow off its links; the others speed up at the next `settle`."""
@@ -123,8 +120,7 @@ class Network:
             flow.left_bytes = max(flow.left_bytes - flow.rate * (now_s - flow.since_s), 0.0)
         flow.rate, flow.since_s = rate, now_s
         flow.stop_s = now_s + flow.left_bytes / rate
-        flow.turn += 1
-        self.on_change(flow)
+        self.at(flow.stop_s, flow)
 
     def used(self) -> list[float]:
         """Bytes a second on each directed link now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagewright.simulation.log import Cause, Done
+from stagewright.simulation.log import Cause
 from stagewright.simulation.network import Flow
 from stagewright.simulation.program import ACTION, READY, SECONDS, PlainOp
 
@@ -30,8 +30,7 @@ class Shared:
     def start(self, op: PlainOp, batch: int) -> None:
         """Begins an op."""
         engine, worker = self.engine, self.worker
-        engine.num_done += 1
-        self.op, self.batch, self.order, self.start_s = op, batch, engine.num_done, engine.now_s
+        self.op, self.batch, self.order, self.start_s = op, batch, engine.next_order(), engine.now_s
         self.cause, worker.cause = worker.cause, None
         self.pieces = pieces(op[READY])[::-1]
         self.next_piece()
@@ -56,10 +55,10 @@ class Shared:
         if self.pieces:
             self.next_piece()
             return
-        worker.done.append(Done(op, self.batch, self.start_s, engine.now_s, self.cause, self.order))
+        worker.done.append((op, self.batch, self.start_s, engine.now_s, self.cause, self.order))
         if worker.chooser is not None:
             worker.chooser.busy_s = engine.now_s
-        engine.at(engine.now_s, worker)
+        engine.at(engine.now_s, worker.go_on)
 
 
 def pieces(ready: tuple[float, ...]) -> list[tuple[float, int]]:

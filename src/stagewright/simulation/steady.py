@@ -35,9 +35,9 @@ def batches_needed(schedule: Schedule) -> int:
 def batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
     done = [0.0] * num_batches
-    for entries in log.done:
-        for entry in [entry for entry in entries if entry[0][CODE] == UPDATE]:
-            done[entry.batch] = max(done[entry.batch], entry.stop_s)
+    for entries in log.plain_done:
+        for batch, stop_s in [(batch, stop_s) for op, batch, _, stop_s, _, _ in entries if op[CODE] == UPDATE]:
+            done[batch] = max(done[batch], stop_s)
     return done
 
 
