@@ -124,11 +124,11 @@ class Record(Saved):
         if min(self.step_s) <= 0:
             raise RecordError(f"key step_s holds {min(self.step_s)}: expected positive seconds")
         workers = len(self.plan.devices)
-        for span in self.spans:
-            if not 0 <= span.worker < workers:
-                raise RecordError(f"span {span.kind} names worker {span.worker}: the plan has {workers}")
-            if span.stop_s < span.start_s:
-                raise RecordError(f"span {span.kind} of worker {span.worker} stops at {span.stop_s} before it starts")
+        for worker, kind, _, _, _, start_s, stop_s, _ in self.spans:
+            if not 0 <= worker < workers:
+                raise RecordError(f"span {kind} names worker {worker}: the plan has {workers}")
+            if stop_s < start_s:
+                raise RecordError(f"span {kind} of worker {worker} stops at {stop_s} before it starts")
 
     @cached_property
     def median_step_s(self) -> float:

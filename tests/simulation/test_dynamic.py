@@ -61,8 +61,8 @@ def test_two_stages_on_one_device_wait_for_one_another():
 @given(settings_of_a_run(policies=("dynamic",)))
 def test_everything_runs_once_and_nothing_early(case):
     program, log = run(*case, num_batches=2)
-    for ops, entries in zip(program.ops, log.done):
-        listed = [op.action for op in ops if op.seconds or op.action.kind.value in "FBU"]
+    for order, entries in zip(program.orders, log.done):
+        listed = [action for action in order if action.kind.value in "FBU"]
         wanted = sorted((str(action._replace(batch=0)), batch) for action in listed for batch in range(2))
         assert sorted((str(done.action._replace(batch=0)), done.batch) for done in entries) == wanted
         assert all(later.start_s >= earlier.stop_s for earlier, later in zip(entries, entries[1:]))

@@ -13,7 +13,7 @@ class Wires:
     """A network with a clock of its own, so that flows can be started at will."""
 
     def __init__(self, *rates: float) -> None:
-        self.network = Network(rates, lambda flow: None)
+        self.network = Network(rates, lambda time_s, flow: None)
         self.rates = rates
 
     def start(self, *links: int, num_bytes: float = 100.0, edges: int = 1) -> Flow:
@@ -59,7 +59,7 @@ def test_when_a_flow_ends_the_others_speed_up():
 
 def test_flows_that_share_nothing_do_not_disturb_one_another():
     heard: list[int] = []
-    network = Network((10.0, 10.0), lambda flow: heard.append(flow.number))
+    network = Network((10.0, 10.0), lambda time_s, flow: heard.append(flow.number))
     first, second, third = (network.make_flow(((link, 1),), 10.0) for link in (0, 1, 1))
     network.start(first, 1.0, 0.0)
     network.start(second, 1.0, 0.0)
@@ -98,7 +98,7 @@ def test_links_that_never_matter_can_be_left_out(rates, wanted, data):
     running = data.draw(st.sets(st.sampled_from(range(len(every))), min_size=1))
     found = []
     for shared in (every, shared_loads(every, rates)):
-        network = Network(rates, lambda flow: None)
+        network = Network(rates, lambda time_s, flow: None)
         flows = [
             network.make_flow(loads, min(rates[link] / edges for link, edges in loads), few)
             for loads, few in zip(every, shared)

@@ -28,7 +28,7 @@ class Path:
     def __init__(self, program: Program, log: Log, start_s: float, stop_s: float) -> None:
         self.program, self.log, self.start_s, self.stop_s = program, log, start_s, stop_s
         self.seconds: dict[str, float] = {}
-        self.stops = [[stop_s for _, _, _, stop_s, _, _ in entries] for entries in log.plain_done]
+        self.stops = [[stop_s for _, _, _, _, stop_s, _, _ in entries] for entries in log.plain_done]
         self.walk()
 
     def add(self, what: str, start_s: float, stop_s: float) -> None:
@@ -129,7 +129,7 @@ class Path:
         """Decoding runs one batch ahead: it goes back to the forward of the batch before."""
         entries = self.log.done[worker]
         here = entries[at]
-        same = (n for n in range(at - 1, -1, -1) if entries[n].op is here.op)
+        same = (n for n in range(at - 1, -1, -1) if entries[n].action is here.action)
         last = next(same, None)
         begin_s = 0.0 if last is None else entries[last].start_s
         self.add(f"data loading of host {host}", begin_s, here.start_s)

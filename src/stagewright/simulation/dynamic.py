@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from stagewright.schedule import Action, Kind
 from stagewright.scheduling import holds
 from stagewright.simulation.program import (
-    ACTION,
     CHANNEL,
     CODE,
     COMPUTES,
     DATA,
-    OFFSET,
+    FIRST_SLOT,
     RECEIVE,
     SECONDS,
     SEND,
-    SLOT,
     UPDATE,
     PlainOp,
 )
@@ -38,8 +36,8 @@ if TYPE_CHECKING:
 AHEAD = 2
 """How many units of a stream have their receipts issued, as in the runtime."""
 
-Placed = tuple[PlainOp, int]
-"""An op and its batch."""
+Placed = tuple[PlainOp, Action, int]
+"""An op, its action and its batch."""
 Key = tuple[int, int, int, bool]
 """(stage, batch, microbatch, whether forward)."""
 Streams = dict[tuple[int, bool], deque["Unit"]]
@@ -49,6 +47,7 @@ class Unit(NamedTuple):
     """One compute op with the receipts it needs and the sendings it feeds."""
 
     op: PlainOp
+    action: Action
     batch: int
     receives: list[Placed]
     sends: list[Placed]
@@ -56,8 +55,13 @@ class Unit(NamedTuple):
     @property
     def key(self) -> Key:
         """What it is."""
-        action = self.op[ACTION]
-        return action.stage, self.batch, action.microbatch, action.kind is Kind.FORWARD
+        return self.action.stage, self.batch, self.action.microbatch, self.action.kind is Kind.FORWARD
+
+    @property
+    def slot(self) -> int:
+        """What it waits for; −1: nothing."""
+        first = self.op[FIRST_SLOT]
+        return first + self.action.microbatch if first >= 0 else -1
 
 
 class Chooser:
@@ -79,9 +83,9 @@ class Chooser:
         """The worker's ops over all batches."""
         engine = self.engine
         for turn in engine.turns:
-            for op in self.worker.ops:
-                if 0 <= turn + op[OFFSET] < engine.num_batches:
-                    yield op, turn + op[OFFSET]
+            for op, action in zip(self.worker.ops, self.worker.order):
+                if 0 <= turn + action.batch < engine.num_batches:
+                    yield op, action, turn + action.batch
 
     def step(self) -> None:
         """Goes on as far as possible: called when something ends, lands or is waited for no more."""
@@ -95,12 +99,12 @@ class Chooser:
                 if unit is not None:
                     self.start(unit)
                 return
-            op, batch = self.rest[0]
-            if not self.engine.passes(self.worker, op, batch):
+            op, action, batch = self.rest[0]
+            if not self.engine.passes(self.worker, op, action, batch):
                 return
             self.rest.popleft()
             if op[CODE] == UPDATE:
-                self.occupy(op, batch)
+                self.occupy(op, action, batch)
                 return
         self.worker.is_over = True
 
@@ -127,8 +131,8 @@ class Chooser:
             for unit in list(stream)[:AHEAD]:
                 if unit.key not in self.posted:
                     self.posted.add(unit.key)
-                    for op, batch in unit.receives:
-                        self.engine.issue(op, batch)
+                    for placed in unit.receives:
+                        self.engine.issue(*placed)
 
     def can_run(self, unit: Unit) -> bool:
         """Whether a unit has its rows and, going forward, a place to hold them."""
@@ -141,10 +145,10 @@ class Chooser:
         if self.is_near(stage, near[0], microbatch) and near not in self.finished:
             return False
         if unit.op[CHANNEL] == DATA:
-            return self.engine.loaded(self.worker, unit.op, batch)
-        slot = unit.op[SLOT] + batch * self.engine.num_slots
+            return self.engine.loaded(self.worker, unit.action, batch)
+        slot = unit.slot + batch * self.engine.num_slots
         landing_s, _ = self.engine.landing.get(slot, (0.0, 0))
-        return unit.op[SLOT] < 0 or (slot not in self.engine.missing and landing_s <= self.engine.now_s)
+        return unit.slot < 0 or (slot not in self.engine.missing and landing_s <= self.engine.now_s)
 
     def is_near(self, stage: int, other: int, microbatch: int) -> bool:
         """Whether this worker itself makes rows in the other stage that it needs in this one."""
@@ -159,20 +163,20 @@ class Chooser:
         """Runs a unit that can run."""
         self.streams[unit.key[0], unit.key[3]].popleft()
         # An op that receives nothing has no slot; with its batch added, it would name another one's.
-        slot = unit.op[SLOT] + unit.batch * self.engine.num_slots if unit.op[SLOT] >= 0 else None
+        slot = unit.slot + unit.batch * self.engine.num_slots if unit.slot >= 0 else None
         landed = None if slot is None else self.engine.landing.pop(slot, None)
         if unit.op[CHANNEL] != DATA:
             # It waited for rows only if they came after the device was free.
             self.worker.cause = ("transfer", landed[1]) if landed and landed[0] > self.busy_s else None
         self.held[unit.key[0]] += unit.key[3]
         self.current = unit
-        self.occupy(unit.op, unit.batch)
+        self.occupy(unit.op, unit.action, unit.batch)
 
-    def occupy(self, op: PlainOp, batch: int) -> None:
+    def occupy(self, op: PlainOp, action: Action, batch: int) -> None:
         """Keeps the device busy with an op."""
         # On shared cores nobody knows when it will be over: what computes there says so itself.
         self.busy_s = inf if self.worker.shared is not None else self.engine.now_s + op[SECONDS]
-        self.engine.occupy(self.worker, op, batch)
+        self.engine.occupy(self.worker, op, action, batch)
 
     def finish(self) -> None:
         """Sends what the unit that has just ended made."""
@@ -180,13 +184,13 @@ class Chooser:
         if unit is not None:
             self.finished.add(unit.key)
             self.held[unit.key[0]] -= not unit.key[3]
-            for op, batch in unit.sends:
-                self.engine.issue(op, batch)
+            for placed in unit.sends:
+                self.engine.issue(*placed)
 
     def head(self) -> tuple[Action, int]:
         """What it waits before, and of which batch."""
-        op, batch = next(((unit.op, unit.batch) for unit in self.heads()), self.rest[0] if self.rest else (None, 0))
-        return (op or self.worker.ops[0])[ACTION], batch
+        rest = self.rest[0][1:] if self.rest else (self.worker.order[0], 0)
+        return next(((unit.action, unit.batch) for unit in self.heads()), rest)
 
 
 def windows(ops: Iterator[Placed]) -> Iterator[tuple[list[Unit], list[Placed]]]:
@@ -194,21 +198,23 @@ def windows(ops: Iterator[Placed]) -> Iterator[tuple[list[Unit], list[Placed]]]:
     units: dict[Key, Unit] = {}
     early: dict[Key, list[Placed]] = {}
     rest: list[Placed] = []
-    for op, batch in ops:
-        code, action = op[CODE], op[ACTION]
+    for op, action, batch in ops:
+        code = op[CODE]
         if code == COMPUTES:
             if rest:
                 yield list(units.values()), rest
                 units, rest = {}, []
             key = (action.stage, batch, action.microbatch, action.kind is Kind.FORWARD)
-            units[key] = Unit(op, batch, early.pop(key, []), [])
+            units[key] = Unit(op, action, batch, early.pop(key, []), [])
         elif code == RECEIVE:
             forward = action.kind is Kind.RECEIVE_FORWARD
             # A receipt names the stage that made what is received; the one beside it uses that.
             key = (action.stage + (1 if forward else -1), batch, action.microbatch, forward)
-            early.setdefault(key, []).append((op, batch))
+            early.setdefault(key, []).append((op, action, batch))
         elif code == SEND:
-            units[action.stage, batch, action.microbatch, action.kind is Kind.SEND_FORWARD].sends.append((op, batch))
+            units[action.stage, batch, action.microbatch, action.kind is Kind.SEND_FORWARD].sends.append(
+                (op, action, batch)
+            )
         else:
-            rest.append((op, batch))
+            rest.append((op, action, batch))
     yield list(units.values()), rest

@@ -16,30 +16,27 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
 
 from stagewright.errors import SimulationError
+from stagewright.schedule import Action, Order
 from stagewright.simulation.dynamic import Chooser
 from stagewright.simulation.loading import Loader
 from stagewright.simulation.log import Cause, Log, PlainDone, PlainMoved, Reduced
 from stagewright.simulation.network import Flow, Network
 from stagewright.simulation.program import (
-    ACTION,
     AGREE,
     CHANNEL,
     CODE,
     COMPUTES,
     DATA,
+    FIRST_SLOT,
     GATHER,
-    MICROBATCH,
     NUM_BYTES,
     READY,
     RECEIVE,
     SECONDS,
     SEND,
-    SLOT,
     UPDATE,
-    Channel,
     PlainOp,
     Program,
 )
@@ -52,15 +49,15 @@ SAME_MOMENT = 1e-12
 class Worker:
     """A worker's list, what it did, what it waits for, and what ended its last wait."""
 
-    __slots__ = ("cause", "chooser", "done", "go_on", "head", "is_over", "number", "ops", "shared", "wait")
+    __slots__ = ("cause", "chooser", "done", "go_on", "head", "is_over", "number", "ops", "order", "shared", "wait")
 
-    def __init__(self, number: int, ops: tuple[PlainOp, ...]) -> None:
-        self.number, self.ops = number, ops
-        self.go_on: Event = nothing
+    def __init__(self, number: int, order: Order, ops: list[PlainOp]) -> None:
+        self.number, self.order, self.ops = number, order, ops
+        self.go_on: Callable[[], object] = nothing
         self.is_over = False
         self.wait: object = None
-        self.head: tuple[PlainOp, int] | None = None
-        """The op, and its batch, that the last wait was before."""
+        self.head: tuple[Action, int]
+        """The action, and its batch, that the last wait was before."""
         self.cause: Cause | None = None
         self.chooser: Chooser | None = None
         self.shared: Shared | None = None
@@ -74,15 +71,15 @@ class Lane:
 
     def __init__(self, number: int, latency_s: float, flow: Flow, target: Worker) -> None:
         self.number, self.latency_s, self.flow, self.target = number, latency_s, flow, target
-        self.sent: deque[tuple[PlainOp, int, float]] = deque()
-        self.posted: deque[tuple[PlainOp, int, float, int]] = deque()
+        self.sent: deque[tuple[PlainOp, Action, int, float]] = deque()
+        self.posted: deque[tuple[Action, int, float, int]] = deque()
         self.busy = False
 
 
 Event = Flow | Callable[[], object]
 """A flow is over, unless its rate has changed since; something is called: mostly, a worker goes on."""
 
-Load = tuple[Lane, PlainOp, int, float, float, float, int]
+Load = tuple[Lane, PlainOp, Action, int, float, float, float, int]
 """A transfer under way: its lane, what is sent, of which batch, when sent, posted and started, the slot it fills."""
 
 
@@ -100,7 +97,7 @@ class Engine:
         self.events: dict[float, list[Event]] = {}
         self.turns = range(-program.offsets[1], num_batches - program.offsets[0])
         self.num_slots = max(len(program.slot_bytes), 1)
-        self.workers = [Worker(number, ops) for number, ops in enumerate(program.lists)]
+        self.workers = [Worker(number, *lists) for number, lists in enumerate(zip(program.orders, program.ops))]
         self.moved: list[PlainMoved] = []
         self.reductions: list[Reduced] = []
         self.network = network = Network(program.costs.wires.rates, self.at)
@@ -157,7 +154,7 @@ class Engine:
                 self.now_s = now_s = heappop(moments)
                 # What happens may add to the list that is gone through.
                 for what in events[now_s]:
-                    if type(what) is not Flow:
+                    if not isinstance(what, Flow):
                         what()
                     elif what.stop_s == now_s and what.rate:
                         self.arrive(what)
@@ -201,52 +198,53 @@ class Engine:
         lanes, missing, landing, at, pair_up = self.lanes, self.missing, self.landing, self.at, self.pair_up
         did, is_shared = worker.done.append, worker.shared is not None
         for turn in self.turns:
-            for op in worker.ops:
-                code, offset, seconds, slot, channel, _, _, _, ready, _ = op
+            for op, action in zip(worker.ops, worker.order):
+                code, seconds, slot, channel, _, _, ready = op
+                _, _, offset, microbatch, _ = action
                 batch = turn + offset
                 if not 0 <= batch < batches:
                     continue
                 if code == SEND:
                     lane = lanes[channel]
-                    lane.sent.append((op, batch, self.now_s))
+                    lane.sent.append((op, action, batch, self.now_s))
                     if lane.posted and not lane.busy:
                         pair_up(lane)
                 elif code == RECEIVE:
-                    lane, key = lanes[channel], slot + batch * num_slots
+                    lane, key = lanes[channel], slot + microbatch + batch * num_slots
                     missing[key] = missing.get(key, 0) + 1
-                    lane.posted.append((op, batch, self.now_s, key))
+                    lane.posted.append((action, batch, self.now_s, key))
                     if lane.sent and not lane.busy:
                         pair_up(lane)
                 elif code == COMPUTES:
                     if slot >= 0:
-                        key = slot + batch * num_slots
-                        while (key in missing or key in landing) and not self.has_rows(worker, op, batch, key):
+                        key = slot + microbatch + batch * num_slots
+                        while (key in missing or key in landing) and not self.has_rows(worker, action, batch, key):
                             yield
                     if channel == DATA and loader is not None:
-                        while not self.loaded(worker, op, batch):
+                        while not self.loaded(worker, action, batch):
                             yield
                     if is_shared or ready:
-                        self.occupy(worker, op, batch)
+                        self.occupy(worker, op, action, batch)
                     else:
                         now_s = self.now_s
                         stop_s = now_s + seconds
-                        did((op, batch, now_s, stop_s, worker.cause, next_order()))
+                        did((op, action, batch, now_s, stop_s, worker.cause, next_order()))
                         worker.cause = None
                         at(stop_s, worker.go_on)
                     yield
                 else:
-                    while not self.passes(worker, op, batch):
+                    while not self.passes(worker, op, action, batch):
                         yield
                     if code == UPDATE:
-                        self.occupy(worker, op, batch)
+                        self.occupy(worker, op, action, batch)
                         yield
         worker.is_over = True
         yield
 
-    def has_rows(self, worker: Worker, op: PlainOp, batch: int, key: int) -> bool:
+    def has_rows(self, worker: Worker, action: Action, batch: int, key: int) -> bool:
         """Whether all receipts of a slot have landed; if not, the worker waits for them."""
         if key in self.missing:
-            worker.wait, worker.head = key, (op, batch)
+            worker.wait, worker.head = key, (action, batch)
             return False
         time_s, number = self.landing.pop(key)
         if time_s > self.now_s:
@@ -255,40 +253,40 @@ class Engine:
             return False
         return True
 
-    def passes(self, worker: Worker, op: PlainOp, batch: int) -> bool:
+    def passes(self, worker: Worker, op: PlainOp, action: Action, batch: int) -> bool:
         """Whether a worker gets past a reduction, an update or an agreement; if not, it waits for what that lacks."""
         code, stage = op[CODE], op[CHANNEL]
-        worker.head = op, batch
+        worker.head = action, batch
         if code == GATHER:
-            self.bucket_ready(worker.number, stage, batch, op[ACTION].peer)
+            self.bucket_ready(worker.number, stage, batch, action.peer)
         if code == UPDATE:
             return self.reduced_whole(worker, stage, batch)
         return code != AGREE or self.agree(worker, batch)
 
-    def occupy(self, worker: Worker, op: PlainOp, batch: int) -> None:
+    def occupy(self, worker: Worker, op: PlainOp, action: Action, batch: int) -> None:
         """Starts an op that takes time; buckets become ready while a batch's last backward runs."""
         if worker.shared is not None:
-            worker.shared.start(op, batch)
+            worker.shared.start(op, action, batch)
             return
         stop_s = self.now_s + op[SECONDS]
         self.at(stop_s, worker.go_on)
-        worker.done.append((op, batch, self.now_s, stop_s, worker.cause, self.next_order()))
+        worker.done.append((op, action, batch, self.now_s, stop_s, worker.cause, self.next_order()))
         worker.cause = None
         if op[READY]:
-            self.foresee_buckets(worker, op, batch)
+            self.foresee_buckets(worker, op, action.stage, batch)
 
-    def foresee_buckets(self, worker: Worker, op: PlainOp, batch: int) -> None:
+    def foresee_buckets(self, worker: Worker, op: PlainOp, stage: int, batch: int) -> None:
         """Buckets become ready while a batch's last backward runs."""
         for bucket, share in enumerate(op[READY]):
-            ready = partial(self.bucket_ready, worker.number, op[ACTION].stage, batch, bucket)
+            ready = partial(self.bucket_ready, worker.number, stage, batch, bucket)
             self.at(self.now_s + share * op[SECONDS], ready)
 
-    def loaded(self, worker: Worker, op: PlainOp, batch: int) -> bool:
+    def loaded(self, worker: Worker, action: Action, batch: int) -> bool:
         """Whether the host has decoded the rows; if not, the worker comes back when it has."""
         loader, host = self.loader, self.program.plan.devices[worker.number].host
         if loader is None:
             return True
-        ready_s = loader.ready_s(host, batch, op[MICROBATCH])
+        ready_s = loader.ready_s(host, batch, action.microbatch)
         if ready_s > self.now_s:
             worker.cause = ("data", host)
             self.at(ready_s, worker.go_on)
@@ -326,36 +324,37 @@ class Engine:
 
     # transfers
 
-    def issue(self, op: PlainOp, batch: int) -> None:
+    def issue(self, op: PlainOp, action: Action, batch: int) -> None:
         """Issues a sending or a receipt outside of a worker's list."""
-        lane, key = self.lanes[op[CHANNEL]], op[SLOT] + batch * self.num_slots
+        lane = self.lanes[op[CHANNEL]]
         if op[CODE] == SEND:
-            lane.sent.append((op, batch, self.now_s))
+            lane.sent.append((op, action, batch, self.now_s))
         else:
+            key = op[FIRST_SLOT] + action.microbatch + batch * self.num_slots
             self.missing[key] = self.missing.get(key, 0) + 1
-            lane.posted.append((op, batch, self.now_s, key))
+            lane.posted.append((action, batch, self.now_s, key))
         if lane.sent and lane.posted and not lane.busy:
             self.pair_up(lane)
 
     def pair_up(self, lane: Lane) -> None:
         """Starts the next transfer of a channel that is free and whose ends have both issued it."""
-        sent, batch, sent_s = lane.sent.popleft()
+        op, sent, batch, sent_s = lane.sent.popleft()
         received, other, posted_s, key = lane.posted.popleft()
-        if batch != other or sent[MICROBATCH] != received[MICROBATCH]:
+        if batch != other or sent.microbatch != received.microbatch:
             raise SimulationError(*self.mismatch(lane, sent, batch, received, other))
-        flow, num_bytes, now_s = lane.flow, sent[NUM_BYTES], self.now_s
-        flow.load = load = (lane, sent, batch, sent_s, posted_s, now_s, key)
+        flow, num_bytes, now_s = lane.flow, op[NUM_BYTES], self.now_s
+        flow.load = load = (lane, op, sent, batch, sent_s, posted_s, now_s, key)
         if num_bytes and flow.loads:
             lane.busy = True
             self.network.start(flow, num_bytes, now_s)
         else:
             self.land(load)
 
-    def mismatch(self, lane: Lane, sent: PlainOp, batch: int, received: PlainOp, other: int) -> tuple[str, str]:
+    def mismatch(self, lane: Lane, sent: Action, batch: int, received: Action, other: int) -> tuple[str, str]:
         """What is wrong with a channel whose ends disagree."""
         return (
-            f"worker {self.program.channels[lane.number].source} sends {sent[ACTION]} of batch {batch} while worker "
-            f"{lane.target.number} receives {received[ACTION]} of batch {other}",
+            f"worker {self.program.channels[lane.number].source} sends {sent} of batch {batch} while worker "
+            f"{lane.target.number} receives {received} of batch {other}",
             "both ends of a pair must issue their transfers in the same order: check the schedule",
         )
 
@@ -379,9 +378,9 @@ class Engine:
 
     def land(self, load: Load) -> None:
         """A transfer arrives after its latency: whoever waits for it, or will, may go on then."""
-        lane, sent, batch, sent_s, posted_s, start_s, key = load
+        lane, op, sent, batch, sent_s, posted_s, start_s, key = load
         target, missing, number, stop_s = lane.target, self.missing, len(self.moved), self.now_s + lane.latency_s
-        self.moved.append((lane.number, sent, batch, sent_s, posted_s, start_s, stop_s))
+        self.moved.append((lane.number, op, sent, batch, sent_s, posted_s, start_s, stop_s))
         left = missing.pop(key) - 1
         if left or key in self.landing:
             stop_s, number = self.landing[key] = max(self.landing.get(key, (0.0, 0)), (stop_s, number))
@@ -435,10 +434,7 @@ class Engine:
 
     def stuck(self, worker: Worker) -> tuple[str, str]:
         """Which worker waits for what, when nothing can happen any more."""
-        op, batch = worker.head or (worker.ops[0], 0)
-        action = op[ACTION]
-        if worker.chooser is not None:
-            action, batch = worker.chooser.head()
+        action, batch = worker.head if worker.chooser is None else worker.chooser.head()
         return (
             f"worker {worker.number} waits for ever before {action._replace(batch=0)} of batch "
             f"{batch}, at {self.now_s:.6f} s: what it needs is never sent or reduced",

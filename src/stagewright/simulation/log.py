@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from stagewright.schedule import Action
-from stagewright.simulation.program import ACTION, CODE, NUM_BYTES, PlainOp
+from stagewright.simulation.program import CODE, NUM_BYTES, PlainOp
 
 Cause = tuple[str, int]
 """What ended a wait: `transfer` or `reduction` by its place in the log, `worker` by number, `data` by host."""
@@ -16,6 +16,7 @@ class Done(NamedTuple):
     """An op that ran, and what it waited for last; None stands for the op before it."""
 
     op: PlainOp
+    action: Action
     batch: int
     start_s: float
     stop_s: float
@@ -28,17 +29,13 @@ class Done(NamedTuple):
         """What the op is to the engine."""
         return self.op[CODE]
 
-    @property
-    def action(self) -> Action:
-        """The action that ran."""
-        return self.op[ACTION]
-
 
 class Moved(NamedTuple):
     """A transfer that arrived."""
 
     channel: int
     op: PlainOp
+    sent: Action
     """Its sending."""
     batch: int
     sent_s: float
@@ -49,18 +46,13 @@ class Moved(NamedTuple):
     stop_s: float
 
     @property
-    def sent(self) -> Action:
-        """The sending, as the schedule has it."""
-        return self.op[ACTION]
-
-    @property
     def num_bytes(self) -> float:
         """How many bytes."""
         return self.op[NUM_BYTES]
 
 
-PlainDone = tuple[PlainOp, int, float, float, Cause | None, int]
-PlainMoved = tuple[int, PlainOp, int, float, float, float, float]
+PlainDone = tuple[PlainOp, Action, int, float, float, Cause | None, int]
+PlainMoved = tuple[int, PlainOp, Action, int, float, float, float, float]
 """The fields without their names: there are very many, and few are ever looked at one by one."""
 
 
@@ -89,7 +81,8 @@ class Named(Sequence[Entry]):
         return len(self.plain)
 
     def __getitem__(self, number: Any) -> Any:
-        return self.name(self.plain[number])
+        found = self.plain[number]
+        return Named(found, self.name) if isinstance(number, slice) else self.name(found)
 
 
 class Log:

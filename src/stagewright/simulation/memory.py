@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,8 @@ from stagewright.cost import StageBytes
 from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Kind
 from stagewright.scheduling import holds
-from stagewright.simulation.log import Log, PlainDone
-from stagewright.simulation.program import CHANNEL, NUM_BYTES, SLOT, WORK, Program, Work, stage_layers
+from stagewright.simulation.log import Log
+from stagewright.simulation.program import CHANNEL, FIRST_SLOT, NUM_BYTES, WORK, Program, Work, stage_layers
 
 GRADIENTS, ACTIVATIONS, BUFFERS, WORKSPACE = (
     MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "buffers", "workspace")
@@ -31,11 +31,16 @@ class Use(NamedTuple):
     parts: dict[str, tuple[int, ...]]
 
 
-Column = NDArray[np.float64]
+Column = NDArray[Any]
 
 
-Changes = tuple[Column, Column, int]
-"""When bytes are taken or, where negative, given back, how many, and of which kind of memory."""
+class Changes(NamedTuple):
+    """Memory that is taken or, where negative, given back: by which worker, when, how many bytes, of which kind."""
+
+    workers: Column
+    times_s: Column
+    num_bytes: Column
+    kinds: Column
 
 
 class Taken(NamedTuple):
@@ -64,19 +69,64 @@ class Ledger:
         self.slot_bytes = np.array([*program.slot_bytes, 0.0])
         self.gradients = [self.costs.parameter_bytes(*bounds) for bounds in self.bounds]
         self.backwards = {n: work.stage for n, work in enumerate(program.works) if work.kind is not Kind.FORWARD}
-        self.sent, self.posted = self.transfers()
+        self.changes, self.edges = self.by_worker()
+        self.known: dict[object, Use] = {}
 
-    def transfers(self) -> tuple[list[Column], list[Column]]:
-        """For each worker when it issued its sendings, when they arrived and their bytes; the same for its receipts."""
-        moved, num_workers = self.log.plain_moved, len(self.devices)
+    def by_worker(self) -> tuple[Changes, list[int]]:
+        """All changes, worker by worker, and where those of each worker begin and end."""
+        groups = [*self.moved(), *self.gradient_changes(), *self.computed()]
+        found = Changes(*(np.concatenate(column) for column in zip(*groups)))
+        order = np.argsort(found.workers, kind="stable")
+        found = Changes(*(column[order] for column in found))
+        return found, np.searchsorted(found.workers, np.arange(len(self.devices) + 1)).tolist()
+
+    def moved(self) -> Iterator[Changes]:
+        """Buffers, taken when a receipt or a sending is issued, given back when a sending has arrived."""
+        moved = self.log.plain_moved
         ends = np.array([(one.source, one.target) for one in self.program.channels], dtype=int).reshape(-1, 2)
         sources, targets = ends[np.array([entry[0] for entry in moved], dtype=int)].T
         num_bytes = np.array([entry[1][NUM_BYTES] for entry in moved])
-        sent_s, posted_s, stop_s = (np.array([entry[at] for entry in moved]) for at in (3, 4, 6))
-        return (
-            by_worker(np.array((sent_s, stop_s, num_bytes)), sources, num_workers),
-            by_worker(np.array((posted_s, num_bytes)), targets, num_workers),
-        )
+        sent_s, posted_s, stop_s = (np.array([entry[at] for entry in moved]) for at in (4, 5, 7))
+        kinds = np.full(len(moved), BUFFERS)
+        yield Changes(sources, sent_s, num_bytes, kinds)
+        yield Changes(sources, stop_s, -num_bytes, kinds)
+        yield Changes(targets, posted_s, num_bytes, kinds)
+
+    def computed(self) -> Iterator[Changes]:
+        """Activations, workspaces, and the receipt buffers that forward takes over and backward has used."""
+        done = [entry for entries in self.log.plain_done for entry in entries]
+        workers = np.repeat(np.arange(len(self.devices)), [len(entries) for entries in self.log.plain_done])
+        start_s, stop_s = (np.array([entry[at] for entry in done]) for at in (3, 4))
+        is_forward, space, at_start, at_stop = self.taken[[entry[0][WORK] for entry in done]].T
+        first_slot = np.array([entry[0][FIRST_SLOT] for entry in done])
+        slot = np.where(first_slot < 0, -1, first_slot + [entry[1].microbatch for entry in done])
+        for times_s, num_bytes, kind in (
+            (np.where(is_forward, start_s, stop_s), -self.slot_bytes[slot], BUFFERS),
+            (start_s, space, WORKSPACE),
+            (stop_s, -space, WORKSPACE),
+            (start_s, at_start, ACTIVATIONS),
+            (stop_s, at_stop, ACTIVATIONS),
+        ):
+            some = np.flatnonzero(num_bytes)
+            yield Changes(workers[some], times_s[some], num_bytes[some], np.full(len(some), kind))
+
+    def gradient_changes(self) -> Iterator[Changes]:
+        """Gradients, which a batch's first backward of a stage takes and its update gives back."""
+        stages, gradients, found = self.backwards, self.gradients, []
+        for worker, entries in enumerate(self.log.plain_done):
+            # Of one stage and batch the first backward stays, for it comes last.
+            begun = {
+                (stages[op[WORK]], batch): start_s
+                for op, _, batch, start_s, _, _, _ in reversed(entries)
+                if op[WORK] in stages
+            }
+            found += [(worker, start_s, gradients[stage]) for (stage, _), start_s in begun.items()]
+            updates = [(op[CHANNEL], batch, stop_s) for op, _, batch, _, stop_s, _, _ in entries if op[WORK] < 0]
+            found += [
+                (worker, stop_s, -gradients[stage]) for stage, batch, stop_s in updates if (stage, batch) in begun
+            ]
+        workers, times_s, num_bytes = np.array(found, dtype=float).reshape(-1, 3).T
+        yield Changes(workers.astype(int), times_s, num_bytes, np.full(len(found), GRADIENTS))
 
     def base(self, worker: int) -> StageBytes:
         """What a worker holds before anything runs: all its stages' weights, versions, states and flat buckets."""
@@ -105,42 +155,6 @@ class Ledger:
         total = StageBytes(*(sum(column) for column in zip(*every)))
         return total._replace(framework=device.framework_bytes)
 
-    def changes(self, worker: int) -> Iterator[Changes]:
-        """All changes of one worker, group by group."""
-        sent_s, arrived_s, sent_bytes = self.sent[worker]
-        posted_s, posted_bytes = self.posted[worker]
-        yield sent_s, sent_bytes, BUFFERS
-        yield arrived_s, -sent_bytes, BUFFERS
-        yield posted_s, posted_bytes, BUFFERS
-        entries = self.log.plain_done[worker]
-        if entries:
-            yield self.gradient_changes(entries)
-            for times_s, num_bytes, kind in self.computed(entries):
-                some = num_bytes != 0
-                yield times_s[some], num_bytes[some], kind
-
-    def computed(self, entries: Sequence[PlainDone]) -> Iterator[Changes]:
-        """Activations, workspaces, and the receipt buffers that forward takes over and backward has used."""
-        start_s, stop_s = (np.array([entry[at] for entry in entries]) for at in (2, 3))
-        is_forward, space, at_start, at_stop = self.taken[[entry[0][WORK] for entry in entries]].T
-        received = self.slot_bytes[[entry[0][SLOT] for entry in entries]]
-        yield np.where(is_forward, start_s, stop_s), -received, BUFFERS
-        yield start_s, space, WORKSPACE
-        yield stop_s, -space, WORKSPACE
-        yield start_s, at_start, ACTIVATIONS
-        yield stop_s, at_stop, ACTIVATIONS
-
-    def gradient_changes(self, entries: Sequence[PlainDone]) -> Changes:
-        """Gradients, which a batch's first backward of a stage takes and its update gives back."""
-        stages, gradients = self.backwards, self.gradients
-        # The first of them stays, for it comes last.
-        begun = {(stages[e[0][WORK]], e[1]): e[2] for e in reversed(entries) if e[0][WORK] in stages}
-        updates = [(op[CHANNEL], batch, stop_s) for op, batch, _, stop_s, _, _ in entries if op[WORK] < 0]
-        found = [(start_s, gradients[stage]) for (stage, _), start_s in begun.items()]
-        found += [(stop_s, -gradients[stage]) for stage, batch, stop_s in updates if (stage, batch) in begun]
-        times_s, num_bytes = np.array(found, dtype=float).reshape(-1, 2).T
-        return times_s, num_bytes, GRADIENTS
-
     def taken_by(self, work: Work) -> Taken:
         """Workspace of a forward or backward, and the activations that it takes at its start and returns at its end."""
         kind, stage, rows, device = work
@@ -155,33 +169,35 @@ class Ledger:
 
     def use(self, worker: int, *, course: bool = True) -> Use:
         """The peak of one worker's device and, where wanted, its course."""
-        base = self.base(worker)
-        times_s, num_bytes, kinds = in_order(self.changes(worker))
-        held = np.zeros((len(base), len(times_s) + 1))
-        held[:, 0], held[kinds, np.arange(1, len(times_s) + 1)] = base, num_bytes
-        np.cumsum(held, axis=1, out=held)
-        most = np.cumsum(np.append(float(sum(base)), num_bytes)).argmax()
-        peak = held[:, most].tolist()
-        if self.devices[worker].sets_aside:
-            peak = [max(part, float(aside)) for part, aside in zip(peak, self.set_aside(worker))]
-        whole = {name: round(part) for name, part in zip(MEMORY_KINDS, peak)}
-        times, parts = course_of(times_s, held) if course else ((), {})
-        return Use(sum(whole.values()), whole, times, parts)
+        here = slice(*self.edges[worker : worker + 2])
+        base, mine = self.base(worker), Changes(*(column[here] for column in self.changes))
+        aside = self.set_aside(worker) if self.devices[worker].sets_aside else None
+        # Replicas that did the same at the same times held the same.
+        key = (course, base, aside, *(column.tobytes() for column in mine[1:]))
+        if key not in self.known:
+            self.known[key] = use_of(base, in_order(mine), aside, course=course)
+        return self.known[key]
 
 
-def by_worker(columns: Column, workers: NDArray[np.int64], num_workers: int) -> list[Column]:
-    """The columns cut into those of each worker, the order kept."""
-    order = np.argsort(workers, kind="stable")
-    return np.split(columns[:, order], np.searchsorted(workers[order], np.arange(1, num_workers)), axis=1)
+def in_order(changes: Changes) -> Changes:
+    """Changes by time; of those at one moment, what is given back comes first."""
+    order = np.lexsort((changes.kinds, changes.num_bytes, changes.times_s))
+    return Changes(*(column[order] for column in changes))
 
 
-def in_order(changes: Iterator[Changes]) -> tuple[Column, Column, NDArray[np.int64]]:
-    """Times, bytes and kinds of all changes by time; of those at one moment, what is given back comes first."""
-    times, sizes, kinds = zip(*changes)
-    times_s, num_bytes = np.concatenate(times), np.concatenate(sizes)
-    kind = np.repeat(kinds, [len(each) for each in times])
-    order = np.lexsort((kind, num_bytes, times_s))
-    return times_s[order], num_bytes[order], kind[order]
+def use_of(base: StageBytes, changes: Changes, aside: StageBytes | None, *, course: bool) -> Use:
+    """What a device held that had `base` at first, and at least `aside` of each kind set aside."""
+    count = len(changes.times_s)
+    held = np.zeros((len(base), count + 1))
+    held[:, 0], held[changes.kinds, np.arange(1, count + 1)] = base, changes.num_bytes
+    np.cumsum(held, axis=1, out=held)
+    most = np.cumsum(np.append(float(sum(base)), changes.num_bytes)).argmax()
+    peak = held[:, most].tolist()
+    if aside is not None:
+        peak = [max(part, float(other)) for part, other in zip(peak, aside)]
+    whole = {name: round(part) for name, part in zip(MEMORY_KINDS, peak)}
+    times_s, parts = course_of(changes.times_s, held) if course else ((), {})
+    return Use(sum(whole.values()), whole, times_s, parts)
 
 
 def course_of(times_s: Column, held: Column) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]]]:

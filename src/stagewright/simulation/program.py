@@ -11,7 +11,7 @@ from stagewright.cost import Collective, Costs
 from stagewright.errors import SimulationError
 from stagewright.plan import Plan, microbatch_rows
 from stagewright.profile import Profile
-from stagewright.schedule import Action, Kind, Schedule
+from stagewright.schedule import Action, Kind, Order, Schedule
 from stagewright.simulation.network import Loads, shared_loads
 
 COMPUTES, RECEIVE, SEND, GATHER, AGREE, UPDATE, NOTHING = range(7)
@@ -32,38 +32,32 @@ DATA = -2
 
 
 class Op(NamedTuple):
-    """One action of one worker, ready to be run."""
+    """What a worker's actions of one kind, stage and peer are, whichever microbatch of equal rows they handle."""
 
     code: int
-    offset: int
-    """The action's batch, relative to the turn."""
     seconds: float
-    slot: int
-    """What F and B wait for and receipts fill: a number a worker, stage, microbatch and direction; −1: none."""
+    first_slot: int
+    """What F and B wait for and receipts fill is a slot, one a worker, stage, microbatch and direction: that of
+    microbatch 0, which the others follow; −1: none."""
     channel: int
     """Which channel a transfer uses; the stage of a reduction or an update; of compute DATA, or −1."""
     num_bytes: float
     work: int
     """Which of the program's works a compute action is; −1: none."""
-    action: Action
-    ready: tuple[float, ...]
+    ready: tuple[float, ...] = ()
     """Of a batch's last backward: for each bucket the share of it after which the bucket can be reduced."""
-    microbatch: int
 
 
-PlainOp = tuple[int, int, float, int, int, float, int, Action, tuple[float, ...], int]
-"""The fields of an `Op` without their names: named ones take twice as long to unpack, and there are very many."""
+PlainOp = tuple[int, float, int, int, float, int, tuple[float, ...]]
+"""The fields of an `Op` without their names: named ones take twice as long to unpack."""
 
 CODE: Final = 0
-OFFSET: Final = 1
-SECONDS: Final = 2
-SLOT: Final = 3
-CHANNEL: Final = 4
-NUM_BYTES: Final = 5
-WORK: Final = 6
-ACTION: Final = 7
-READY: Final = 8
-MICROBATCH: Final = 9
+SECONDS: Final = 1
+FIRST_SLOT: Final = 2
+CHANNEL: Final = 3
+NUM_BYTES: Final = 4
+WORK: Final = 5
+READY: Final = 6
 
 
 class Work(NamedTuple):
@@ -73,17 +67,6 @@ class Work(NamedTuple):
     stage: int
     rows: int
     device: Device
-
-
-class Mould(NamedTuple):
-    """An op's fields as far as they are the same for all microbatches of one pattern."""
-
-    code: int
-    seconds: float
-    first_slot: int
-    channel: int
-    num_bytes: float
-    work: int
 
 
 class Channel(NamedTuple):
@@ -118,11 +101,12 @@ class CoreShare(NamedTuple):
 
 
 class Program(NamedTuple):
-    """All workers' ops, the channels and the reductions."""
+    """All workers' orders with the op of each action, the channels and the reductions."""
 
     plan: Plan
     costs: Costs
-    lists: tuple[tuple[PlainOp, ...], ...]
+    orders: tuple[Order, ...]
+    ops: tuple[list[PlainOp], ...]
     works: tuple[Work, ...]
     channels: tuple[Channel, ...]
     reductions: tuple[Reduction, ...]
@@ -132,11 +116,6 @@ class Program(NamedTuple):
     agree_s: float
     shares: tuple[CoreShare, ...] = ()
     """For each worker the cores it computes on, where hosts share cores."""
-
-    @property
-    def ops(self) -> tuple[tuple[Op, ...], ...]:
-        """The lists with names."""
-        return tuple(tuple(map(Op._make, plain)) for plain in self.lists)
 
 
 def make_program(schedule: Schedule, profile: Profile, cluster: Cluster, costs: Costs | None = None) -> Program:
@@ -182,7 +161,7 @@ class Compiler:
 
     def program(self) -> Program:
         """The whole program."""
-        lists = tuple(tuple(self.worker_ops(worker, order)) for worker, order in enumerate(self.schedule.orders))
+        ops = tuple(self.worker_ops(worker, order) for worker, order in enumerate(self.schedule.orders))
         reductions = [self.reduction(stage) for stage in range(len(self.plan.stages))]
         shares = self.core_shares()
         loads = [*(one.loads for one in self.channels), *(one.way.loads if one.way else () for one in reductions)]
@@ -191,7 +170,8 @@ class Compiler:
         return Program(
             self.plan,
             self.costs,
-            lists,
+            self.schedule.orders,
+            ops,
             tuple(self.works),
             tuple(one._replace(shared=next(shared)) for one in self.channels),
             tuple(one._replace(shared=next(shared)) for one in reductions),
@@ -208,34 +188,28 @@ class Compiler:
             return []
         return [CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in self.plan.devices]
 
-    def worker_ops(self, worker: int, order: Sequence[Action]) -> list[PlainOp]:
-        """The ops of one worker's turn, without those that do nothing; a dynamic order's windows end at them."""
-        # Plain tuples, for named ones take twice as long to unpack.
-        moulds: dict[tuple[str, int, int, int], tuple[int, float, int, int, float, int]] = {}
+    def worker_ops(self, worker: int, order: Order) -> list[PlainOp]:
+        """The op of each action of one worker's turn."""
+        known: dict[tuple[str, int, int, int], PlainOp] = {}
         ops: list[PlainOp] = []
         add, numbers, slot_bytes = ops.append, self.patterns, self.slot_bytes
         for action in order:
-            kind, stage, offset, microbatch, peer = action
+            kind, stage, _, microbatch, peer = action
             key = (kind._value_, stage, peer, numbers[microbatch])
-            mould = moulds.get(key)
-            if mould is None:
-                mould = moulds[key] = self.mould(worker, action)[:]
-            code, seconds, slot, channel, num_bytes, work = mould
-            if code == NOTHING and not self.is_dynamic:
-                continue
-            if slot >= 0:
-                slot += microbatch
-                if code == RECEIVE:
-                    slot_bytes[slot] += num_bytes
-            add((code, offset, seconds, slot, channel, num_bytes, work, action, (), microbatch))
-        self.finish(worker, ops)
-        return ops if self.is_dynamic else [op for op in ops if op[CODE] != NOTHING]
+            op = known.get(key)
+            if op is None:
+                op = known[key] = self.op(worker, action)[:]
+            add(op)
+            if op[CODE] == RECEIVE:
+                slot_bytes[op[FIRST_SLOT] + microbatch] += op[NUM_BYTES]
+        self.finish(worker, order, ops)
+        return ops
 
-    def finish(self, worker: int, ops: list[PlainOp]) -> None:
+    def finish(self, worker: int, order: Order, ops: list[PlainOp]) -> None:
         """Gives last backwards the shares at which buckets are ready, and the last update the step's overhead."""
         rare = [index for index, op in enumerate(ops) if op[CODE] >= GATHER]
         gathers = [index for index in rare if ops[index][CODE] == GATHER]
-        last = self.last_backwards(ops) if gathers else {}
+        last = self.last_backwards(order, ops) if gathers else {}
         for index in gathers:
             # A replica without rows has no backward that would say when its (empty) gradients are ready: G itself does.
             if ops[index][CHANNEL] in last:
@@ -243,42 +217,41 @@ class Compiler:
         for stage in {ops[index][CHANNEL] for index in gathers} & set(last):
             op = ops[last[stage]]
             rows, buckets = self.works[op[WORK]].rows, self.plan.stages[stage].num_buckets
-            ops[last[stage]] = (*op[:READY], self.costs.ready_shares(*self.bounds[stage], rows, buckets), op[-1])
+            ops[last[stage]] = (*op[:READY], self.costs.ready_shares(*self.bounds[stage], rows, buckets))
         for index in [index for index in rare if ops[index][CODE] == UPDATE][-1:]:
             op = ops[index]
-            ops[index] = (*op[:2], op[2] + self.devices[worker].step_overhead_s, *op[3:])
+            ops[index] = (UPDATE, op[SECONDS] + self.devices[worker].step_overhead_s, *op[FIRST_SLOT:])
 
-    def last_backwards(self, ops: Sequence[PlainOp]) -> dict[int, int]:
+    def last_backwards(self, order: Order, ops: Sequence[PlainOp]) -> dict[int, int]:
         """Stage by stage the index of the backward after which the gradients of a batch are whole."""
         whole = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         stages = {number: work.stage for number, work in enumerate(self.works) if work.kind in whole}
         last: dict[int, int] = {}
-        for index, op in enumerate(ops):
-            if op[WORK] in stages:
-                stage = stages[op[WORK]]
-                # In the loop, an action of an earlier batch comes in a later turn: the last one has the lowest offset.
-                if stage not in last or op[OFFSET] <= ops[last[stage]][OFFSET]:
-                    last[stage] = index
+        for index in [index for index, op in enumerate(ops) if op[WORK] in stages]:
+            stage = stages[ops[index][WORK]]
+            # In the loop, an action of an earlier batch comes in a later turn: the last one has the lowest offset.
+            if stage not in last or order[index].batch <= order[last[stage]].batch:
+                last[stage] = index
         return last
 
-    def mould(self, worker: int, action: Action) -> Mould:
+    def op(self, worker: int, action: Action) -> Op:
         """One action's costs."""
         code, stage = CODES[action.kind._value_], action.stage
         if code == COMPUTES:
-            return self.compute_mould(worker, action)
+            return self.compute_op(worker, action)
         if code == RECEIVE:
             forward, user = action.kind is Kind.RECEIVE_FORWARD, self.user(worker, action)
             num_bytes = self.message_bytes(worker, user, action, not forward)
             channel = self.channel(action.peer, worker, forward, stage)
-            return Mould(code, 0.0, self.first_slot(worker, user, forward), channel, num_bytes, -1)
+            return Op(code, 0.0, self.first_slot(worker, user, forward), channel, num_bytes, -1)
         if code == SEND:
             forward = action.kind is Kind.SEND_FORWARD
             num_bytes = self.message_bytes(worker, stage, action, forward)
-            return Mould(code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1)
+            return Op(code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1)
         seconds = self.update_s(stage, self.devices[worker].speed) if code == UPDATE else 0.0
-        return Mould(code, seconds, -1, stage, 0.0, -1)
+        return Op(code, seconds, -1, stage, 0.0, -1)
 
-    def compute_mould(self, worker: int, action: Action) -> Mould:
+    def compute_op(self, worker: int, action: Action) -> Op:
         """Forward, backward or one of its halves."""
         kind, stage, _, microbatch, _ = action
         first, stop = self.rows(stage, microbatch, worker)
@@ -287,7 +260,7 @@ class Compiler:
         slot = self.first_slot(worker, stage, is_forward) if may_wait else -1
         seconds = self.compute_s(kind, stage, stop - first, device.speed)
         channel = DATA if is_forward and stage == 0 else -1
-        return Mould(COMPUTES, seconds, slot, channel, 0.0, self.work(Work(kind, stage, stop - first, device)))
+        return Op(COMPUTES, seconds, slot, channel, 0.0, self.work(Work(kind, stage, stop - first, device)))
 
     def work(self, work: Work) -> int:
         """The number of a work."""

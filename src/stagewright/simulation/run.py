@@ -18,7 +18,7 @@ from stagewright.simulation.engine import Engine
 from stagewright.simulation.loading import make_loader
 from stagewright.simulation.log import Log, PlainDone
 from stagewright.simulation.memory import Ledger
-from stagewright.simulation.program import ACTION, Program, make_program
+from stagewright.simulation.program import Program, make_program
 from stagewright.simulation.steady import Steady, batches_done, batches_needed, find_steady
 
 IMAGENET_IMAGES = 1_281_167
@@ -116,9 +116,9 @@ def busy_share(entries: Sequence[PlainDone], stops: Sequence[float], steady: Ste
     first_s, last_s = steady.start_s, steady.stop_s
     # What stops before the start or begins after the end does not count: only the outermost two can be cut.
     inside = entries[bisect_right(stops, first_s) : bisect_right(stops, last_s) + 1]
-    busy = sum([stop_s - start_s for _, _, start_s, stop_s, _, _ in inside])
+    busy = sum([stop_s - start_s for _, _, _, start_s, stop_s, _, _ in inside])
     if inside:
-        (_, _, start_s, _, _, _), (_, _, last_start_s, stop_s, _, _) = inside[0], inside[-1]
+        (_, _, _, start_s, *_), (_, _, _, last_start_s, stop_s, *_) = inside[0], inside[-1]
         busy -= max(first_s - start_s, 0.0)
         busy -= min(max(stop_s - last_s, 0.0), stop_s - last_start_s)
     return min(max(busy / (last_s - first_s), 0.0), 1.0) if last_s > first_s else 0.0
@@ -130,18 +130,20 @@ def spans(program: Program, log: Log) -> tuple[Span, ...]:
     for worker, entries in enumerate(log.plain_done):
         found += [
             named(Span, (worker, kind._value_, stage, batch, microbatch, start_s, stop_s, -1))
-            for op, batch, start_s, stop_s, _, _ in entries
-            for kind, stage, _, microbatch, _ in (op[ACTION],)
+            for _, (kind, stage, _, microbatch, _), batch, start_s, stop_s, _, _ in entries
         ]
     add = found.append
-    ends = [(one.source, one.target, *(("SF", "RF", 1) if one.forward else ("SB", "RB", -1))) for one in program.channels]
-    for channel, op, batch, _, _, start_s, stop_s in log.plain_moved:
+    ends = [
+        (one.source, one.target, *(("SF", "RF", 1) if one.forward else ("SB", "RB", -1))) for one in program.channels
+    ]
+    for channel, _, (_, stage, _, microbatch, _), batch, _, _, start_s, stop_s in log.plain_moved:
         source, target, send, receive, step = ends[channel]
-        _, stage, _, microbatch, _ = op[ACTION]
         add(named(Span, (source, send, stage, batch, microbatch, start_s, stop_s, target)))
         add(named(Span, (target, receive, stage + step, batch, microbatch, start_s, stop_s, source)))
     for stage, batch, bucket, start_s, stop_s, _ in log.reduced:
-        found += [Span(worker, "G", stage, batch, -1, start_s, stop_s, bucket) for worker in program.plan.workers[stage]]
+        found += [
+            Span(worker, "G", stage, batch, -1, start_s, stop_s, bucket) for worker in program.plan.workers[stage]
+        ]
     return tuple(found)
 
 

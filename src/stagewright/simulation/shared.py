@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stagewright.schedule import Action
 from stagewright.simulation.log import Cause
 from stagewright.simulation.network import Flow
-from stagewright.simulation.program import ACTION, READY, SECONDS, PlainOp
+from stagewright.simulation.program import READY, SECONDS, PlainOp
 
 if TYPE_CHECKING:
     from stagewright.simulation.engine import Engine, Worker
@@ -22,15 +23,17 @@ class Shared:
     def __init__(self, engine: Engine, worker: Worker, flow: Flow) -> None:
         self.engine, self.worker, self.flow = engine, worker, flow
         self.op: PlainOp | None = None
+        self.action: Action | None = None
         self.batch, self.order, self.start_s = 0, 0, 0.0
         self.cause: Cause | None = None
         self.pieces: list[tuple[float, int]] = []
         """What is left of the op, last first: (share of it, the bucket that is ready then, or −1)."""
 
-    def start(self, op: PlainOp, batch: int) -> None:
+    def start(self, op: PlainOp, action: Action, batch: int) -> None:
         """Begins an op."""
         engine, worker = self.engine, self.worker
-        self.op, self.batch, self.order, self.start_s = op, batch, engine.next_order(), engine.now_s
+        self.op, self.action, self.batch = op, action, batch
+        self.order, self.start_s = engine.next_order(), engine.now_s
         self.cause, worker.cause = worker.cause, None
         self.pieces = pieces(op[READY])[::-1]
         self.next_piece()
@@ -47,15 +50,16 @@ class Shared:
 
     def go_on(self) -> None:
         """A piece is over: its bucket is ready, and the next piece or the next op follows."""
-        engine, worker, op = self.engine, self.worker, self.op
+        engine, worker, op, action = self.engine, self.worker, self.op, self.action
         assert op is not None
+        assert action is not None
         _, bucket = self.pieces.pop()
         if bucket >= 0:
-            engine.bucket_ready(worker.number, op[ACTION].stage, self.batch, bucket)
+            engine.bucket_ready(worker.number, action.stage, self.batch, bucket)
         if self.pieces:
             self.next_piece()
             return
-        worker.done.append((op, self.batch, self.start_s, engine.now_s, self.cause, self.order))
+        worker.done.append((op, action, self.batch, self.start_s, engine.now_s, self.cause, self.order))
         if worker.chooser is not None:
             worker.chooser.busy_s = engine.now_s
         engine.at(engine.now_s, worker.go_on)

@@ -36,7 +36,7 @@ def batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
     done = [0.0] * num_batches
     for entries in log.plain_done:
-        for batch, stop_s in [(batch, stop_s) for op, batch, _, stop_s, _, _ in entries if op[CODE] == UPDATE]:
+        for batch, stop_s in [(batch, stop_s) for op, _, batch, _, stop_s, _, _ in entries if op[CODE] == UPDATE]:
             done[batch] = max(done[batch], stop_s)
     return done
 
