@@ -239,7 +239,7 @@ class Engine:
                         self.occupy(worker, op, action, batch)
                         yield
         worker.is_over = True
-        yield
+        yield  # and is never asked to go on: an end would raise StopIteration among the events
 
     def has_rows(self, worker: Worker, action: Action, batch: int, key: int) -> bool:
         """Whether all receipts of a slot have landed; if not, the worker waits for them."""
