@@ -9,9 +9,10 @@ The second asks the estimate itself, so a plan that it returns is priced as exac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,13 @@ class Candidate:
     setting: Setting
 
 
+class Way(NamedTuple):
+    """For (devices used, cut) the replicas of the stage that begins there, and the place of the cut where it ends."""
+
+    size: np.ndarray
+    next_cut: np.ndarray
+
+
 def thin_cuts(costs: Costs, cuts: Sequence[int], most: int) -> tuple[int, ...]:
     """At most so many cuts: the compute is divided evenly, and each piece keeps its cut with the least to carry."""
     if len(cuts) <= most:
@@ -64,9 +72,9 @@ def balanced(
     best = np.full((count + 1, points), np.inf)
     best[:, points - 1] = 0.0
     found: list[Candidate] = []
-    ways: list[dict[tuple[int, int], tuple[int, int]]] = []
+    ways: list[Way] = []
     for _ in range(min(MAX_STAGES, count, points - 1)):
-        best, way = _one_more(best, tables, count, points)
+        best, way = _one_more(best, tables)
         ways.append(way)
         used = int(np.argmin(best[:, 0]))
         if np.isfinite(best[used, 0]):
@@ -74,34 +82,27 @@ def balanced(
     return found
 
 
-def _one_more(
-    best: np.ndarray, tables: dict[tuple[int, int], np.ndarray], count: int, points: int
-) -> tuple[np.ndarray, dict[tuple[int, int], tuple[int, int]]]:
-    """The best with one stage more in front, and how: (devices used, cut) → (replicas, next cut)."""
-    fresh = np.full_like(best, np.inf)
-    way: dict[tuple[int, int], tuple[int, int]] = {}
-    rows = np.arange(points)
+def _one_more(best: np.ndarray, tables: Mapping[tuple[int, int], np.ndarray]) -> tuple[np.ndarray, Way]:
+    """The best with one stage more in front, and how it comes about."""
+    fresh, way = np.full_like(best, np.inf), Way(np.zeros(best.shape, dtype=int), np.zeros(best.shape, dtype=int))
+    rows, total = np.arange(best.shape[1]), np.empty((best.shape[1],) * 2)
     for (stop, size), table in tables.items():
-        used = count - stop
-        total = np.maximum(table, best[used][None, :])
+        used = len(best) - 1 - stop
+        if not np.isfinite(best[used]).any():
+            continue
+        np.maximum(table, best[used], out=total)
         place = total.argmin(axis=1)
         seconds = total[rows, place]
-        for cut in np.flatnonzero(seconds < fresh[used + size]):
-            fresh[used + size, cut] = seconds[cut]
-            way[used + size, int(cut)] = (size, int(place[cut]))
+        better = seconds < fresh[used + size]
+        for known, found in ((fresh, seconds), (way.size, size), (way.next_cut, place)):
+            np.copyto(known[used + size], found, where=better)
     return fresh, way
 
 
-def _trace(
-    ways: Sequence[dict[tuple[int, int], tuple[int, int]]],
-    used: int,
-    cuts: Sequence[int],
-    order: Devices,
-    setting: Setting,
-) -> Candidate:
+def _trace(ways: Sequence[Way], used: int, cuts: Sequence[int], order: Devices, setting: Setting) -> Candidate:
     edges, groups, cut = [0], [], 0
     for way in reversed(ways):
-        size, cut = way[used, cut]
+        size, cut = int(way.size[used, cut]), int(way.next_cut[used, cut])
         first = len(order) - used
         groups.append(tuple(sorted(order[first : first + size])))
         edges.append(cuts[cut])
