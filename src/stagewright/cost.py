@@ -354,6 +354,7 @@ class Costs:
         self._buffers = _sums([layer.buffer_bytes for layer in layers])
         self._saved = _sums([layer.saved_bytes for layer in layers])
         self._rows: dict[float, RowSums] = {}
+        self._buckets: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._workspaces: dict[tuple[int, int], float] = {}
 
     # seconds
@@ -408,14 +409,21 @@ class Costs:
             layers    conv1 conv2 │ fc1        backward runs from right to left
             buckets   └──── 1 ────┴─┘└── 0 ──┘  bucket 1 waits for conv1, bucket 0 for fc1
         """
-        total_bytes = self.parameter_bytes(first, last)
-        total_s = self.backward_s(first, last, rows)
-        if not total_bytes or total_s <= 0:
+        sums = self.row_sums(rows).backward
+        total_s, end_s = sums[last] - sums[first], sums[last]
+        if not self.parameter_bytes(first, last) or total_s <= 0:
             return (1.0,) * num_buckets
-        ends = [self._parameters[last] - total_bytes * (number + 1) / num_buckets for number in range(num_buckets)]
-        # The bucket's last byte lies in the layer whose parameters begin at or before it.
-        lows = [min(max(bisect_left(self._parameters, end + 1e-6) - 1, first), last - 1) for end in ends]
-        return tuple(self.backward_s(low, last, rows) / total_s for low in lows)
+        return tuple([(end_s - sums[low]) / total_s for low in self._bucket_layers(first, last, num_buckets)])
+
+    def _bucket_layers(self, first: int, last: int, num_buckets: int) -> tuple[int, ...]:
+        """For each bucket the layer in which its last byte lies: its parameters begin at or before it."""
+        key = (first, last, num_buckets)
+        if key not in self._buckets:
+            size = self.parameter_bytes(first, last)
+            ends = [self._parameters[last] - size * (number + 1) / num_buckets for number in range(num_buckets)]
+            lows = (min(max(bisect_left(self._parameters, end + 1e-6) - 1, first), last - 1) for end in ends)
+            self._buckets[key] = tuple(lows)
+        return self._buckets[key]
 
     # wires
 

@@ -38,10 +38,6 @@ class Part(NamedTuple):
     peak_bytes: int
     """On the device that is fullest against its memory."""
 
-    @property
-    def turn_s(self) -> float:
-        return self.forward_s + self.backward_s
-
 
 class Crossing(NamedTuple):
     """One boundary's seconds, in one direction: of a microbatch, and of the whole batch."""
@@ -79,6 +75,8 @@ class Estimator:
         self.shortage: Shortage | None = None
         """The stage that came closest to fitting of those that did not."""
         self._parts: dict[tuple[int, int, tuple[DeviceId, ...], int, int], Part | None] = {}
+        self._alike: dict[tuple[int, int, tuple[DeviceId, ...], int, int], Part | None] = {}
+        """The same by looks, held microbatches and versions: all that a part depends on."""
         self._groups: dict[tuple[DeviceId, ...], Group] = {}
         self._flushed: dict[int, bool] = {}
         self._wires: dict[tuple[tuple[DeviceId, ...], tuple[DeviceId, ...]], tuple[float, float, float]] = {}
@@ -91,16 +89,22 @@ class Estimator:
         """A stage with its default buckets and row weights, recomputing where it must; None where it does not fit."""
         key = (first, last, devices, later, later_replicas)
         if key not in self._parts:
-            self._parts[key] = self._fitting(*key)
+            self._parts[key] = self._like_its_twins(*key)
         return self._parts[key]
 
-    def _fitting(
+    def _like_its_twins(
         self, first: int, last: int, devices: tuple[DeviceId, ...], later: int, later_replicas: int
     ) -> Part | None:
         versions = self.setting.versions(later)
         if versions is None:
             return None
         held = held_count(self.setting, len(devices), later, later_replicas, versions)
+        key = (first, last, self.twins.looks(devices), held, versions)
+        if key not in self._alike:
+            self._alike[key] = self._fitting(first, last, devices, held, versions)
+        return self._alike[key]
+
+    def _fitting(self, first: int, last: int, devices: tuple[DeviceId, ...], held: int, versions: int) -> Part | None:
         wish = self.setting.recompute
         for recompute in (False, True) if wish is None else (wish,):
             peak, short = self.fullest(first, last, devices, held, versions, recompute)
@@ -115,8 +119,7 @@ class Estimator:
     ) -> tuple[int, Shortage | None]:
         """The bytes on the device that is fullest against its memory, and whether they are too many."""
         worst = (0.0, 0, devices[0], 1)
-        for rows, id in self.group(devices).kinds:
-            device = self.costs.cluster.device(id)
+        for rows, id, device, _ in self.group(devices).kinds:
             need = self.costs.stage_bytes(
                 first,
                 last,
@@ -145,8 +148,7 @@ class Estimator:
         """The seconds of a stage."""
         group = self.group(devices)
         forward = backward = 0.0
-        for rows, id in group.kinds:
-            speed = self.costs.speed(id)
+        for rows, _, _, speed in group.kinds:
             forward = max(forward, self.costs.forward_s(first, last, rows, speed))
             backward = max(backward, self.costs.backward_s(first, last, rows, speed, recompute=recompute))
         reduce_s = self.reduce_s(first, last, devices, buckets)
@@ -164,9 +166,10 @@ class Estimator:
 
     def group(self, devices: tuple[DeviceId, ...], weights: tuple[float, ...] | None = None) -> Group:
         """How a microbatch falls on some devices; weights, once given, stay."""
-        if devices not in self._groups or weights is not None:
-            self._groups[devices] = make_group(self.costs, self.setting, devices, weights)
-        return self._groups[devices]
+        found = self._groups.get(devices) if weights is None else None
+        if found is None:
+            found = self._groups[devices] = make_group(self.costs, self.setting, devices, weights)
+        return found
 
     def reduce_s(self, first: int, last: int, devices: tuple[DeviceId, ...], buckets: int | None = None) -> float:
         """The stage's all-reduce, alone on the wires; devices that are wired alike stand for one another."""
@@ -174,7 +177,7 @@ class Estimator:
             return 0.0
         size = self.costs.parameter_bytes(first, last)
         alike = self.twins.lowest(devices)
-        return self.costs.reduce_s(size, alike, buckets or num_buckets(size))
+        return self.shared.reduce_s(size, alike, buckets or num_buckets(size))
 
     def exposed_s(
         self, first: int, last: int, reduce_s: float, backward_s: float, group: Group, buckets: int | None
@@ -187,9 +190,9 @@ class Estimator:
         if reduce_s <= 0:
             return 0.0
         count = buckets or num_buckets(self.costs.parameter_bytes(first, last))
-        now = 0.0
-        for share in self.costs.ready_shares(first, last, group.kinds[0][0], count):
-            now = max(now, share * backward_s) + reduce_s / count
+        now, bucket_s = 0.0, reduce_s / count
+        for share in self.costs.ready_shares(first, last, group.kinds[0].rows, count):
+            now = max(now, share * backward_s) + bucket_s
         return max(0.0, now - backward_s)
 
     # boundaries
@@ -217,13 +220,15 @@ class Estimator:
 
     def extend(self, label: Label, crossing: Crossing, part: Part) -> Label:
         """The label with one stage more in front."""
-        own = part.exposed_s + part.update_s
-        pass_s = part.turn_s + 2 * crossing.one_s + label.pass_s
-        rest_s = max(label.rest_s, part.busy_s - part.turn_s, crossing.all_s - crossing.one_s)
-        tail_s = max(own, label.tail_s - part.backward_s - crossing.one_s)
-        steady = part.busy_s + part.update_s + (part.exposed_s if part.versions == 1 else 0.0)
-        round_s = (pass_s + rest_s + own) / self.depth(part.versions)
-        bound_s = max(label.bound_s, steady, part.reduce_s, crossing.all_s, round_s)
+        forward_s, backward_s, busy_s, reduce_s, exposed_s, update_s, versions, _, _ = part
+        one_s, all_s = crossing
+        own, turn_s = exposed_s + update_s, forward_s + backward_s
+        pass_s = turn_s + 2 * one_s + label.pass_s
+        rest_s = max(label.rest_s, busy_s - turn_s, all_s - one_s)
+        tail_s = max(own, label.tail_s - backward_s - one_s)
+        steady = busy_s + update_s + (exposed_s if versions == 1 else 0.0)
+        round_s = (pass_s + rest_s + own) / self.depth(versions)
+        bound_s = max(label.bound_s, steady, reduce_s, all_s, round_s)
         return Label(pass_s, rest_s, tail_s, bound_s)
 
     def depth(self, versions: int) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
-from stagewright.cluster import DeviceId
+from stagewright.cluster import Device, DeviceId
 from stagewright.cost import Costs
 from stagewright.plan import Policy, Route, parse_staleness, split_edges
 
@@ -46,12 +48,22 @@ class Setting:
         return all(self.versions(later) == 1 for later in range(num_stages))
 
 
+class Kind(NamedTuple):
+    """So many rows on devices like this one."""
+
+    rows: int
+    id: DeviceId
+    device: Device
+    speed: float
+    """While all others compute as well."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """How a microbatch falls on some devices."""
 
-    kinds: tuple[tuple[int, DeviceId], ...]
-    """The distinct (rows, device) pairs, the most rows first; devices without rows are left out."""
+    kinds: tuple[Kind, ...]
+    """The distinct ones, the most rows first; devices without rows are left out."""
     edges: tuple[float, ...]
     """Where the rows are cut, as shares of a microbatch."""
     microbatches: int
@@ -72,13 +84,14 @@ def make_group(
         cut = split_edges(setting.rows, weights)
         rows = [high - low for low, high in zip(cut, cut[1:])]
         share = setting.num_microbatches
-    kinds: dict[tuple[int, object], tuple[int, DeviceId]] = {}
+    kinds: dict[tuple[int, Device], DeviceId] = {}
     for count, id in zip(rows, devices):
         if count:
-            kinds.setdefault((count, costs.cluster.device(id)), (count, id))
+            kinds.setdefault((count, costs.cluster.device(id)), id)
+    found = [Kind(count, id, device, costs.speed(id)) for (count, device), id in kinds.items()]
     total = sum(weights)
-    edges = tuple(sum(weights[:number]) / total for number in range(len(weights) + 1))
-    ordered = tuple(sorted(kinds.values(), key=lambda kind: (-kind[0], kind[1])))
+    edges = tuple(passed / total for passed in accumulate(weights, initial=0))
+    ordered = tuple(sorted(found, key=lambda kind: (-kind.rows, kind.id)))
     return Group(kinds=ordered, edges=edges, microbatches=share, slowest=min(speeds))
 
 
@@ -89,6 +102,14 @@ class Shared:
         self.costs = costs
         self.twins = Twins(costs)
         self._rates: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._reductions: dict[tuple[int, tuple[DeviceId, ...], int], float] = {}
+
+    def reduce_s(self, num_bytes: int, devices: tuple[DeviceId, ...], num_buckets: int) -> float:
+        """An all-reduce, alone on the wires."""
+        key = (num_bytes, devices, num_buckets)
+        if key not in self._reductions:
+            self._reductions[key] = self.costs.reduce_s(*key)
+        return self._reductions[key]
 
     def split_rates(
         self, sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...], left: Group, right: Group
@@ -138,6 +159,13 @@ class Twins:
     def __init__(self, costs: Costs) -> None:
         self.of = find_twins(costs)
         self._found: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
+        self._looks: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
+
+    def looks(self, devices: tuple[DeviceId, ...]) -> tuple[DeviceId, ...]:
+        """The first twin of each device: equal for groups that take as long for anything."""
+        if devices not in self._looks:
+            self._looks[devices] = tuple(self.of[id][0] for id in devices)
+        return self._looks[devices]
 
     def lowest(self, devices: tuple[DeviceId, ...]) -> tuple[DeviceId, ...]:
         """The group that is wired alike and has the lowest numbers."""

@@ -10,14 +10,13 @@ The second asks the estimate itself, so a plan that it returns is priced as exac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.cost import Costs
-from stagewright.planning.estimate import Estimator
+from stagewright.planning.estimate import Crossing, Estimator, Label
 from stagewright.planning.exact import Leaders, Placed
 from stagewright.planning.groups import Setting
 from stagewright.planning.spaces import Devices
@@ -32,8 +31,7 @@ StageTable = Callable[[Estimator, Sequence[int], Devices, Devices], np.ndarray]
 """(estimator, cuts, a stage's devices, the device after them) → seconds from each cut to each later one."""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Cuts, the devices between them, and a setting."""
 
     edges: tuple[int, ...]
@@ -133,8 +131,8 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
     costs, setting, group = estimator.costs, estimator.setting, estimator.group(devices)
     picked = np.asarray(cuts)
     forward, backward = np.zeros((len(cuts),) * 2), np.zeros((len(cuts),) * 2)
-    for rows, id in group.kinds:
-        sums, speed = costs.row_sums(rows), costs.speed(id)
+    for rows, _, _, speed in group.kinds:
+        sums = costs.row_sums(rows)
         forward = np.maximum(forward, _between(np.asarray(sums.forward)[picked]) / speed)
         backward = np.maximum(backward, _between(np.asarray(sums.backward)[picked]) / speed)
     seconds = group.microbatches * (forward + backward)
@@ -169,27 +167,60 @@ def _between(sums: np.ndarray) -> np.ndarray:
     return np.asarray(sums[None, :] - sums[:, None])
 
 
-def price(
-    candidate: Candidate, estimator: Estimator, below: float = float("inf")
-) -> tuple[float, tuple[Placed, ...]] | None:
-    """The estimate of a candidate; None where it does not fit, or is not below a given time."""
-    placed: tuple[Placed, ...] = ()
-    label, replicas, total = None, 0, 0.0
-    for number in reversed(range(len(candidate.groups))):
+class Tail(NamedTuple):
+    """The last stages of a candidate, priced."""
+
+    label: Label
+    stages: tuple[Placed, ...]
+    replicas: int
+    step_s: float
+    """What a step of these stages would take."""
+    most_s: float
+    """The largest `step_s` of these stages and of fewer of them."""
+
+
+NO_CROSSING = Crossing(0.0, 0.0)
+NO_STAGES = Tail(Label(0.0, 0.0, 0.0, 0.0), (), 0, 0.0, 0.0)
+
+
+def tails(candidate: Candidate, estimator: Estimator, tail: Tail = NO_STAGES) -> Iterator[Tail]:
+    """A candidate's stages priced after those of a tail, one more at a time; it ends before one that does not fit."""
+    for number in reversed(range(len(candidate.groups) - len(tail.stages))):
         first, last, devices = candidate.edges[number], candidate.edges[number + 1], candidate.groups[number]
-        part = estimator.part(first, last, devices, len(placed), replicas)
+        later = len(tail.stages)
+        part = estimator.part(first, last, devices, later, tail.replicas)
         if part is None:
+            return
+        between = estimator.crossing(last, devices, tail.stages[0].devices) if later else NO_CROSSING
+        label = estimator.extend(tail.label, between, part)
+        stages = (Placed(first, last, devices, part.recompute), *tail.stages)
+        step_s = estimator.total(label, later + 1)
+        tail = Tail(label, stages, tail.replicas + len(devices), step_s, max(tail.most_s, step_s))
+        yield tail
+
+
+def price(
+    candidate: Candidate, estimator: Estimator, below: float = float("inf"), tail: Tail = NO_STAGES
+) -> tuple[float, tuple[Placed, ...]] | None:
+    """The estimate of a candidate whose last stages may be priced; None where it does not fit, or is not below."""
+    if tail.most_s >= below:
+        return None
+    for tail in tails(candidate, estimator, tail):
+        if tail.step_s >= below:
             return None
-        if label is None:
-            label = estimator.begin(part)
-        else:
-            label = estimator.extend(label, estimator.crossing(last, devices, placed[0].devices), part)
-        placed = (Placed(first, last, devices, part.recompute), *placed)
-        replicas += len(devices)
-        total = estimator.total(label, len(placed))
-        if total >= below:
-            return None
-    return total, placed
+    return (tail.step_s, tail.stages) if len(tail.stages) == len(candidate.groups) else None
+
+
+def shared_tail(other: Candidate, here: Candidate, priced: Sequence[Tail]) -> Tail:
+    """The longest tail of a candidate that another one has as well."""
+    found = NO_STAGES
+    for same, tail in enumerate(priced if other.setting is here.setting else (), start=1):
+        if same > len(other.groups) or other.groups[-same] != here.groups[-same]:
+            break
+        if other.edges[-1 - same] != here.edges[-1 - same]:
+            break
+        found = tail
+    return found
 
 
 def improve(
@@ -203,10 +234,12 @@ def improve(
         leaders.offer(*priced, estimators(here.setting))
     for _ in range(MAX_ROUNDS):
         best: Candidate | None = None
+        known = tuple(tails(here, estimators(here.setting)))
         for other in neighbours(here, cuts, settings):
-            found = price(other, estimators(other.setting), now * (1 - 1e-9))
+            estimator = estimators(other.setting)
+            found = price(other, estimator, now * (1 - 1e-9), shared_tail(other, here, known))
             if found is not None:
-                leaders.offer(*found, estimators(other.setting))
+                leaders.offer(*found, estimator)
                 now, best = found[0], other
         if best is None:
             return
@@ -223,18 +256,18 @@ def neighbours(here: Candidate, cuts: Sequence[int], settings: Sequence[Setting]
 
 def slide(here: Candidate, estimator: Estimator, cuts: Sequence[int], leaders: Leaders) -> None:
     """Tries every place of every cut between its neighbours, one cut after the other, while the estimate falls."""
-    priced = price(here, estimator)
-    now = priced[0] if priced else float("inf")
+    known = tuple(tails(here, estimator))
+    now = known[-1].step_s if len(known) == len(here.groups) else float("inf")
     before = float("inf")
     while now < before:
         before = now
         for number in range(1, len(here.edges) - 1):
             for cut in cuts:
                 if here.edges[number - 1] < cut < here.edges[number + 1]:
-                    other = replace(here, edges=(*here.edges[:number], cut, *here.edges[number + 1 :]))
-                    found = price(other, estimator, now * (1 - 1e-9))
+                    other = here._replace(edges=(*here.edges[:number], cut, *here.edges[number + 1 :]))
+                    found = price(other, estimator, now * (1 - 1e-9), shared_tail(other, here, known))
                     if found is not None:
-                        now, here = found[0], other
+                        now, here, known = found[0], other, tuple(tails(other, estimator))
                         leaders.offer(*found, estimator)
 
 
@@ -247,7 +280,7 @@ def _moved_cuts(here: Candidate, cuts: Sequence[int]) -> Iterator[Candidate]:
             if 0 < at + move < len(cuts) - 1:
                 edges = (*here.edges[:number], cuts[at + move], *here.edges[number + 1 :])
                 if all(low < high for low, high in pairwise(edges)):
-                    yield replace(here, edges=edges)
+                    yield here._replace(edges=edges)
 
 
 def _moved_devices(here: Candidate) -> Iterator[Candidate]:
@@ -261,7 +294,7 @@ def _moved_devices(here: Candidate) -> Iterator[Candidate]:
                 pairs.append(((*left, *right[:few]), right[few:]))
         for pair in pairs:
             tidy = tuple(tuple(sorted(group)) for group in pair)
-            yield replace(here, groups=(*here.groups[:number], *tidy, *here.groups[number + 2 :]))
+            yield here._replace(groups=(*here.groups[:number], *tidy, *here.groups[number + 2 :]))
 
 
 def _joined(here: Candidate) -> Iterator[Candidate]:
@@ -274,4 +307,4 @@ def _joined(here: Candidate) -> Iterator[Candidate]:
 def _other_settings(here: Candidate, settings: Sequence[Setting]) -> Iterator[Candidate]:
     for setting in settings:
         if setting != here.setting and setting.staleness == here.setting.staleness:
-            yield replace(here, setting=setting)
+            yield here._replace(setting=setting)
