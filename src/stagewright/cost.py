@@ -324,9 +324,20 @@ class Wires:
             loads.update(self.path(source, target))
         return -min(self.rates[link] / load for link, load in loads.items()), sum(loads.values())
 
+    def _best_ring_score(self, devices: Sequence[DeviceId]) -> tuple[float, int]:
+        """What no ring can be better than: each device sends to the nearest, over links that are all its own."""
+        rates, hops = [], 0
+        for source in devices:
+            paths = [self.path(source, target) for target in devices if target != source]
+            rates.append(max(min((self.rates[link] for link in path), default=math.inf) for path in paths))
+            hops += min(map(len, paths))
+        return -min(rates), hops
+
     def _two_opt(self, order: Sequence[DeviceId]) -> tuple[DeviceId, ...]:
         """The order after turning round every stretch that makes the ring faster, or shorter at the same rate."""
         best, score = tuple(order), self._ring_score(order)
+        if score <= self._best_ring_score(order):
+            return best
         pairs = [(low, high) for low in range(1, len(best)) for high in range(low + 2, len(best) + 1)]
         better = True
         while better:
@@ -355,7 +366,7 @@ class Costs:
         self._saved = _sums([layer.saved_bytes for layer in layers])
         self._rows: dict[float, RowSums] = {}
         self._buckets: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        self._workspaces: dict[tuple[int, int], float] = {}
+        self._workspaces = [layer.workspace_bytes for layer in layers]
 
     # seconds
 
@@ -452,10 +463,7 @@ class Costs:
 
     def workspace_bytes(self, first: int, last: int) -> float:
         """Bytes a row that come and go: those of the layer that needs most."""
-        key = (first, last)
-        if key not in self._workspaces:
-            self._workspaces[key] = max((layer.workspace_bytes for layer in self.profile.layers[first:last]), default=0)
-        return self._workspaces[key]
+        return max(self._workspaces[first:last], default=0)
 
     def stage_bytes(
         self,

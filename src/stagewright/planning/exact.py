@@ -16,6 +16,9 @@ from stagewright.planning.estimate import Crossing, Estimator, Label, Part
 from stagewright.planning.spaces import Devices, Space
 
 
+Shape = tuple[tuple[int, int], ...]
+
+
 class Placed(NamedTuple):
     """A stage: its layers, its devices, and whether it recomputes."""
 
@@ -38,9 +41,14 @@ class Leaders:
         """What the best plan takes."""
         return self.found[0][0] if self.found else float("inf")
 
+    def limit_s(self, shape: Shape) -> float:
+        """What a plan of this shape must be faster than to be kept."""
+        known = [step_s for step_s, stages, _ in self.found if shape_of(stages) == shape]
+        last = self.found[-1][0] if len(self.found) >= self.most else float("inf")
+        return min(known[0], last) if known else last
+
     def offer(self, step_s: float, stages: tuple[Placed, ...], estimator: Estimator) -> None:
         """Keeps a plan if it is among the best; of plans with equal shape only the best."""
-        self.looked_at += 1
         if len(self.found) >= self.most and step_s >= self.found[-1][0]:
             return
         shape = shape_of(stages)
@@ -55,7 +63,7 @@ class Leaders:
         del self.found[self.most :]
 
 
-def shape_of(stages: Sequence[Placed]) -> tuple[tuple[int, int], ...]:
+def shape_of(stages: Sequence[Placed]) -> Shape:
     """Where a plan is cut and how many replicas each stage has."""
     return tuple((stage.first, len(stage.devices)) for stage in stages)
 
@@ -115,6 +123,7 @@ def _grow(
             if first:
                 _add(table[first].setdefault((used, devices, later + 1), []), grown)
             elif space.is_done(used):
+                leaders.looked_at += 1
                 leaders.offer(estimator.total(label, later + 1), grown.stages, estimator)
 
 

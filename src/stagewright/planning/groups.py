@@ -75,7 +75,8 @@ def make_group(
     costs: Costs, setting: Setting, devices: tuple[DeviceId, ...], weights: tuple[float, ...] | None = None
 ) -> Group:
     """The group of some devices; rows go with speed where no weights are given."""
-    speeds = tuple(costs.cluster.device(id).speed for id in devices)
+    found = [costs.cluster.device(id) for id in devices]
+    speeds = tuple([device.speed for device in found])
     weights = weights or speeds
     if setting.route == "rotate":
         rows: list[int] = [setting.rows] * len(devices)
@@ -85,14 +86,14 @@ def make_group(
         rows = [high - low for low, high in zip(cut, cut[1:])]
         share = setting.num_microbatches
     kinds: dict[tuple[int, Device], DeviceId] = {}
-    for count, id in zip(rows, devices):
+    for count, id, device in zip(rows, devices, found):
         if count:
-            kinds.setdefault((count, costs.cluster.device(id)), id)
-    found = [Kind(count, id, device, costs.speed(id)) for (count, device), id in kinds.items()]
+            kinds.setdefault((count, device), id)
+    ordered = sorted(kinds.items(), key=lambda kind: (-kind[0][0], kind[1]))
     total = sum(weights)
-    edges = tuple(passed / total for passed in accumulate(weights, initial=0))
-    ordered = tuple(sorted(found, key=lambda kind: (-kind.rows, kind.id)))
-    return Group(kinds=ordered, edges=edges, microbatches=share, slowest=min(speeds))
+    edges = tuple([passed / total for passed in accumulate(weights, initial=0)])
+    distinct = tuple(Kind(count, id, device, costs.speed(id)) for (count, device), id in ordered)
+    return Group(kinds=distinct, edges=edges, microbatches=share, slowest=min(speeds))
 
 
 class Shared:

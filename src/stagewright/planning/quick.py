@@ -10,6 +10,7 @@ The second asks the estimate itself, so a plan that it returns is priced as exac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from stagewright.cost import Costs
 from stagewright.planning.estimate import Crossing, Estimator, Label
-from stagewright.planning.exact import Leaders, Placed
+from stagewright.planning.exact import Leaders, Placed, Shape
 from stagewright.planning.groups import Setting
 from stagewright.planning.spaces import Devices
 
@@ -38,12 +39,10 @@ class Candidate(NamedTuple):
     groups: tuple[Devices, ...]
     setting: Setting
 
-
-class Way(NamedTuple):
-    """For (devices used, cut) the replicas of the stage that begins there, and the place of the cut where it ends."""
-
-    size: np.ndarray
-    next_cut: np.ndarray
+    @property
+    def shape(self) -> Shape:
+        """Where it is cut and how many replicas each stage has."""
+        return tuple((first, len(devices)) for first, devices in zip(self.edges, self.groups))
 
 
 def thin_cuts(costs: Costs, cuts: Sequence[int], most: int) -> tuple[int, ...]:
@@ -70,7 +69,7 @@ def balanced(
     best = np.full((count + 1, points), np.inf)
     best[:, points - 1] = 0.0
     found: list[Candidate] = []
-    ways: list[Way] = []
+    ways: list[np.ndarray] = []
     for _ in range(min(MAX_STAGES, count, points - 1)):
         best, way = _one_more(best, tables)
         ways.append(way)
@@ -80,27 +79,28 @@ def balanced(
     return found
 
 
-def _one_more(best: np.ndarray, tables: Mapping[tuple[int, int], np.ndarray]) -> tuple[np.ndarray, Way]:
-    """The best with one stage more in front, and how it comes about."""
-    fresh, way = np.full_like(best, np.inf), Way(np.zeros(best.shape, dtype=int), np.zeros(best.shape, dtype=int))
-    rows, total = np.arange(best.shape[1]), np.empty((best.shape[1],) * 2)
+def _one_more(best: np.ndarray, tables: Mapping[tuple[int, int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The best with one stage more in front, and how: by (devices used, cut) replicas · points + next cut."""
+    points = best.shape[1]
+    fresh, way = np.full_like(best, np.inf), np.zeros(best.shape, dtype=int)
+    starts, total = np.arange(points) * points, np.empty((points, points))
+    possible = np.isfinite(best).any(axis=1)
     for (stop, size), table in tables.items():
         used = len(best) - 1 - stop
-        if not np.isfinite(best[used]).any():
-            continue
-        np.maximum(table, best[used], out=total)
-        place = total.argmin(axis=1)
-        seconds = total[rows, place]
-        better = seconds < fresh[used + size]
-        for known, found in ((fresh, seconds), (way.size, size), (way.next_cut, place)):
-            np.copyto(known[used + size], found, where=better)
+        if possible[used]:
+            np.maximum(table, best[used], out=total)
+            place = total.argmin(axis=1)
+            seconds = total.take(starts + place)
+            better = seconds < fresh[used + size]
+            np.copyto(fresh[used + size], seconds, where=better)
+            np.copyto(way[used + size], size * points + place, where=better)
     return fresh, way
 
 
-def _trace(ways: Sequence[Way], used: int, cuts: Sequence[int], order: Devices, setting: Setting) -> Candidate:
+def _trace(ways: Sequence[np.ndarray], used: int, cuts: Sequence[int], order: Devices, setting: Setting) -> Candidate:
     edges, groups, cut = [0], [], 0
     for way in reversed(ways):
-        size, cut = int(way.size[used, cut]), int(way.next_cut[used, cut])
+        size, cut = divmod(int(way[used, cut]), len(cuts))
         first = len(order) - used
         groups.append(tuple(sorted(order[first : first + size])))
         edges.append(cuts[cut])
@@ -129,12 +129,11 @@ def stage_tables(
 def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, after: Devices) -> np.ndarray:
     """Seconds a batch of a stage from each cut to each later one on some devices; infinite where there is no stage."""
     costs, setting, group = estimator.costs, estimator.setting, estimator.group(devices)
-    picked = np.asarray(cuts)
     forward, backward = np.zeros((len(cuts),) * 2), np.zeros((len(cuts),) * 2)
     for rows, _, _, speed in group.kinds:
         sums = costs.row_sums(rows)
-        forward = np.maximum(forward, _between(np.asarray(sums.forward)[picked]) / speed)
-        backward = np.maximum(backward, _between(np.asarray(sums.backward)[picked]) / speed)
+        forward = np.maximum(forward, _between(np.array([sums.forward[cut] for cut in cuts])) / speed)
+        backward = np.maximum(backward, _between(np.array([sums.backward[cut] for cut in cuts])) / speed)
     seconds = group.microbatches * (forward + backward)
     weights = _between(np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float))
     if len(devices) > 1:
@@ -144,8 +143,7 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
     if after:
         crossing = np.array([estimator.crossing(cut, devices, after).all_s for cut in cuts]) / 2
         seconds = np.maximum(seconds, crossing[None, :])
-    seconds[np.tril_indices(len(cuts))] = np.inf
-    return np.asarray(seconds)
+    return np.where(_is_stage(len(cuts)), seconds, np.inf)
 
 
 def pipedream_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, after: Devices) -> np.ndarray:
@@ -159,8 +157,13 @@ def pipedream_table(estimator: Estimator, cuts: Sequence[int], devices: Devices,
     crossing = 2 * batch * np.array([costs.crossings[cut] for cut in cuts]) / (rate * replicas)
     crossing[0] = crossing[-1] = 0.0
     seconds[1:] = np.maximum(seconds[1:], np.maximum(crossing[1:, None], crossing[None, :]))
-    seconds[np.tril_indices(len(cuts))] = np.inf
-    return np.asarray(seconds)
+    return np.where(_is_stage(len(cuts)), seconds, np.inf)
+
+
+@cache
+def _is_stage(points: int) -> np.ndarray:
+    """Whether a stage can begin at one cut and end at another."""
+    return np.tri(points, k=-1, dtype=bool).T
 
 
 def _between(sums: np.ndarray) -> np.ndarray:
@@ -237,6 +240,7 @@ def improve(
         known = tuple(tails(here, estimators(here.setting)))
         for other in neighbours(here, cuts, settings):
             estimator = estimators(other.setting)
+            leaders.looked_at += 1
             found = price(other, estimator, now * (1 - 1e-9), shared_tail(other, here, known))
             if found is not None:
                 leaders.offer(*found, estimator)
@@ -265,6 +269,7 @@ def slide(here: Candidate, estimator: Estimator, cuts: Sequence[int], leaders: L
             for cut in cuts:
                 if here.edges[number - 1] < cut < here.edges[number + 1]:
                     other = here._replace(edges=(*here.edges[:number], cut, *here.edges[number + 1 :]))
+                    leaders.looked_at += 1
                     found = price(other, estimator, now * (1 - 1e-9), shared_tail(other, here, known))
                     if found is not None:
                         now, here, known = found[0], other, tuple(tails(other, estimator))

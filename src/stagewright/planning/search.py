@@ -180,6 +180,7 @@ def _offer_start(start: Candidate, problem: Problem, starts: Leaders) -> None:
     for setting in problem.settings():
         if setting.staleness == start.setting.staleness:
             estimator = problem.estimator(setting)
-            priced = price(start, estimator)
+            starts.looked_at += 1
+            priced = price(start, estimator, starts.limit_s(start.shape))
             if priced is not None:
                 starts.offer(*priced, estimator)
