@@ -98,7 +98,7 @@ def test_rows_go_with_speed_on_mixed_devices() -> None:
 
 def test_staleness_hold_and_the_rest_reach_the_plan() -> None:
     options = PlanOptions(
-        batch=8, placement="0:0.0:1", staleness="ssp", hold=1, policy="gpipe", route="rotate", num_microbatches=4
+        batch=8, placement="0:0-1.0:2", staleness="ssp", hold=1, policy="gpipe", route="rotate", num_microbatches=4
     )
     plan = fixed_plan(TABLE, options)
     assert (plan.versions, plan.hold, plan.policy, plan.route, plan.num_microbatches) == (

@@ -195,12 +195,10 @@ def many_layers(count: int) -> Profile:
 
 
 @pytest.mark.slow
-def test_a_thousand_layers_on_64_devices_are_planned_within_10_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_layers_on_64_devices_are_planned() -> None:
+    """How fast: benchmarks/planner.py."""
     cluster = make_cluster(64, device=Device(kind="x", memory_bytes=80 * GIB))
     found = make_plan(many_layers(1000), cluster, PlanOptions(batch=512))
-    with capsys.disabled():
-        print(f"\n1,000 layers on 64 devices: {found.seconds:.1f} s, {shape(found.best.plan)[:40]} …")
-    assert found.seconds < 10
     assert found.data_parallel is not None
     assert found.best.step_s <= found.data_parallel.step_s
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import product
 
 import pytest
@@ -119,22 +118,9 @@ def test_any_costs_give_a_right_schedule(plan, seconds, staleness):
     carry_out(schedule, 3, meet=True)
 
 
-@pytest.mark.slow  # seconds: only on a machine that does nothing else
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(8,) * 8, (63, 1), (1,) * 64, (31, 33)])
 @pytest.mark.parametrize("route", ["split", "rotate"])
-def test_64_workers_and_512_microbatches_take_less_than_5_s(replicas, route):
-    """In seconds of this process, and with a second try, so that a busy machine does not count."""
-    plan = plan_of(replicas, 512, batch=512 * 64, route=route)
-    built, checked = seconds_to_build_and_check(plan)
-    if built + checked >= 5:
-        built, checked = seconds_to_build_and_check(plan)
-    print(f"\n{replicas[:2]}… {route}: built in {built:.2f} s, checked in {checked:.2f} s")
-    assert built + checked < 5
-
-
-def seconds_to_build_and_check(plan) -> tuple[float, float]:
-    start = time.process_time()
-    schedule = make_schedule(plan)
-    built = time.process_time()
-    check_schedule(schedule)
-    return built - start, time.process_time() - built
+def test_64_workers_and_512_microbatches_make_a_right_schedule(replicas, route):
+    """How fast: benchmarks/schedules.py."""
+    check_schedule(make_schedule(plan_of(replicas, 512, batch=512 * 64, route=route)))

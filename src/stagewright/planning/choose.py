@@ -11,6 +11,7 @@ from stagewright.plan import Plan, Policy, Stage
 from stagewright.planning.estimate import Estimator, Shortage, estimate
 from stagewright.planning.exact import Leaders, Placed
 from stagewright.planning.fixed import row_weights
+from stagewright.planning.normal import normal_form
 from stagewright.planning.problem import Problem
 from stagewright.planning.reasons import bytes_text
 from stagewright.record import Record
@@ -47,18 +48,17 @@ def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator)
     made = []
     for number, placed in enumerate(stages):
         parameters = costs.parameter_bytes(placed.first, placed.last)
-        buckets = problem.options.num_buckets or num_buckets(parameters)
         made.append(
             Stage(
                 layers=costs.profile.names[placed.first : placed.last],
                 devices=placed.devices,
                 versions=setting.versions(len(stages) - 1 - number) or 1,
                 recompute=placed.recompute,
-                num_buckets=buckets if len(placed.devices) > 1 else 1,
+                num_buckets=problem.options.num_buckets or num_buckets(parameters),
                 row_weights=row_weights(placed.devices, costs.cluster),
             )
         )
-    return Plan(
+    plan = Plan(
         model=costs.profile.model,
         stages=tuple(made),
         batch=setting.batch,
@@ -67,6 +67,7 @@ def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator)
         policy=setting.policy,
         hold=setting.hold,
     )
+    return normal_form(plan)
 
 
 def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choice | None) -> list[Choice]:
@@ -134,12 +135,10 @@ def _in_more_buckets(plan: Plan, problem: Problem, factors: Sequence[int] = (2, 
         return
     for times in factors:
         stages = (
-            replace(stage, num_buckets=min(stage.num_buckets * times, len(stage.layers)))
-            if len(stage.devices) > 1 and len(stage.layers) > stage.num_buckets
-            else stage
+            replace(stage, num_buckets=max(stage.num_buckets, min(stage.num_buckets * times, len(stage.layers))))
             for stage in plan.stages
         )
-        yield replace(plan, stages=tuple(stages))
+        yield normal_form(replace(plan, stages=tuple(stages)))
 
 
 def _variants(plan: Plan, problem: Problem) -> Iterator[Plan]:
@@ -149,7 +148,8 @@ def _variants(plan: Plan, problem: Problem) -> Iterator[Plan]:
     if plan.num_microbatches > 1:
         for route in problem.routes:
             if route != plan.route:
-                yield replace(plan, route=route)
+                other = normal_form(replace(plan, route=route))
+                yield from () if other == plan else (other,)
         for policy in OTHER_POLICIES if problem.options.policy is None else ():
             yield replace(plan, policy=policy)
 

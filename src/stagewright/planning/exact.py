@@ -15,7 +15,6 @@ from typing import NamedTuple
 from stagewright.planning.estimate import Crossing, Estimator, Label, Part
 from stagewright.planning.spaces import Devices, Space
 
-
 Shape = tuple[tuple[int, int], ...]
 
 

@@ -8,6 +8,7 @@ from stagewright.cluster import Cluster, DeviceId, parse_placement
 from stagewright.cost import num_buckets
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import Plan, Stage, parse_staleness
+from stagewright.planning.normal import normal_form
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.ratio import LayerTable, cut_by_names, cut_by_ratio, table_of
 from stagewright.profile import Profile
@@ -64,7 +65,7 @@ def assemble(
                 devices=devices,
                 versions=versions[number],
                 recompute=bool(options.recompute),
-                num_buckets=options.num_buckets or buckets_of(table.parameter_bytes[first:last], len(devices)),
+                num_buckets=options.num_buckets or num_buckets(sum(table.parameter_bytes[first:last])),
                 row_weights=row_weights(devices, cluster),
             )
         )
@@ -72,7 +73,7 @@ def assemble(
     microbatches = options.num_microbatches or 1
     if microbatches > rows:
         raise PlanError(f"--microbatches is {microbatches}, but the batch has {rows} rows", "use fewer microbatches")
-    return Plan(
+    plan = Plan(
         model=table.model,
         stages=tuple(stages),
         batch=rows,
@@ -82,11 +83,7 @@ def assemble(
         hold=options.hold,
         notes=tuple(notes),
     )
-
-
-def buckets_of(parameter_bytes: Sequence[int], num_replicas: int) -> int:
-    """How many pieces the gradients of these layers are reduced in, if they are reduced at all."""
-    return num_buckets(sum(parameter_bytes)) if num_replicas > 1 else 1
+    return normal_form(plan)
 
 
 def speed_of(id: DeviceId, cluster: Cluster | None) -> float:

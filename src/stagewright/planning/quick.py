@@ -203,12 +203,13 @@ def tails(candidate: Candidate, estimator: Estimator, tail: Tail = NO_STAGES) ->
 
 
 def price(
-    candidate: Candidate, estimator: Estimator, below: float = float("inf"), tail: Tail = NO_STAGES
+    candidate: Candidate, estimator: Estimator, below: float = float("inf"), known: Tail = NO_STAGES
 ) -> tuple[float, tuple[Placed, ...]] | None:
-    """The estimate of a candidate whose last stages may be priced; None where it does not fit, or is not below."""
-    if tail.most_s >= below:
+    """The estimate of a candidate whose last stages may be known; None where it does not fit, or is not below."""
+    if known.most_s >= below:
         return None
-    for tail in tails(candidate, estimator, tail):
+    tail = known
+    for tail in tails(candidate, estimator, known):
         if tail.step_s >= below:
             return None
     return (tail.step_s, tail.stages) if len(tail.stages) == len(candidate.groups) else None
