@@ -170,7 +170,7 @@ def planned_with_seed(hash_seed: int, folder: Path) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("runs", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_same_plan_whatever_the_hash_seed(runs: int, tmp_path: Path) -> None:
     draw = random.Random(5)
     random_profile(draw, 14).save(tmp_path / "profile.json")
