@@ -57,6 +57,17 @@ def test_two_stages_on_one_device_wait_for_one_another():
     assert order == ["F0.0", "F1.0", "B1.0", "B0.0", "F0.1", "F1.1", "B1.1", "B0.1"]
 
 
+def test_a_send_goes_out_although_the_window_of_what_it_sends_is_over():
+    groups = [range(4), range(1), range(4)]
+    stages = tuple(
+        Stage(layers=(f"l{n}",), devices=tuple(DeviceId(0, each) for each in group), versions=3 - n, num_buckets=2)
+        for n, group in enumerate(groups)
+    )
+    made = Plan(model="m", stages=stages, batch=24, num_microbatches=2, policy="dynamic", route="rotate", hold=2)
+    program, log = run(made, even_profile(3, output_bytes=1.0), num_batches=5)
+    assert len(log.moved) == sum(action.kind.value in ("SF", "SB") for order in program.orders for action in order) * 5
+
+
 @settings(max_examples=60, deadline=None)
 @given(settings_of_a_run(policies=("dynamic",)))
 def test_everything_runs_once_and_nothing_early(case):

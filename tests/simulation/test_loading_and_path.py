@@ -77,6 +77,7 @@ def test_an_agreement_makes_everyone_wait_for_the_slowest():
         ([5.0, 9.0, 12.0, 15.0, 18.0, 19.0], 1, 3.0, 9.0),
         ([1.0, 3.0, 4.0, 6.0, 7.0, 9.0, 10.0, 12.0], 0, 1.5, 1.0),
         ([7.0], 0, 7.0, 0.0),
+        ([7.0, 7.0], 0, 3.5, 0.0),
     ],
 )
 def test_start_up_and_drain_are_left_out_of_the_steps(done, drain, step_s, start_s):

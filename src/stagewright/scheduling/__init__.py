@@ -7,6 +7,7 @@
     rows_between(…), action_rows(…)             the rows of one transfer, of one action
 
 The files, in the order of the passes: routing; orders, timing (by rule) and greedy (by trying); lower; check, ideal.
+windows cuts an order for those who run it dynamically.
 Faces: drawing (over time, SVG), torch_csv, sketch (plans without a model).
 """
 

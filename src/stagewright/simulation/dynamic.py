@@ -1,31 +1,21 @@
-"""Dynamic orders: a worker runs whatever is ready, backward first, as `stagewright.runtime.dynamic` does.
-
-Each stage's forwards stay in their order, and so do its backwards; how the two interleave is decided while it runs,
-within the number of microbatches that the stage may hold. Reductions, agreements and updates stay where they are: what
-stands between two of them is one window.
-
-    order     F0 F1 F2 │ B0 F3 B1 B2 B3 │ G U          window: F0 … B3
-    dynamic   F0 F1 B0   F2 B1 F3 B2 B3   G U          because B0 came early and F2's rows late
-"""
+"""Dynamic orders: a worker runs whatever is ready, backward first, as `stagewright.runtime.dynamic` does."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from stagewright.schedule import Action, Kind
+from stagewright.schedule import Action
 from stagewright.scheduling import holds
+from stagewright.scheduling.windows import AHEAD, Key, Unit, windows
 from stagewright.simulation.program import (
     CHANNEL,
     CODE,
-    COMPUTES,
     DATA,
     FIRST_SLOT,
-    RECEIVE,
     SECONDS,
-    SEND,
     UPDATE,
     PlainOp,
 )
@@ -33,35 +23,16 @@ from stagewright.simulation.program import (
 if TYPE_CHECKING:
     from stagewright.simulation.engine import Engine, Worker
 
-AHEAD = 2
-"""How many units of a stream have their receipts issued, as in the runtime."""
-
 Placed = tuple[PlainOp, Action, int]
 """An op, its action and its batch."""
-Key = tuple[int, int, int, bool]
-"""(stage, batch, microbatch, whether forward)."""
-Streams = dict[tuple[int, bool], deque["Unit"]]
+Streams = dict[tuple[int, bool], deque[Unit[Placed]]]
 
 
-class Unit(NamedTuple):
-    """One compute op with the receipts it needs and the sendings it feeds."""
-
-    op: PlainOp
-    action: Action
-    batch: int
-    receives: list[Placed]
-    sends: list[Placed]
-
-    @property
-    def key(self) -> Key:
-        """What it is."""
-        return self.action.stage, self.batch, self.action.microbatch, self.action.kind is Kind.FORWARD
-
-    @property
-    def slot(self) -> int:
-        """What it waits for; −1: nothing."""
-        first = self.op[FIRST_SLOT]
-        return first + self.action.microbatch if first >= 0 else -1
+def slot_of(unit: Unit[Placed]) -> int:
+    """What a unit waits for; −1: nothing."""
+    op, action, _ = unit.compute
+    first = op[FIRST_SLOT]
+    return first + action.microbatch if first >= 0 else -1
 
 
 class Chooser:
@@ -71,12 +42,12 @@ class Chooser:
         self.engine, self.worker, self.plan = engine, worker, engine.program.plan
         self.limits = holds(self.plan)
         self.held = [0] * len(self.plan.stages)
-        self.windows = windows(self.unrolled())
+        self.windows = windows(self.unrolled(), lambda placed: placed[1:])
         self.streams: Streams = {}
         self.rest: deque[Placed] = deque()
         self.posted: set[Key] = set()
         self.finished: set[Key] = set()
-        self.current: Unit | None = None
+        self.current: Unit[Placed] | None = None
         self.busy_s = 0.0
 
     def unrolled(self) -> Iterator[Placed]:
@@ -113,13 +84,14 @@ class Chooser:
         found = next(self.windows, None)
         if found is None:
             return False
-        units, rest = found
-        self.rest = deque(rest)
-        for unit in units:
+        self.rest = deque(found.rest)
+        for placed in found.late:
+            self.engine.issue(*placed)
+        for unit in found.units.values():
             self.streams.setdefault((unit.key[0], unit.key[3]), deque()).append(unit)
         return True
 
-    def heads(self) -> Iterator[Unit]:
+    def heads(self) -> Iterator[Unit[Placed]]:
         """The first unit of each stream: backward first, and the latest stage first, which frees the most."""
         for key in sorted(self.streams, key=lambda key: (key[1], -key[0])):
             if self.streams[key]:
@@ -134,7 +106,7 @@ class Chooser:
                     for placed in unit.receives:
                         self.engine.issue(*placed)
 
-    def can_run(self, unit: Unit) -> bool:
+    def can_run(self, unit: Unit[Placed]) -> bool:
         """Whether a unit has its rows and, going forward, a place to hold them."""
         stage, batch, microbatch, is_forward = unit.key
         if is_forward and self.held[stage] >= self.limits[stage]:
@@ -144,11 +116,13 @@ class Chooser:
         near = (stage + (-1 if is_forward else 1), batch, microbatch, is_forward)
         if self.is_near(stage, near[0], microbatch) and near not in self.finished:
             return False
-        if unit.op[CHANNEL] == DATA:
-            return self.engine.loaded(self.worker, unit.action, batch)
-        slot = unit.slot + batch * self.engine.num_slots
+        op, action, _ = unit.compute
+        if op[CHANNEL] == DATA:
+            return self.engine.loaded(self.worker, action, batch)
+        own = slot_of(unit)
+        slot = own + batch * self.engine.num_slots
         landing_s, _ = self.engine.landing.get(slot, (0.0, 0))
-        return unit.slot < 0 or (slot not in self.engine.missing and landing_s <= self.engine.now_s)
+        return own < 0 or (slot not in self.engine.missing and landing_s <= self.engine.now_s)
 
     def is_near(self, stage: int, other: int, microbatch: int) -> bool:
         """Whether this worker itself makes rows in the other stage that it needs in this one."""
@@ -159,18 +133,19 @@ class Chooser:
         own = [(one.start, one.stop) for among, some in shares for one in some if among[one.replica] == number]
         return len(own) == 2 and max(own[0][0], own[1][0]) < min(own[0][1], own[1][1])
 
-    def start(self, unit: Unit) -> None:
+    def start(self, unit: Unit[Placed]) -> None:
         """Runs a unit that can run."""
         self.streams[unit.key[0], unit.key[3]].popleft()
         # An op that receives nothing has no slot; with its batch added, it would name another one's.
-        slot = unit.slot + unit.batch * self.engine.num_slots if unit.slot >= 0 else None
+        (op, _, batch), own = unit.compute, slot_of(unit)
+        slot = own + batch * self.engine.num_slots if own >= 0 else None
         landed = None if slot is None else self.engine.landing.pop(slot, None)
-        if unit.op[CHANNEL] != DATA:
+        if op[CHANNEL] != DATA:
             # It waited for rows only if they came after the device was free.
             self.worker.cause = ("transfer", landed[1]) if landed and landed[0] > self.busy_s else None
         self.held[unit.key[0]] += unit.key[3]
         self.current = unit
-        self.occupy(unit.op, unit.action, unit.batch)
+        self.occupy(*unit.compute)
 
     def occupy(self, op: PlainOp, action: Action, batch: int) -> None:
         """Keeps the device busy with an op."""
@@ -190,31 +165,4 @@ class Chooser:
     def head(self) -> tuple[Action, int]:
         """What it waits before, and of which batch."""
         rest = self.rest[0][1:] if self.rest else (self.worker.order[0], 0)
-        return next(((unit.action, unit.batch) for unit in self.heads()), rest)
-
-
-def windows(ops: Iterator[Placed]) -> Iterator[tuple[list[Unit], list[Placed]]]:
-    """The order cut at reductions, agreements and updates: units, then what ends the window."""
-    units: dict[Key, Unit] = {}
-    early: dict[Key, list[Placed]] = {}
-    rest: list[Placed] = []
-    for op, action, batch in ops:
-        code = op[CODE]
-        if code == COMPUTES:
-            if rest:
-                yield list(units.values()), rest
-                units, rest = {}, []
-            key = (action.stage, batch, action.microbatch, action.kind is Kind.FORWARD)
-            units[key] = Unit(op, action, batch, early.pop(key, []), [])
-        elif code == RECEIVE:
-            forward = action.kind is Kind.RECEIVE_FORWARD
-            # A receipt names the stage that made what is received; the one beside it uses that.
-            key = (action.stage + (1 if forward else -1), batch, action.microbatch, forward)
-            early.setdefault(key, []).append((op, action, batch))
-        elif code == SEND:
-            units[action.stage, batch, action.microbatch, action.kind is Kind.SEND_FORWARD].sends.append(
-                (op, action, batch)
-            )
-        else:
-            rest.append((op, action, batch))
-    yield list(units.values()), rest
+        return next((unit.compute[1:] for unit in self.heads()), rest)

@@ -47,8 +47,8 @@ def find_steady(done: Sequence[float], drain: int) -> Steady:
     done   │··5···│··4··│··3··│··3··│··3··│·1│      start-up 5 + 4, then steps of 3; the last one drains
     """
     last = max(len(done) - drain, min(len(done), 2))
-    if last < 2:
-        return Steady(0, 1, (done[0],), 0.0, done[0])
+    if last < 2 or done[last // 2 - 1] == done[last - 1]:  # too few to tell: stale batches may even end together
+        return Steady(0, last, (done[last - 1] / last,), 0.0, done[last - 1])
     period = next((n for n in range(1, MAX_PERIOD + 1) if repeats(done[:last], n)), None)
     if period is None:
         first = last // 2
