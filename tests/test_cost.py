@@ -17,8 +17,10 @@ from stagewright.cost import (
     crossings,
     interpolate,
     num_buckets,
+    num_folded,
     ring_s,
 )
+from stagewright.profile import LayerProfile
 from tests.simulation.cases import even_profile, layer, profile, star
 
 
@@ -47,6 +49,27 @@ def test_prefix_sums_are_sums(seconds, rows, data):
 def test_recomputing_adds_a_forward_to_backward():
     costs = Costs(even_profile(2), make_cluster(1))
     assert costs.backward_s(0, 2, 1, recompute=True) == pytest.approx(2 * (2.0 + 1.0))
+
+
+def test_a_linear_layer_folds_while_its_rows_take_half_of_its_weights():
+    # 10 s for the weights whatever the rows, half of it for their gradient; 20 bytes of rows for 100 of weights.
+    fixed = {"kind": "matmul", "saved_bytes": 1.0, "output_bytes": 1.0, "parameter_bytes": 100, "weight_share": 0.5}
+    wide = LayerProfile(name="l0", forward_s=(1.0, 1.0), backward_s=(10.0, 10.0), **fixed)
+    costs = Costs(replace(profile(layer("l0")), batch_sizes=(1, 64), layers=(wide,)), make_cluster(1))
+    assert costs.backward_s(0, 1, rows=10) == 10.0
+    assert costs.backward_s(0, 1, rows=10, folded=8) == pytest.approx(5.0 + 5.0 / 2)
+    assert costs.backward_s(0, 1, rows=5, folded=8) == pytest.approx(5.0 + 5.0 / 5)
+    assert costs.backward_s(0, 1, rows=5, folded=3) == pytest.approx(5.0 + 5.0 / 3)
+    assert costs.backward_s(0, 1, rows=40, folded=8) == 10.0
+    conv = replace(wide, kind="conv")
+    plain = Costs(replace(profile(layer("l0")), batch_sizes=(1, 64), layers=(conv,)), make_cluster(1))
+    assert plain.backward_s(0, 1, rows=5, folded=8) == 10.0
+
+
+def test_what_may_fold_is_what_one_replica_handles_whole():
+    assert num_folded("1f1b", "split", 8, 3) == 8
+    assert num_folded("1f1b", "rotate", 8, 3) == 3
+    assert num_folded("zero-bubble", "split", 8, 3) == 1
 
 
 def test_a_skip_connection_crosses_every_cut_that_it_spans():

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from stagewright.cluster import Cluster, Device, DeviceId
 from stagewright.plan import Plan, Policy, Route
-from stagewright.profile import Profile
+from stagewright.profile import LayerProfile, Profile
 
 BUCKET_BYTES = 16 << 20
 """Gradients are reduced in pieces of at most about this size, so that the first can start while backward still runs."""
@@ -37,6 +37,9 @@ STATE_COPIES = 1
 COPY_SHARE = 0.4
 """A copy of the weights against an SGD-with-momentum step: two passes over memory (read, write) against five
 (read weight, gradient and momentum, write weight and momentum)."""
+
+KEPT_SHARE = 0.5
+"""Of a linear layer's weights, what the rows that it keeps for later weight gradients may take beside them."""
 
 MAX_TWO_OPT = 16
 """Rings of more devices on one host are not improved: the search is cubic."""
@@ -97,6 +100,30 @@ def _last_readers(profile: Profile) -> list[int]:
             if source >= 0:
                 last[source] = number
     return last
+
+
+def num_folded(policy: Policy, route: Route, num_microbatches: int, num_replicas: int) -> int:
+    """How many microbatches a replica may fold into one weight gradient: all of a batch that it handles.
+
+    A backward in halves asks for the weights' half of each, so that nothing folds.
+    """
+    if policy == "zero-bubble":
+        return 1
+    return -(-num_microbatches // num_replicas) if route == "rotate" else num_microbatches
+
+
+def folded_backward_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
+    """Backward of a layer, a microbatch, where it makes the weight gradients of several microbatches at once.
+
+    It keeps their rows while these take no more than KEPT_SHARE of its weights.
+    """
+    whole = interpolate(profile.batch_sizes, layer.backward_s, rows)
+    kept = rows * (layer.saved_bytes + layer.output_bytes)
+    if layer.kind != "matmul" or num_microbatches == 1 or not kept:
+        return whole
+    count = max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept)))
+    together = interpolate(profile.batch_sizes, layer.backward_s, rows * count) / count
+    return whole + layer.weight_share * min(together - whole, 0.0)
 
 
 class RowSums(NamedTuple):
@@ -364,7 +391,7 @@ class Costs:
         self._parameters = _sums([layer.parameter_bytes for layer in layers])
         self._buffers = _sums([layer.buffer_bytes for layer in layers])
         self._saved = _sums([layer.saved_bytes for layer in layers])
-        self._rows: dict[float, RowSums] = {}
+        self._rows: dict[tuple[float, int], RowSums] = {}
         self._buckets: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._workspaces = [layer.workspace_bytes for layer in layers]
 
@@ -374,15 +401,15 @@ class Costs:
         """A device's speed while all others compute as well; only cores that hosts share make that differ."""
         return self.cluster.device(id).speed * self.wires.cores.crowded(id)
 
-    def row_sums(self, rows: float) -> RowSums:
+    def row_sums(self, rows: float, folded: int = 1) -> RowSums:
         """Sums of all layers' seconds at this number of rows, made at the first call."""
-        found = self._rows.get(rows)
+        found = self._rows.get((rows, folded))
         if found is None:
             sizes, layers = self.profile.batch_sizes, self.profile.layers
             forward = [interpolate(sizes, layer.forward_s, rows) for layer in layers]
-            backward = [interpolate(sizes, layer.backward_s, rows) for layer in layers]
+            backward = [folded_backward_s(self.profile, layer, rows, folded) for layer in layers]
             weight = [seconds * layer.weight_share for seconds, layer in zip(backward, layers)]
-            found = self._rows[rows] = RowSums(_sums(forward), _sums(backward), _sums(weight))
+            found = self._rows[rows, folded] = RowSums(_sums(forward), _sums(backward), _sums(weight))
         return found
 
     def forward_s(self, first: int, last: int, rows: float, speed: float = 1.0) -> float:
@@ -390,9 +417,11 @@ class Costs:
         sums = self.row_sums(rows).forward
         return (sums[last] - sums[first]) / speed
 
-    def backward_s(self, first: int, last: int, rows: float, speed: float = 1.0, *, recompute: bool = False) -> float:
-        """Backward, with forward once more before it where the stage recomputes."""
-        sums = self.row_sums(rows).backward
+    def backward_s(
+        self, first: int, last: int, rows: float, speed: float = 1.0, *, recompute: bool = False, folded: int = 1
+    ) -> float:
+        """Backward, with forward once more before it where the stage recomputes; `folded` is of `num_folded`."""
+        sums = self.row_sums(rows, folded).backward
         again = self.forward_s(first, last, rows, speed) if recompute else 0.0
         return (sums[last] - sums[first]) / speed + again
 

@@ -150,7 +150,8 @@ class Estimator:
         forward = backward = 0.0
         for rows, _, _, speed in group.kinds:
             forward = max(forward, self.costs.forward_s(first, last, rows, speed))
-            backward = max(backward, self.costs.backward_s(first, last, rows, speed, recompute=recompute))
+            own = self.costs.backward_s(first, last, rows, speed, recompute=recompute, folded=group.folded)
+            backward = max(backward, own)
         reduce_s = self.reduce_s(first, last, devices, buckets)
         return Part(
             forward_s=forward,

@@ -131,7 +131,7 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
     costs, setting, group = estimator.costs, estimator.setting, estimator.group(devices)
     forward, backward = np.zeros((len(cuts),) * 2), np.zeros((len(cuts),) * 2)
     for rows, _, _, speed in group.kinds:
-        sums = costs.row_sums(rows)
+        sums = costs.row_sums(rows, group.folded)
         forward = np.maximum(forward, _between(np.array([sums.forward[cut] for cut in cuts])) / speed)
         backward = np.maximum(backward, _between(np.array([sums.backward[cut] for cut in cuts])) / speed)
     seconds = group.microbatches * (forward + backward)

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LARGEST_SHARE = 0.5
-"""Of a layer's weights, what the rows that it keeps may take beside them."""
+from stagewright.cost import KEPT_SHARE
 
 
 class Folding:
@@ -64,7 +63,7 @@ class LinearRows:
     def __init__(self, folding: Folding, module: nn.Linear) -> None:
         self.folding, self.module = folding, module
         self.rows: list[tuple[Tensor, Tensor]] = []
-        self.most_rows = int(LARGEST_SHARE * module.weight.numel() / (module.in_features + module.out_features))
+        self.most_rows = int(KEPT_SHARE * module.weight.numel() / (module.in_features + module.out_features))
         module.forward = partial(forward, self)  # type: ignore[method-assign]
 
     @property

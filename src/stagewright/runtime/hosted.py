@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from stagewright.cost import num_folded
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
@@ -135,7 +136,9 @@ def host_stages(
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
             weights = Weights(module, stage.versions, make_optimizer)
-            foldings = [Folding(slot) for slot in weights.modules] if folds(plan, settings) else []
+            # What torch compiles keeps nothing aside.
+            many = num_folded(plan.policy, plan.route, plan.num_microbatches, plan.replicas[number]) > 1
+            foldings = [Folding(slot) for slot in weights.modules] if many and not settings.compile else []
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
             replica = plan.workers[number].index(world.worker)
             hosted[number] = Hosted(number, replica, plan, runner, weights, reducer, foldings)
@@ -143,14 +146,6 @@ def host_stages(
                 weights.modules = [compiled(slot) for slot in weights.modules]
         first = last
     return hosted
-
-
-def folds(plan: Plan, settings: Settings) -> bool:
-    """Whether linear layers may make their weight gradients for several microbatches at once.
-
-    A backward in halves asks for each half's gradients, and what torch compiles keeps nothing aside.
-    """
-    return plan.num_microbatches > 1 and plan.policy != "zero-bubble" and not settings.compile
 
 
 def place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from stagewright.cluster import Cluster, Device
-from stagewright.cost import Collective, Costs
+from stagewright.cost import Collective, Costs, num_folded
 from stagewright.errors import SimulationError
 from stagewright.plan import Plan, microbatch_rows
 from stagewright.profile import Profile
@@ -296,15 +296,16 @@ class Compiler:
         key = (kind._value_, stage, rows, speed)
         found = self._seconds.get(key)
         if found is None:
-            first, last = self.bounds[stage]
-            found = self._fresh_s(kind, first, last, rows, speed, self.plan.stages[stage].recompute)
-            self._seconds[key] = found
+            found = self._seconds[key] = self._fresh_s(kind, stage, rows, speed)
         return found
 
-    def _fresh_s(self, kind: Kind, first: int, last: int, rows: int, speed: float, recompute: bool) -> float:
+    def _fresh_s(self, kind: Kind, stage: int, rows: int, speed: float) -> float:
+        first, last = self.bounds[stage]
         if kind is Kind.FORWARD:
             return self.costs.forward_s(first, last, rows, speed)
-        whole = self.costs.backward_s(first, last, rows, speed, recompute=recompute)
+        plan, recompute = self.plan, self.plan.stages[stage].recompute
+        folded = num_folded(plan.policy, plan.route, plan.num_microbatches, plan.replicas[stage])
+        whole = self.costs.backward_s(first, last, rows, speed, recompute=recompute, folded=folded)
         weight = self.costs.weight_gradient_s(first, last, rows, speed)
         return {Kind.BACKWARD: whole, Kind.BACKWARD_INPUT: whole - weight, Kind.BACKWARD_WEIGHT: weight}[kind]
 
