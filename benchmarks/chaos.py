@@ -69,7 +69,8 @@ def run_training(plan: str, folder: str, steps: str, every: str, width: str, res
     )  # fmt: skip
     sw.train(
         sw.make_schedule(sw.Plan(model="chaos", stages=stages, batch=BATCH, num_microbatches=2)), layered, data=rows,
-        recipe=sw.Recipe(learning_rate=0.05), job=job, settings=sw.Settings(timeout_s=TIMEOUT_S), folder=folder,
+        recipe=sw.Recipe(learning_rate=0.05), job=job, folder=folder,
+        settings=sw.Settings(timeout_s=TIMEOUT_S, start_timeout_s=60),
     )  # fmt: skip
 
 
@@ -83,12 +84,13 @@ class Run:
 
     @property
     def workers(self) -> list[int]:
-        """The workers that are alive."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and parent_of(int(entry.name)) == self.process.pid:
-                found.append(int(entry.name))
-        return found
+        """The workers that are alive; they are forked of a process that the launcher started."""
+        return [child for stem in children_of(self.process.pid) for child in children_of(stem)]
+
+    @property
+    def stems(self) -> list[int]:
+        """The process that workers are forked of, while there is one."""
+        return children_of(self.process.pid)
 
     def step(self) -> int:
         """The last checkpoint's step, good or not."""
@@ -98,6 +100,12 @@ class Run:
     def enter(self, *command: str) -> None:
         """Runs a command in the run's own network."""
         subprocess.run(["nsenter", "-t", str(self.process.pid), "-n", *command], check=False, capture_output=True)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started and that are alive."""
+    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [number for number in numbers if parent_of(number) == pid]
 
 
 def parent_of(pid: int) -> int | None:
@@ -193,6 +201,11 @@ def scratch() -> Iterator[Path]:
 # 1. Kills
 
 
+def progress(text: str) -> None:
+    """Tells on stderr how far it is, with the time: what runs for an hour must be seen to be alive."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
 def kill_workers(number: int, draw: random.Random, per_run: int = 10) -> Line:
     """Kills, stops and cuts off workers at random moments; every run must come to the same weights."""
     faults, done, slowest = [], {"kill": 0, "stop": 0, "cut": 0}, 0.0
@@ -226,7 +239,9 @@ def torment(
     started = time.monotonic()
     run = start(plan, folder, steps, 5, restarts=10_000)
     for _ in range(kills):
-        harm(run, draw, done)
+        how = harm(run, draw, done)
+        seconds = time.monotonic() - started
+        progress(f"{plan} {folder.name}: {sum(done.values())} kills, {how} at step {run.step()} after {seconds:.0f} s")
         if run.process.poll() is not None:
             break
     finish(run, 400)
@@ -239,8 +254,8 @@ def torment(
     return time.monotonic() - started
 
 
-def harm(run: Run, draw: random.Random, done: dict[str, int]) -> None:
-    """Waits for a random moment and does harm to a worker; not before it has got on, or it never would."""
+def harm(run: Run, draw: random.Random, done: dict[str, int]) -> str:
+    """Waits for a random moment and does harm to a worker; not before it has got on, or it never would. Says how."""
     before, deadline = run.step(), time.monotonic() + 120
     is_early = draw.random() < 0.25
     while run.process.poll() is None and time.monotonic() < deadline:
@@ -250,17 +265,18 @@ def harm(run: Run, draw: random.Random, done: dict[str, int]) -> None:
         time.sleep(0.02)
     time.sleep(draw.uniform(0.0, 1.5 if is_early else 0.2))
     workers = run.workers
-    how = draw.choices(("kill", "stop", "cut"), (8, 1, 1))[0] if not is_early else "kill"
+    how = draw.choices(("kill", "stop", "cut"), (8, 1, 0 if is_early else 1))[0]
     if not workers or run.process.poll() is not None:
-        return
+        return "nothing"
     if how == "cut" and run.has_own_network:
         run.enter("ip", "link", "set", "lo", "down")
         time.sleep(TIMEOUT_S + 3)
         run.enter("ip", "link", "set", "lo", "up")
     else:
         how = "kill" if how == "cut" else how
-        hurt(draw.choice(workers), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        hurt(draw.choice([*workers, *run.stems]), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     done[how] += 1
+    return f"early {how}" if is_early else how
 
 
 def hurt(pid: int, number: signal.Signals) -> None:

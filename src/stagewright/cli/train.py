@@ -85,6 +85,7 @@ def train(
     ] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads a worker; by default its share of the cores")] = None,
     timeout: Annotated[float, typer.Option(help="seconds that anyone waits for anyone")] = 300.0,
+    start_timeout: Annotated[float, typer.Option(help="seconds that workers may take to start")] = 300.0,
     seed: Annotated[int, typer.Option()] = 0,
     on_nan: Annotated[str, typer.Option(help="numbers that are not finite: stop, or skip the step")] = "stop",
     checkpoint_every: Annotated[

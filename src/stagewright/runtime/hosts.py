@@ -15,7 +15,8 @@ from typing import IO, Protocol
 from stagewright.cluster import count
 from stagewright.errors import RunError, UsageError
 from stagewright.plan import Plan
-from stagewright.runtime.launch import clear_words, explain, follow_parent
+from stagewright.runtime.launch import clear_words, explain
+from stagewright.runtime.stem import follow_parent
 
 PORT = 29_400
 """Where the workers of several hosts meet."""

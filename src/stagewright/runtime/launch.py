@@ -1,4 +1,4 @@
-"""Starting workers: here with torch's elastic launcher, or as one of those that torchrun or SLURM started.
+"""Starting workers: here under torch's elastic agent, or as one of those that torchrun or SLURM started.
 
 this process          RANK is set     SLURM_PROCID is set     neither
 is                    a worker        a worker                the one that starts workers of its own
@@ -6,7 +6,6 @@ is                    a worker        a worker                the one that start
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import re
@@ -14,16 +13,17 @@ import signal
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.runtime.diagnosis import blame, name_of
-from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE, process_of
+from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.stem import Stem
 from stagewright.schedule import Schedule
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
@@ -61,19 +61,6 @@ def first_host(hosts: str) -> str:
     """The first of `gpu[03-05,9],other` as SLURM writes hosts: gpu03."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", hosts)
     return "localhost" if match is None else match[1] + (match[2] or "")
-
-
-def die_with_parent() -> None:
-    """Asks Linux to end this process when the one that started it is gone."""
-    follow_parent()
-    if sys.platform == "linux" and os.getppid() == 1:
-        os._exit(1)
-
-
-def follow_parent() -> None:
-    """Asks Linux to end this process when the one that starts it goes, which is still there."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
 def new_run_folder(name: str, parent: str | Path | None = None) -> Path:
@@ -117,42 +104,26 @@ def worker_environment(plan: Plan, folder: Path, *, threads: int | None, device:
 
 
 def launch(
-    command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], max_restarts: int = 0
-) -> None:
+    command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], *, stem: Stem | None = None,
+    timeout_s: float = Settings().timeout_s,
+) -> None:  # fmt: skip
     """Starts a worker for each device of the plan on this host and waits for all; raises with the first cause.
 
-    Each worker's output ends up in logs/worker-3.log and the like in the folder. Workers that fail are started again up
-    to `max_restarts` times.
+    Each worker's output ends up in logs/worker-3.log and the like in the folder. With a `stem` that is kept, workers
+    that are started again need not load torch again.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from stagewright.runtime.agent import run_agent
 
-    from stagewright.runtime import meeting
-
-    meeting.register()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=len(plan.devices),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=meeting.NAME,
-        local_addr=meeting.LOOPBACK,
-        max_restarts=max_restarts,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-    )
     clear_words(folder)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the cause is told once, below
-    with changed_environment(environment), undertaker(folder, len(plan.devices)) as ended:
-        try:
-            elastic_launch(config, entrypoint=command[0])(*command[1:])
-        except ChildFailedError as failure:
-            codes = {worker: each.exitcode for worker, each in failure.failures.items() if worker not in ended}
-            raise explain(plan, folder, codes) from None
-        finally:
-            collect_output(folder / "logs")
+    kept = nullcontext(stem) if stem is not None else Stem(command)
+    try:
+        with kept as stem:
+            codes = run_agent(stem, len(plan.devices), folder / "logs", environment, timeout_s)
+    finally:
+        collect_output(folder / "logs")
+    if codes:
+        raise explain(plan, folder, codes)
 
 
 def collect_output(logs: Path) -> None:
@@ -171,17 +142,6 @@ def clear_words(folder: Path) -> None:
     """Removes what an earlier run in the same folder said about its end."""
     for path in (*folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight")):
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables, and puts them back."""
-    before = {key: os.environ.get(key) for key in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        restore(before)
 
 
 @contextmanager
@@ -205,49 +165,6 @@ def stop_on_signals(folder: Path) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         (folder / STOP_FILE).unlink(missing_ok=True)
-
-
-@contextmanager
-def undertaker(folder: Path, num_workers: int) -> Iterator[set[int]]:
-    """Ends workers that are stopped (SIGSTOP) once another has failed: a stopped one does not hear that it should end.
-
-    torch's launcher would wait half a minute for it. Gives the workers that were ended so.
-    """
-    done, ended = threading.Event(), set[int]()
-
-    def watch() -> None:
-        while not done.wait(0.3):
-            if any(folder.glob("worker-*.error.json")):
-                ended.update(worker for worker in range(num_workers) if end_if_stopped(process_of(folder, worker)))
-
-    thread = threading.Thread(target=watch, name="undertaker", daemon=True)
-    thread.start()
-    try:
-        yield ended
-    finally:
-        done.set()
-        thread.join()
-
-
-def end_if_stopped(process: int | None) -> bool:
-    """Kills a child of this process that is in the state `stopped`; whether it was."""
-    try:
-        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
-        if state in "Tt" and int(parent) == os.getpid():
-            os.kill(int(process or 0), signal.SIGKILL)
-            return True
-    except (OSError, ValueError):
-        return False
-    return False
-
-
-def restore(before: Mapping[str, str | None]) -> None:
-    """Puts environment variables back."""
-    for key, value in before.items():
-        if value is None:
-            os.environ.pop(key, None)
-        else:
-            os.environ[key] = value
 
 
 def explain(plan: Plan, folder: Path, exit_codes: Mapping[int, int]) -> RunError:

@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
-NAME = "loopback"
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=5)
 
@@ -29,7 +23,7 @@ class Loopback(RendezvousHandler):
         self._run_id = run_id
 
     def get_backend(self) -> str:
-        return NAME
+        return "loopback"
 
     @property
     def use_agent_store(self) -> bool:
@@ -59,15 +53,3 @@ class Loopback(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def register() -> None:
-    """Makes the rendezvous known to torch's launcher under its name; once is enough."""
-    known: Any = rendezvous_handler_registry
-    if NAME not in known._registry:
-        known.register(NAME, make)
-
-
-def make(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous that the launcher asks for."""
-    return Loopback(parameters.run_id)

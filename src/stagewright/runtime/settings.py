@@ -36,6 +36,8 @@ class Settings:
     """CPU threads of each worker; None shares the cores out."""
     timeout_s: float = Field(default=300.0, gt=0)
     """How long anyone waits for anyone."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """How long workers wait for one another to start: many at once on few cores load slowly."""
     trace_steps: int = Field(default=3, ge=0)
     """How many of the last steps are kept as spans."""
 

@@ -24,9 +24,6 @@ from stagewright.runtime.heap import keep_freed_memory
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
 
-START_UP = timedelta(seconds=120)
-"""How long workers wait for one another to start, at least: many at once on few cores load torch slowly."""
-
 SWITCH_S = 0.0005
 
 
@@ -81,7 +78,7 @@ def open_world(settings: Settings) -> Iterator[World]:
     if size == 1:
         yield World(rank, size, device, timeout)
         return
-    store = meet(rank, size)
+    store = meet(rank, size, timedelta(seconds=settings.start_timeout_s))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     everyone = dist.group.WORLD
     if device.type == "cuda":
@@ -117,11 +114,17 @@ def states_of_threads() -> list[str]:
     return found
 
 
-def meet(rank: int, size: int) -> Store:
+def meet(rank: int, size: int, timeout: timedelta) -> Store:
     """The store that all workers share, once all of them are there."""
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=START_UP))
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
     store.set(f"started/{rank}", "")
-    store.wait([f"started/{number}" for number in range(size)], START_UP)
+    others = [f"started/{number}" for number in range(size)]
+    try:
+        store.wait(others, timeout)
+    except dist.DistError:
+        missing = ", ".join(str(number) for number, key in enumerate(others) if not store.check([key]))
+        limit = f"{timeout.total_seconds():g} s"
+        raise RunError(f"worker {missing} did not start within {limit}", "give more with --start-timeout") from None
     return PrefixStore("run", store)
 
 

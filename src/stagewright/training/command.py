@@ -112,7 +112,12 @@ def settings_of(options: Options, recipe: RecipeFile) -> Settings:
     keys = ("sync_batch_norm", "channels_last", "compile", "seed", "on_nan", "threads", "transport")
     chosen = {key: options[key] for key in keys}
     return Settings(
-        device=device, timeout_s=options["timeout"], precision=recipe.precision, clip_norm=recipe.clip_norm, **chosen
+        device=device,
+        timeout_s=options["timeout"],
+        start_timeout_s=options["start_timeout"],
+        precision=recipe.precision,
+        clip_norm=recipe.clip_norm,
+        **chosen,
     )
 
 

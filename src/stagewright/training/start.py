@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,7 +21,6 @@ from stagewright.runtime.launch import (
     RESTARTED,
     RUN_FOLDER,
     SCHEDULE,
-    die_with_parent,
     is_worker,
     launch,
     new_run_folder,
@@ -31,6 +31,7 @@ from stagewright.runtime.launch import (
 from stagewright.runtime.mps import shared_cards
 from stagewright.runtime.preflight import check_before_launch
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.stem import Stem, follow_parent
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.training.display import Display
@@ -81,11 +82,10 @@ def train(
         where = new_run_folder(job.name, folder)
         keep = job.keep if job.checkpoint_every else None
         check_before_launch(schedule, model, settings, where, states=states_of(recipe), keep=keep)
-        with stop_on_signals(where):
-            start = starter(settings, command, hosts, share)
+        with stop_on_signals(where), starter(settings, command, hosts, share) as start:
             return start_workers(schedule, job, settings, where, console or Console(), start)
     if is_worker():
-        die_with_parent()
+        follow_parent()
     where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
     return work(where, console, schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
 
@@ -161,17 +161,20 @@ def start_workers(
             environment[RESTARTED] = "1"
 
 
-def starter(settings: Settings, command: Sequence[str] | None, hosts: Hosts | None, share: int) -> Start:
-    """What starts the workers of a plan and waits for them: here, or in other hosts."""
+@contextmanager
+def starter(settings: Settings, command: Sequence[str] | None, hosts: Hosts | None, share: int) -> Iterator[Start]:
+    """What starts the workers of a plan and waits for them: here, time and again of one stem, or in other hosts."""
 
     def start(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         with shared_cards(workers_a_card(plan, settings, share)) as shared:
+            own = {**environment, **shared}
             if hosts is None:
-                launch(command or this_command(), plan, folder, {**environment, **shared})
+                launch(stem.command, plan, folder, own, stem=stem, timeout_s=settings.timeout_s)
             else:
-                launch_in(hosts, command or this_command()[1:], plan, folder, {**environment, **shared})
+                launch_in(hosts, stem.command[1:] if command is None else command, plan, folder, own)
 
-    return start
+    with Stem(command or this_command()) as stem:
+        yield start
 
 
 def run_launcher(

@@ -1,0 +1,216 @@
+"""The stem: a process that has loaded torch, and of which a run's workers are forked.
+
+    launcher  ── {"worker": 2, "command": …, "environment": …, "out": …} ──▶  stem ── fork ──▶ worker 2
+              ◀───────────── {"worker": 2, "process": 4711} ──────────────
+              ◀───────────── {"worker": 2, "process": 4711, "status": -9} ─  when it has ended
+
+Loading torch takes a core some seconds, a fork none: workers share one load, and those that are started again need not
+wait for it. The stem does nothing else, so that it has one thread and no device when it forks.
+
+This file runs as a script and stands on nothing but Python: the package itself is loaded by name, where it can be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ALWAYS = ("torch", "torch._dynamo", "stagewright.runtime.checkpoint")
+"""What every worker loads sooner or later, though the launcher may not; optimizers load torch._dynamo."""
+WITHOUT_CARDS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Whoever asks for cards while the stem loads must not open one: what opens a card cannot be forked."""
+LONGEST = 1 << 20
+"""Bytes of a message, at most."""
+
+
+# As the launcher sees it
+
+
+class Stem:
+    """A stem that is started when it is first needed, and again when it is gone; `command` is what workers run."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    def __enter__(self) -> Stem:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    @property
+    def process(self) -> int | None:
+        """The process id, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def fork(self, worker: int, environment: Mapping[str, str], out: Path, errors: Path) -> None:
+        """Asks for a worker with this environment, whose output goes to two files; `hear` tells what became of it."""
+        order = {
+            "worker": worker, "command": self.command, "environment": dict(environment), "folder": os.getcwd(),
+            "out": str(out), "errors": str(errors),
+        }  # fmt: skip
+        channel = self._channel or self._start(environment)
+        with suppress(OSError):  # a stem that is gone is noticed when it is listened to
+            channel.send(json.dumps(order).encode())
+
+    def hear(self) -> Iterator[dict[str, int]]:
+        """What the stem has said since the last time; raises EOFError when it is gone."""
+        while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
+            with suppress(ConnectionError):
+                if said := self._channel.recv(LONGEST):
+                    yield json.loads(said)
+                    continue
+            self.close()
+            raise EOFError
+
+    def close(self) -> None:
+        """Ends the stem, and with it every worker that is left."""
+        if self._process is not None and self._channel is not None:
+            self._process.kill()
+            self._process.wait()
+            self._channel.close()
+        self._process = self._channel = None
+
+    def _start(self, environment: Mapping[str, str]) -> socket.socket:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # -P: what stands beside this file must not be taken for modules of Python.
+            about = [str(os.getpid()), str(theirs.fileno()), " ".join(to_load())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__, *about, *self.command], stdin=subprocess.DEVNULL,
+                env={**environment, **WITHOUT_CARDS}, pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        return self._channel
+
+
+def to_load() -> list[str]:
+    """The modules that workers will need: those of the package that this process has loaded, and torch's."""
+    own = sorted(name for name in sys.modules if name.split(".")[0] == "stagewright" and "__main__" not in name)
+    return [*ALWAYS, *own]
+
+
+# As the stem itself
+
+
+def main() -> None:
+    """Serves until the launcher is gone; in a fork, goes on as a worker."""
+    parent, number, names, *command = sys.argv[1:]
+    follow_parent(int(parent))
+    # As Python would have it for the command: scripts find what stands beside them.
+    sys.path.insert(0, os.getcwd() if command[1:2] == ["-m"] else str(Path(command[1]).resolve().parent))
+    for name in names.split():
+        with suppress(ImportError):  # workers will say what is missing, if they miss it
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # objects that stay are not touched again, and their memory stays shared
+    order = serve(socket.socket(fileno=int(number)))
+    if order is not None:
+        become(order)
+        run_command(order["command"])
+
+
+def serve(channel: socket.socket) -> dict[str, Any] | None:
+    """Forks workers and tells of their ends until the launcher is gone; comes back in each fork with its order."""
+    ears, mouth = socket.socketpair()
+    mouth.setblocking(False)
+    signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    workers: dict[int, int] = {}
+    while True:
+        ready = select.select([channel, ears], [], [])[0]
+        if ears in ready:
+            ears.recv(4096)
+            tell_ends(channel, workers)
+        if channel in ready:
+            order = channel.recv(LONGEST)
+            if not order:
+                return None
+            stem, process = os.getpid(), os.fork()
+            if process == 0:
+                follow_parent(stem)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for each in (channel, ears, mouth):
+                    each.close()
+                return json.loads(order)  # type: ignore[no-any-return]
+            workers[process] = json.loads(order)["worker"]
+            say(channel, worker=workers[process], process=process)
+
+
+def tell_ends(channel: socket.socket, workers: dict[int, int]) -> None:
+    """Tells of every worker that has ended."""
+    while workers:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process == 0:
+            return
+        say(channel, worker=workers.pop(process), process=process, status=os.waitstatus_to_exitcode(status))
+
+
+def say(channel: socket.socket, **what: int) -> None:
+    """Tells the launcher, which may be gone."""
+    with suppress(OSError):
+        channel.send(json.dumps(what).encode())
+
+
+# As a worker
+
+
+def become(order: Mapping[str, Any]) -> None:
+    """Makes a fork what a process would be that was started for this order alone."""
+    os.setsid()
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    for number, path in ((1, order["out"]), (2, order["errors"])):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    if "numpy" in sys.modules:  # Python's own numbers begin anew by themselves, torch's always begin alike
+        sys.modules["numpy"].random.seed()
+
+
+def run_command(command: Sequence[str]) -> None:
+    """Runs `python -m module …` or `python script …` in this very process, any other command in its place."""
+    is_module = command[1:2] == ["-m"]
+    if command[0] != sys.executable or (command[1].startswith("-") and not is_module):
+        os.execvp(command[0], list(command))
+    if is_module:
+        sys.argv = list(command[2:])
+        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command[1:])
+        runpy.run_path(command[1], run_name="__main__")
+
+
+def follow_parent(parent: int | None = None) -> None:
+    """Asks Linux to end this process when the one that started it goes, and ends it when that one is not `parent`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
+
+
+def state_of(process: int) -> str:
+    """A process's state as Linux writes it: R runs, S sleeps, T is stopped; empty when it is gone."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+if __name__ == "__main__":
+    main()
