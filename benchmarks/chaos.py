@@ -213,17 +213,19 @@ def kill_workers(number: int, draw: random.Random, per_run: int = 10) -> Line:
     with scratch() as folder:
         for place, plan in enumerate(names):
             left = number // len(names) + (place < number % len(names))
-            steps, home = 400, folder / plan.replace(" ", "-")
+            steps, home = 240, folder / plan.replace(" ", "-")
             finish(start(plan, home / "undisturbed", steps, 20), 180)
             expected, _ = weights(home / "undisturbed")
             turn = 0
-            while left:
-                kills = min(left, per_run)
-                left, turn = left - kills, turn + 1
+            while left > 0 and turn < number:
+                before, turn = sum(done.values()), turn + 1
                 try:
+                    kills = min(left, per_run)
                     slowest = max(slowest, torment(plan, home / f"run-{turn}", steps, kills, expected, draw, done))
                 except AssertionError as fault:
                     faults.append(f"{plan}: {fault}")
+                    progress(f"broken: {faults[-1]}")
+                left -= sum(done.values()) - before
     sums = ", ".join(f"{count} {how}" for how, count in done.items())
     promise = "resumes by itself, same weights, nothing left behind"
     return Line(

@@ -1,8 +1,8 @@
 """The stem: a process that has loaded torch, and of which a run's workers are forked.
 
-    launcher  ── {"worker": 2, "command": …, "environment": …, "out": …} ──▶  stem ── fork ──▶ worker 2
-              ◀───────────── {"worker": 2, "process": 4711} ──────────────
-              ◀───────────── {"worker": 2, "process": 4711, "status": -9} ─  when it has ended
+    launcher  ── {"worker": 2, "environment": …, "out": …} ──────▶  stem ── fork ──▶ worker 2
+              ◀─ {"worker": 2, "process": 4711} ────────────────
+              ◀─ {"worker": 2, "process": 4711, "status": -9} ──  when it has ended
 
 Loading torch takes a core some seconds, a fork none: workers share one load, and those that are started again need not
 wait for it. The stem does nothing else, so that it has one thread and no device when it forks.
@@ -32,6 +32,10 @@ ALWAYS = ("torch", "torch._dynamo", "stagewright.runtime.checkpoint")
 """What every worker loads sooner or later, though the launcher may not; optimizers load torch._dynamo."""
 WITHOUT_CARDS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Whoever asks for cards while the stem loads must not open one: what opens a card cannot be forked."""
+NOT_OPENED = 3
+"""CUDA_ERROR_NOT_INITIALIZED"""
+FORK = "STAGEWRIGHT_FORK"
+"""With `no` in this variable every worker loads torch for itself, for scripts whose libraries cannot be forked."""
 LONGEST = 1 << 20
 """Bytes of a message, at most."""
 
@@ -61,10 +65,10 @@ class Stem:
     def fork(self, worker: int, environment: Mapping[str, str], out: Path, errors: Path) -> None:
         """Asks for a worker with this environment, whose output goes to two files; `hear` tells what became of it."""
         order = {
-            "worker": worker, "command": self.command, "environment": dict(environment), "folder": os.getcwd(),
-            "out": str(out), "errors": str(errors),
+            "worker": worker, "environment": dict(environment), "folder": os.getcwd(), "out": str(out),
+            "errors": str(errors),
         }  # fmt: skip
-        channel = self._channel or self._start(environment)
+        channel = self._channel or self._start(environment, errors)
         with suppress(OSError):  # a stem that is gone is noticed when it is listened to
             channel.send(json.dumps(order).encode())
 
@@ -86,14 +90,15 @@ class Stem:
             self._channel.close()
         self._process = self._channel = None
 
-    def _start(self, environment: Mapping[str, str]) -> socket.socket:
+    def _start(self, environment: Mapping[str, str], errors: Path) -> socket.socket:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, errors.open("ab") as log:
             # -P: what stands beside this file must not be taken for modules of Python.
             about = [str(os.getpid()), str(theirs.fileno()), " ".join(to_load())]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", __file__, *about, *self.command], stdin=subprocess.DEVNULL,
-                env={**environment, **WITHOUT_CARDS}, pass_fds=[theirs.fileno()], start_new_session=True,
+                stdout=log, stderr=log, env={**environment, **WITHOUT_CARDS}, pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )  # fmt: skip
         return self._channel
 
@@ -111,17 +116,39 @@ def main() -> None:
     """Serves until the launcher is gone; in a fork, goes on as a worker."""
     parent, number, names, *command = sys.argv[1:]
     follow_parent(int(parent))
-    # As Python would have it for the command: scripts find what stands beside them.
-    sys.path.insert(0, os.getcwd() if command[1:2] == ["-m"] else str(Path(command[1]).resolve().parent))
-    for name in names.split():
+    if is_python(command):
+        # As Python would have it for the command: scripts find what stands beside them.
+        sys.path.insert(0, os.getcwd() if command[1] == "-m" else str(Path(command[1]).resolve().parent))
+        load(names.split())
+    anew = not is_python(command) or has_opened_a_card()
+    order = serve(socket.socket(fileno=int(number)))
+    if order is not None:
+        become(order)
+        run_command(command, anew=anew)
+
+
+def is_python(command: Sequence[str]) -> bool:
+    """Whether a command is `python -m module …` or `python script …`, and may be run without starting Python anew."""
+    what = command[1:2]
+    is_plain = what == ["-m"] or (bool(what) and not what[0].startswith("-"))
+    return is_plain and command[0] == sys.executable and os.environ.get(FORK) != "no"
+
+
+def load(names: Sequence[str]) -> None:
+    """Loads modules that workers will need."""
+    for name in names:
         with suppress(ImportError):  # workers will say what is missing, if they miss it
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # objects that stay are not touched again, and their memory stays shared
-    order = serve(socket.socket(fileno=int(number)))
-    if order is not None:
-        become(order)
-        run_command(order["command"])
+
+
+def has_opened_a_card() -> bool:
+    """Whether something that was loaded opened CUDA's driver, which forks could not use then; asking opens nothing."""
+    with suppress(OSError, AttributeError):
+        count = ctypes.c_int()
+        return int(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))) != NOT_OPENED
+    return False
 
 
 def serve(channel: socket.socket) -> dict[str, Any] | None:
@@ -184,12 +211,11 @@ def become(order: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.seed()
 
 
-def run_command(command: Sequence[str]) -> None:
-    """Runs `python -m module …` or `python script …` in this very process, any other command in its place."""
-    is_module = command[1:2] == ["-m"]
-    if command[0] != sys.executable or (command[1].startswith("-") and not is_module):
+def run_command(command: Sequence[str], *, anew: bool) -> None:
+    """Runs what `is_python` in this very process, or `anew` whatever it is in its place."""
+    if anew:
         os.execvp(command[0], list(command))
-    if is_module:
+    if command[1] == "-m":
         sys.argv = list(command[2:])
         runpy.run_module(command[2], run_name="__main__", alter_sys=True)
     else:

@@ -1,0 +1,143 @@
+"""Workers that are forked of a stem are as if started on their own, and never outlive who asked for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stagewright.errors import RunError
+from stagewright.runtime.agent import run_agent
+from stagewright.runtime.stem import Stem, state_of
+from tests.runtime.running import ROOT
+
+SCRIPT = """
+import json, os, random, signal, sys, threading, time
+import beside
+loaded = "torch" in sys.modules
+import numpy
+about = dict(
+    argv=sys.argv, name=__name__, folder=os.getcwd(), rank=os.environ["RANK"], own=os.environ["OWN"], loaded=loaded,
+    main=sys.modules["__main__"].about_name, beside=beside.NAME, numbers=[random.random(), float(numpy.random.rand())],
+    threads=len(os.listdir("/proc/self/task")), leads=os.getpgid(0) == os.getpid(),
+) if (about_name := "the script") else {}
+print(json.dumps(about))
+print("to stderr", file=sys.stderr)
+what = sys.argv[1] if about["rank"] == "1" else "end"
+if what == "exit":
+    sys.exit(7)
+elif what == "raise":
+    raise OSError("the disk is on fire")
+elif what == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif what == "stem":
+    os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(60 if what in ("stop", "stem") or sys.argv[1] in ("stop", "wait") else 0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("NAME = 'stands beside the script'")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path / "script.py"
+
+
+def run(script: Path, *words: str, timeout_s: float = 60, **environment: str) -> dict[int, int]:
+    """Runs two workers and returns the exit status of those that failed."""
+    with Stem([sys.executable, str(script), *words]) as stem:
+        return run_agent(stem, 2, script.parent / "logs", {"OWN": "a value", **environment}, timeout_s)
+
+
+def said(script: Path, worker: int, name: str = "stdout.log") -> str:
+    """What a worker wrote."""
+    return next(script.parent.glob(f"logs/*/attempt_0/{worker}/{name}")).read_text()
+
+
+@pytest.mark.timeout(90)
+def test_a_fork_is_as_if_it_had_been_started_on_its_own(script: Path) -> None:
+    assert run(script, "end", "--x", "1") == {}
+    first, second = (json.loads(said(script, worker)) for worker in (0, 1))
+    assert first["argv"] == [str(script), "end", "--x", "1"]
+    assert (first["name"], first["main"], first["beside"]) == ("__main__", "the script", "stands beside the script")
+    assert (first["rank"], second["rank"], first["own"]) == ("0", "1", "a value")
+    assert first["folder"] == os.getcwd()
+    assert (first["loaded"], first["threads"], first["leads"]) == (True, 1, True)
+    assert first["numbers"] != second["numbers"]
+    assert said(script, 1, "stderr.log") == "to stderr\n"
+
+
+@pytest.mark.timeout(90)
+def test_what_cannot_be_forked_is_started_anew(script: Path) -> None:
+    assert run(script, "end", STAGEWRIGHT_FORK="no") == {}
+    assert json.loads(said(script, 0))["loaded"] is False
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("what", "status"), [("exit", 7), ("raise", 1), ("stop", -signal.SIGSTOP)])
+def test_how_a_worker_failed_is_told_and_the_others_end(script: Path, what: str, status: int) -> None:
+    """A worker that is stopped while it starts, when nobody waits for it yet, is noticed by its state."""
+    assert run(script, what, timeout_s=1.0, STAGEWRIGHT_FORK="no")[1] == status
+    if what == "raise":
+        assert "OSError: the disk is on fire" in said(script, 1, "stderr.log")
+    assert left(script) == []
+
+
+@pytest.mark.timeout(90)
+def test_a_stem_that_is_killed_takes_its_workers_along_and_is_started_again(script: Path) -> None:
+    with Stem([sys.executable, str(script), "stem"]) as stem:
+        environment = {"OWN": "", "STAGEWRIGHT_FORK": "no"}
+        for _ in range(2):
+            with pytest.raises(RunError, match="the process that workers are forked of was ended"):
+                run_agent(stem, 2, script.parent / "logs", environment, 60)
+    assert left(script) == []
+
+
+@pytest.mark.timeout(90)
+def test_nothing_outlives_the_launcher(script: Path) -> None:
+    code = f"""if True:
+        from pathlib import Path
+        from stagewright.runtime.agent import run_agent
+        from stagewright.runtime.stem import Stem
+        import sys
+        run_agent(Stem([sys.executable, {str(script)!r}, "wait"]), 2, Path({str(script.parent / "logs")!r}),
+                  {{"OWN": "", "STAGEWRIGHT_FORK": "no"}}, 60)
+    """
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        assert wait_for(lambda: len(list(script.parent.glob("logs/*/attempt_0/*/stdout.log"))) == 2)
+        assert len(left(script)) >= 3
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    assert wait_for(lambda: left(script) == [])
+
+
+def wait_for(is_so: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+    """Whether something came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def left(script: Path) -> list[int]:
+    """The processes of a script that are there."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if str(script).encode() in words and state_of(int(entry.name)) not in ("", "Z"):
+            found.append(int(entry.name))
+    return found
