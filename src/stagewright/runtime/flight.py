@@ -75,15 +75,6 @@ def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
     return entries
 
 
-def process_of(folder: Path, worker: int) -> int | None:
-    """The process id that a worker wrote down."""
-    try:
-        with path_of(folder, worker).open("rb") as file:
-            return int(HEAD.unpack(file.read(HEAD.size))[1]) or None
-    except (OSError, struct.error):
-        return None
-
-
 def write_json(path: Path, value: object) -> None:
     """Writes a small JSON file whole or not at all."""
     part = path.with_name(f".{path.name}.part")
