@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import stagewright
 from stagewright.errors import RunError
 from stagewright.runtime.agent import run_agent
 from stagewright.runtime.stem import Stem, state_of
@@ -22,9 +23,11 @@ SCRIPT = """
 import json, os, random, signal, sys, threading, time
 import beside
 loaded = "torch" in sys.modules
+where = sys.modules["stagewright"].__file__ if loaded else ""
 import numpy
 about = dict(
     argv=sys.argv, name=__name__, folder=os.getcwd(), rank=os.environ["RANK"], own=os.environ["OWN"], loaded=loaded,
+    where=where, path=sys.path[0],
     main=sys.modules["__main__"].about_name, beside=beside.NAME, numbers=[random.random(), float(numpy.random.rand())],
     threads=len(os.listdir("/proc/self/task")), leads=os.getpgid(0) == os.getpid(),
 ) if (about_name := "the script") else {}
@@ -52,8 +55,9 @@ def script(tmp_path: Path) -> Path:
 
 def run(script: Path, *words: str, timeout_s: float = 60, **environment: str) -> dict[int, int]:
     """Runs two workers and returns the exit status of those that failed."""
-    with Stem([sys.executable, str(script), *words]) as stem:
-        return run_agent(stem, 2, script.parent / "logs", {"OWN": "a value", **environment}, timeout_s)
+    command = [sys.executable, str(script), *words]
+    with Stem() as stem:
+        return run_agent(stem, command, 2, script.parent / "logs", {"OWN": "a value", **environment}, timeout_s)
 
 
 def said(script: Path, worker: int, name: str = "stdout.log") -> str:
@@ -70,6 +74,7 @@ def test_a_fork_is_as_if_it_had_been_started_on_its_own(script: Path) -> None:
     assert (first["rank"], second["rank"], first["own"]) == ("0", "1", "a value")
     assert first["folder"] == os.getcwd()
     assert (first["loaded"], first["threads"], first["leads"]) == (True, 1, True)
+    assert (first["where"], first["path"]) == (stagewright.__file__, str(script.parent))
     assert first["numbers"] != second["numbers"]
     assert said(script, 1, "stderr.log") == "to stderr\n"
 
@@ -92,11 +97,11 @@ def test_how_a_worker_failed_is_told_and_the_others_end(script: Path, what: str,
 
 @pytest.mark.timeout(90)
 def test_a_stem_that_is_killed_takes_its_workers_along_and_is_started_again(script: Path) -> None:
-    with Stem([sys.executable, str(script), "stem"]) as stem:
-        environment = {"OWN": "", "STAGEWRIGHT_FORK": "no"}
+    command, environment = [sys.executable, str(script), "stem"], {"OWN": "", "STAGEWRIGHT_FORK": "no"}
+    with Stem() as stem:
         for _ in range(2):
             with pytest.raises(RunError, match="the process that workers are forked of was ended"):
-                run_agent(stem, 2, script.parent / "logs", environment, 60)
+                run_agent(stem, command, 2, script.parent / "logs", environment, 60)
     assert left(script) == []
 
 
@@ -107,7 +112,7 @@ def test_nothing_outlives_the_launcher(script: Path) -> None:
         from stagewright.runtime.agent import run_agent
         from stagewright.runtime.stem import Stem
         import sys
-        run_agent(Stem([sys.executable, {str(script)!r}, "wait"]), 2, Path({str(script.parent / "logs")!r}),
+        run_agent(Stem(), [sys.executable, {str(script)!r}, "wait"], 2, Path({str(script.parent / "logs")!r}),
                   {{"OWN": "", "STAGEWRIGHT_FORK": "no"}}, 60)
     """
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,13 @@ LEAVE_S = 10
 
 
 def run_agent(
-    stem: Stem, num_workers: int, logs: Path, environment: Mapping[str, str], timeout_s: float
+    stem: Stem, command: Sequence[str], num_workers: int, logs: Path, environment: Mapping[str, str], timeout_s: float
 ) -> dict[int, int]:
     """Runs workers until all have ended well, or one has not; returns the exit status of those that failed."""
     name = uuid.uuid4().hex
     spec = WorkerSpec(
-        role="worker", local_world_size=num_workers, rdzv_handler=Loopback(name), entrypoint=" ".join(stem.command),
-        max_restarts=0, monitor_interval=LOOK_EVERY_S, local_addr=LOOPBACK,
+        role="worker", local_world_size=num_workers, rdzv_handler=Loopback(name), entrypoint=command[0],
+        args=tuple(command), max_restarts=0, monitor_interval=LOOK_EVERY_S, local_addr=LOOPBACK,
     )  # fmt: skip
     agent = Agent(spec, stem, logs / name, environment, timeout_s)
     return {worker: failure.exitcode for worker, failure in agent.run().failures.items()}
@@ -67,8 +67,8 @@ class Agent(SimpleElasticAgent):
         for worker in worker_group.workers:
             folder = self._logs / "attempt_0" / str(worker.global_rank)
             folder.mkdir(parents=True)
-            own = {**self._environment, **variables_of(worker, worker_group)}
-            self._stem.fork(worker.global_rank, own, folder / "stdout.log", folder / "stderr.log")
+            own, command = {**self._environment, **variables_of(worker, worker_group)}, worker_group.spec.args
+            self._stem.fork(worker.global_rank, command, own, folder / "stdout.log", folder / "stderr.log")
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

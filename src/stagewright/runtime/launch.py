@@ -116,10 +116,10 @@ def launch(
 
     clear_words(folder)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the cause is told once, below
-    kept = nullcontext(stem) if stem is not None else Stem(command)
+    kept = nullcontext(stem) if stem is not None else Stem()
     try:
         with kept as stem:
-            codes = run_agent(stem, len(plan.devices), folder / "logs", environment, timeout_s)
+            codes = run_agent(stem, command, len(plan.devices), folder / "logs", environment, timeout_s)
     finally:
         collect_output(folder / "logs")
     if codes:

@@ -1,6 +1,6 @@
 """The stem: a process that has loaded torch, and of which a run's workers are forked.
 
-    launcher  ── {"worker": 2, "environment": …, "out": …} ──────▶  stem ── fork ──▶ worker 2
+    launcher  ── {"worker": 2, "command": …, "out": …} ─────────▶  stem ── fork ──▶ worker 2
               ◀─ {"worker": 2, "process": 4711} ────────────────
               ◀─ {"worker": 2, "process": 4711, "status": -9} ──  when it has ended
 
@@ -37,19 +37,19 @@ NOT_OPENED = 3
 FORK = "STAGEWRIGHT_FORK"
 """With `no` in this variable every worker loads torch for itself, for scripts whose libraries cannot be forked."""
 LONGEST = 1 << 20
-"""Bytes of a message, at most."""
+"""Bytes of a message, at most; an order names only what its environment has other than the stem's."""
 
 
 # As the launcher sees it
 
 
 class Stem:
-    """A stem that is started when it is first needed, and again when it is gone; `command` is what workers run."""
+    """A stem that is started when it is first needed, and again when it is gone."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self.command = list(command)
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._environment: dict[str, str] = {}
 
     def __enter__(self) -> Stem:
         return self
@@ -62,14 +62,18 @@ class Stem:
         """The process id, while there is one."""
         return self._process.pid if self._process is not None else None
 
-    def fork(self, worker: int, environment: Mapping[str, str], out: Path, errors: Path) -> None:
-        """Asks for a worker with this environment, whose output goes to two files; `hear` tells what became of it."""
+    def fork(
+        self, worker: int, command: Sequence[str], environment: Mapping[str, str], out: Path, errors: Path
+    ) -> None:
+        """Asks for a worker that runs a command, its output in two files; `hear` tells what became of it."""
+        channel = self._channel or self._start(command, environment, errors)
+        keys = {*environment, *self._environment}
+        changes = {key: environment.get(key) for key in keys if environment.get(key) != self._environment.get(key)}
         order = {
-            "worker": worker, "environment": dict(environment), "folder": os.getcwd(), "out": str(out),
-            "errors": str(errors),
+            "worker": worker, "command": list(command), "environment": changes, "folder": os.getcwd(),
+            "out": str(out), "errors": str(errors),
         }  # fmt: skip
-        channel = self._channel or self._start(environment, errors)
-        with suppress(OSError):  # a stem that is gone is noticed when it is listened to
+        with suppress(BrokenPipeError, ConnectionError):  # a stem that is gone is noticed when it is listened to
             channel.send(json.dumps(order).encode())
 
     def hear(self) -> Iterator[dict[str, int]]:
@@ -90,15 +94,15 @@ class Stem:
             self._channel.close()
         self._process = self._channel = None
 
-    def _start(self, environment: Mapping[str, str], errors: Path) -> socket.socket:
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> socket.socket:
+        self._environment = {**environment, **WITHOUT_CARDS}
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        about = [str(os.getpid()), str(theirs.fileno()), json.dumps({"names": to_load(), "path": sys.path})]
         with theirs, errors.open("ab") as log:
-            # -P: what stands beside this file must not be taken for modules of Python.
-            about = [str(os.getpid()), str(theirs.fileno()), " ".join(to_load())]
+            # -P: what stands beside this file must not be taken for modules of Python. The command is there to be seen.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, *about, *self.command], stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, env={**environment, **WITHOUT_CARDS}, pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                [sys.executable, "-P", __file__, *about, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=self._environment, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         return self._channel
 
@@ -114,31 +118,25 @@ def to_load() -> list[str]:
 
 def main() -> None:
     """Serves until the launcher is gone; in a fork, goes on as a worker."""
-    parent, number, names, *command = sys.argv[1:]
+    parent, number, wanted = sys.argv[1:4]
     follow_parent(int(parent))
-    if is_python(command):
-        # As Python would have it for the command: scripts find what stands beside them.
-        sys.path.insert(0, os.getcwd() if command[1] == "-m" else str(Path(command[1]).resolve().parent))
-        load(names.split())
-    anew = not is_python(command) or has_opened_a_card()
+    forks = os.environ.get(FORK) != "no"
+    if forks:
+        load(**json.loads(wanted))
+        forks = not has_opened_a_card()
     order = serve(socket.socket(fileno=int(number)))
     if order is not None:
         become(order)
-        run_command(command, anew=anew)
+        run_command(order["command"], anew=not forks)
 
 
-def is_python(command: Sequence[str]) -> bool:
-    """Whether a command is `python -m module …` or `python script …`, and may be run without starting Python anew."""
-    what = command[1:2]
-    is_plain = what == ["-m"] or (bool(what) and not what[0].startswith("-"))
-    return is_plain and command[0] == sys.executable and os.environ.get(FORK) != "no"
-
-
-def load(names: Sequence[str]) -> None:
-    """Loads modules that workers will need."""
+def load(names: Sequence[str], path: list[str]) -> None:
+    """Loads modules that workers will need, from where the launcher has them."""
+    before, sys.path[:] = list(sys.path), path
     for name in names:
         with suppress(ImportError):  # workers will say what is missing, if they miss it
             importlib.import_module(name)
+    sys.path[:] = before
     gc.collect()
     gc.freeze()  # objects that stay are not touched again, and their memory stays shared
 
@@ -201,8 +199,10 @@ def become(order: Mapping[str, Any]) -> None:
     """Makes a fork what a process would be that was started for this order alone."""
     os.setsid()
     os.chdir(order["folder"])
-    os.environ.clear()
-    os.environ.update(order["environment"])
+    for key, value in order["environment"].items():
+        os.environ.pop(key, None)
+        if value is not None:
+            os.environ[key] = value
     for number, path in ((1, order["out"]), (2, order["errors"])):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)
@@ -212,15 +212,18 @@ def become(order: Mapping[str, Any]) -> None:
 
 
 def run_command(command: Sequence[str], *, anew: bool) -> None:
-    """Runs what `is_python` in this very process, or `anew` whatever it is in its place."""
-    if anew:
+    """Runs `python -m module …` or `python script …` in this very process, anything else or `anew` in its place."""
+    what = command[1] if len(command) > 1 and command[0] == sys.executable else "-"
+    if anew or (what.startswith("-") and what != "-m"):
         os.execvp(command[0], list(command))
-    if command[1] == "-m":
+    # As Python would have it: scripts find what stands beside them, modules what stands in this folder.
+    sys.path.insert(0, os.getcwd() if what == "-m" else str(Path(what).resolve().parent))
+    if what == "-m":
         sys.argv = list(command[2:])
         runpy.run_module(command[2], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(command[1:])
-        runpy.run_path(command[1], run_name="__main__")
+        runpy.run_path(what, run_name="__main__")
 
 
 def follow_parent(parent: int | None = None) -> None:

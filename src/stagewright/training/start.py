@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -62,6 +62,7 @@ def train(
     command: Sequence[str] | None = None,
     hosts: Hosts | None = None,
     share: int = 1,
+    stem: Stem | None = None,
 ) -> Record:
     """Trains a model by a schedule, and returns the record of it.
 
@@ -69,7 +70,8 @@ def train(
     plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
     start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
     to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
-    `share` workers fit on a card, even where the plan has fewer.
+    `share` workers fit on a card, even where the plan has fewer. With a `stem` that is kept from run to run, workers of
+    the later ones are there at once.
     """
     job, settings = job or Job(), settings or Settings()
     schedule = schedule_now(schedule)
@@ -82,7 +84,7 @@ def train(
         where = new_run_folder(job.name, folder)
         keep = job.keep if job.checkpoint_every else None
         check_before_launch(schedule, model, settings, where, states=states_of(recipe), keep=keep)
-        with stop_on_signals(where), starter(settings, command, hosts, share) as start:
+        with stop_on_signals(where), starter(settings, command, hosts, share, stem) as start:
             return start_workers(schedule, job, settings, where, console or Console(), start)
     if is_worker():
         follow_parent()
@@ -162,18 +164,20 @@ def start_workers(
 
 
 @contextmanager
-def starter(settings: Settings, command: Sequence[str] | None, hosts: Hosts | None, share: int) -> Iterator[Start]:
+def starter(
+    settings: Settings, command: Sequence[str] | None, hosts: Hosts | None, share: int, kept: Stem | None
+) -> Iterator[Start]:
     """What starts the workers of a plan and waits for them: here, time and again of one stem, or in other hosts."""
 
     def start(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         with shared_cards(workers_a_card(plan, settings, share)) as shared:
             own = {**environment, **shared}
             if hosts is None:
-                launch(stem.command, plan, folder, own, stem=stem, timeout_s=settings.timeout_s)
+                launch(command or this_command(), plan, folder, own, stem=stem, timeout_s=settings.timeout_s)
             else:
-                launch_in(hosts, stem.command[1:] if command is None else command, plan, folder, own)
+                launch_in(hosts, command or this_command()[1:], plan, folder, own)
 
-    with Stem(command or this_command()) as stem:
+    with nullcontext(kept) if kept is not None else Stem() as stem:
         yield start
 
 
