@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import atexit
 import sys
+from contextlib import chdir
+from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
+
+from stagewright.runtime.agent import run_agent
+from stagewright.runtime.stem import Stem
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_workers(size: int, module: str, *arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
-    """Runs a module under torch's launcher with so many workers; fails with what they said."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "-m", module,
-        *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
-    said = [line for line in done.stderr.splitlines() if "terminate" in line or "what()" in line or "free()" in line]
-    assert done.returncode == 0, "\n".join([*said, done.stderr[-3000:]])
-    return done
+@cache
+def stem() -> Stem:
+    """The stem that all tests have in common, which loads torch once."""
+    made = Stem()
+    atexit.register(made.close)
+    return made
+
+
+def run_workers(size: int, module: str, *arguments: str, timeout_s: float = 150) -> CompletedProcess[str]:
+    """Runs a module with so many workers; fails with what they said."""
+    command = [sys.executable, "-m", module, *arguments]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+    with TemporaryDirectory() as folder, chdir(ROOT):
+        failed = run_agent(stem(), command, size, Path(folder), environment, timeout_s)
+        out, errors = (
+            "".join(path.read_text(errors="replace") for path in sorted(Path(folder).rglob(name)))
+            for name in ("stdout.log", "stderr.log")
+        )
+    assert not failed, f"{failed}\n{errors[-3000:]}"
+    return CompletedProcess(command, 0, out, errors)
+
+
+def forks_of_the_stem() -> list[int]:
+    """The workers that are there."""
+    stats = (entry / "stat" for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [int(path.parent.name) for path in stats if parent_in(path) == stem().process]
+
+
+def parent_in(stat: Path) -> int | None:
+    """The parent that Linux writes down for a process, while it is there."""
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None

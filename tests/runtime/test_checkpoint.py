@@ -27,12 +27,20 @@ def world() -> World:
         yield alone
 
 
-@pytest.fixture
-def saved(tmp_path: Path, world: World) -> Path:
+@pytest.fixture(scope="module")
+def nine_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one worker with checkpoints after 3, 6 and 9 steps."""
-    for _ in range(3):
-        go_on(Case("1", batch=BATCH), tmp_path, world)
-    return tmp_path
+    folder = tmp_path_factory.mktemp("saved")
+    with open_world(Settings()) as alone:
+        for _ in range(3):
+            go_on(Case("1", batch=BATCH), folder, alone)
+    return folder
+
+
+@pytest.fixture
+def saved(nine_steps: Path, tmp_path: Path) -> Path:
+    """A copy of that folder, to do harm to."""
+    return shutil.copytree(nine_steps, tmp_path, dirs_exist_ok=True)
 
 
 def reference(optimizer: str, steps: int) -> dict[str, torch.Tensor]:

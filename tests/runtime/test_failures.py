@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.running import ROOT
+from stagewright.errors import RunError
+from tests.runtime.failing import main
+from tests.runtime.running import ROOT, forks_of_the_stem, stem
 
 SAYS = {
     "kill": "worker 3 (stage 1, device 0:3) stopped with signal 9 at F1.0 of batch 5, microbatch 0",
@@ -35,17 +37,27 @@ def processes_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("how", SAYS)
-def test_harm_to_one_worker_ends_all_with_the_first_cause(how: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.runtime.failing", how, str(tmp_path)]
+def test_harm_to_one_worker_ends_all_with_the_first_cause(tmp_path: Path) -> None:
+    """The whole command, with the status and the words that a person gets."""
+    command = [sys.executable, "-m", "tests.runtime.failing", "raise", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr[-2000:]
-    assert SAYS[how] in done.stderr
+    assert SAYS["raise"] in done.stderr
+    assert "the disk is on fire" in done.stderr
     assert "Traceback" not in done.stderr.partition("error: ")[2]
-    if how == "raise":
-        assert "the disk is on fire" in done.stderr
-    time.sleep(0.5)
+    time.sleep(0.2)
     assert processes_of(tmp_path) == []
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("how", ["kill", "nan", "hang", "stop"])
+def test_every_harm_names_who_came_to_it_and_where(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(RunError) as ended:
+        main(how, str(tmp_path), stem())
+    assert SAYS[how] in str(ended.value)
+    assert "Traceback" not in str(ended.value)
+    assert forks_of_the_stem() == []
 
 
 GOES_ON = {
@@ -57,14 +69,14 @@ GOES_ON = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("how", GOES_ON)
-def test_a_run_goes_on_and_says_how(how: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.runtime.failing", how, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert GOES_ON[how] in done.stdout
-    assert "done" in done.stdout
-    time.sleep(0.5)
-    assert processes_of(tmp_path) == []
+def test_a_run_goes_on_and_says_how(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(how, str(tmp_path), stem())
+    said = capsys.readouterr().out
+    assert GOES_ON[how] in said
+    assert "done" in said
+    assert forks_of_the_stem() == []
