@@ -306,6 +306,7 @@ def kill_writers(number: int, draw: random.Random) -> Line:
             hurt(draw.choice(run.workers or [run.process.pid]), signal.SIGKILL)
             hits += 1
             seen += is_passed_over(home, part, faults)
+            progress(f"{hits} kills while {part.name} was written, {seen} left it torn")
         hurt(run.process.pid, signal.SIGTERM)
         out = finish(run, 120)
         faults += [] if "stopped: by" in out else ["SIGTERM was not answered by a checkpoint"]

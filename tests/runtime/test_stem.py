@@ -100,7 +100,7 @@ def test_a_stem_that_is_killed_takes_its_workers_along_and_is_started_again(scri
     command, environment = [sys.executable, str(script), "stem"], {"OWN": "", "STAGEWRIGHT_FORK": "no"}
     with Stem() as stem:
         for _ in range(2):
-            with pytest.raises(RunError, match="the process that workers are forked of was ended"):
+            with pytest.raises(RunError, match="the process that workers are forked of ended with signal 9"):
                 run_agent(stem, command, 2, script.parent / "logs", environment, 60)
     assert left(script) == []
 

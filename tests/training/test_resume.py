@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
+from stagewright.cli import main
 from stagewright.training.events import read_events
+from tests.runtime.running import stem
 from tests.training.images import write_numbered
 from tests.training.recorded import BATCH
+from tests.training.recorded import main as train_recorded
 
 ROOT = Path(__file__).parents[2]
 PER_EPOCH = 20
@@ -72,18 +76,21 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     data = write_numbered(folder / "data", PER_EPOCH * BATCH)
     step = kill_after(start(folder / "killed", data, 0, PER_EPOCH), folder / "killed", 6)
     assert 6 <= step < PER_EPOCH
-    assert start(folder / "resumed", data, step, PER_EPOCH).wait(timeout=120) == 0
+    with pytest.MonkeyPatch.context() as patch, chdir(ROOT):
+        patch.setenv("SEEN", str(folder / "resumed"))
+        (folder / "resumed").mkdir()
+        train_recorded(str(folder / "resumed"), str(data), str(step), str(PER_EPOCH), stem())
     return folder / "killed", folder / "resumed", step
 
 
-@pytest.mark.timeout(120)
-def test_a_named_checkpoint_that_is_not_good_is_refused(tmp_path: Path) -> None:
+def test_a_named_checkpoint_that_is_not_good_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "step-00000004"
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
     options = ["tiny-cnn", "--batch", "8", "--devices", "1", "--steps", "2", "--device", "cpu", "--resume", str(folder)]
-    command = [sys.executable, "-m", "stagewright", "train", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert f"--resume {folder}: no good checkpoint is there (" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *options])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--resume {folder}: no good checkpoint is there (" in said
+    assert "Traceback" not in said

@@ -26,11 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from stagewright.errors import RunError
 from stagewright.runtime.meeting import LOOPBACK, Loopback
-from stagewright.runtime.stem import Stem, state_of
+from stagewright.runtime.stem import Stem, StemGoneError, state_of
 
 LOOK_EVERY_S = 0.05
 STOPPED_GRACE = 1.5
 """So many timeouts a worker may be stopped (SIGSTOP). Those who wait for it end sooner, and know at which action."""
+STOPPED = ("T", "t")
 LEAVE_S = 10
 """How long workers may take to end when they are asked to."""
 
@@ -62,6 +63,7 @@ class Agent(SimpleElasticAgent):
         self._statuses: dict[int, int] = {}
         """For each worker that has ended how it did; below 0 by a signal."""
         self._stopped_since: dict[int, float] = {}
+        self._looked_at = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
@@ -94,15 +96,18 @@ class Agent(SimpleElasticAgent):
                     self._processes[worker] = process
                 elif self._processes.get(worker) == process:  # else it is one of those that ran before
                     self._statuses[worker] = said["status"]
-        except EOFError:
+        except StemGoneError as fault:
             self._processes.clear()  # they went with it
-            raise RunError("the process that workers are forked of was ended", "look for who ends processes") from None
+            raise RunError(str(fault), "look for who ends processes, and whether the memory was full") from None
 
     def _stopped_too_long(self) -> list[int]:
         """Workers that have been stopped for longer than anyone may be waited for; a stem that has been is ended."""
+        now = time.monotonic()
+        if now - self._looked_at < min(1.0, self._timeout_s / 20):
+            return []
+        self._looked_at, stem = now, self._stem.process
         alive = {worker: process for worker, process in self._processes.items() if worker not in self._statuses}
-        stem = self._stem.process
-        now, watched = time.monotonic(), [*alive.values(), *([stem] if stem is not None else [])]
+        watched = [*alive.values(), *([stem] if stem is not None else [])]
         since = {each: self._stopped_since.get(each, now) for each in watched if state_of(each) == "T"}
         self._stopped_since = since
         late = {each for each, start in since.items() if now - start > self._timeout_s * STOPPED_GRACE}
@@ -115,12 +120,15 @@ class Agent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = LEAVE_S) -> None:
         """Ends the workers that are left: asks first, but for those that are stopped and hear nothing."""
-        self._send(lambda process: signal.SIGKILL if state_of(process) in ("T", "t") else death_sig)
-        if not self._all_end(timeout):
+        self._send(lambda process: signal.SIGKILL if state_of(process) in STOPPED else death_sig)
+        stem = self._stem.process
+        is_deaf = stem is not None and state_of(stem) in STOPPED
+        if not is_deaf and not self._all_end(timeout):
             self._send(lambda process: signal.SIGKILL)
-            self._all_end(timeout)
-        if len(self._processes) < len(self._worker_group.workers):
-            self._stem.close()  # it has not come to all orders yet, and must not when others follow
+            is_deaf = not self._all_end(timeout)
+        if is_deaf or len(self._processes) < len(self._worker_group.workers):
+            # It tells nothing, or has not come to all orders yet, and must not when others follow.
+            self._stem.close()
 
     def _send(self, number: Callable[[int], signal.Signals]) -> None:
         for worker, process in self._processes.items():

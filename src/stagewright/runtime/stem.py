@@ -77,34 +77,48 @@ class Stem:
             channel.send(json.dumps(order).encode())
 
     def hear(self) -> Iterator[dict[str, int]]:
-        """What the stem has said since the last time; raises EOFError when it is gone."""
-        while self._channel is not None and select.select([self._channel], [], [], 0)[0]:
-            with suppress(ConnectionError):
-                if said := self._channel.recv(LONGEST):
-                    yield json.loads(said)
-                    continue
-            self.close()
-            raise EOFError
+        """What the stem has said since the last time; raises StemGoneError when it is gone."""
+        while self._channel is not None:
+            try:
+                said = self._channel.recv(LONGEST, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                said = b""
+            if not said:
+                raise StemGoneError(self.close())
+            yield json.loads(said)
 
-    def close(self) -> None:
-        """Ends the stem, and with it every worker that is left."""
+    def close(self) -> int | None:
+        """Ends the stem, and with it every worker that is left; returns its status, which it may have had before."""
+        status = None
         if self._process is not None and self._channel is not None:
             self._process.kill()
-            self._process.wait()
+            status = self._process.wait()
             self._channel.close()
         self._process = self._channel = None
+        return status
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> socket.socket:
         self._environment = {**environment, **WITHOUT_CARDS}
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        about = [str(os.getpid()), str(theirs.fileno()), json.dumps({"names": to_load(), "path": sys.path})]
         with theirs, errors.open("ab") as log:
             # -P: what stands beside this file must not be taken for modules of Python. The command is there to be seen.
+            start = [sys.executable, "-P", __file__, str(os.getpid()), str(theirs.fileno()), *command]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, *about, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=self._environment, pass_fds=[theirs.fileno()], start_new_session=True,
+                start, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
+                pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
+        self._channel.send(json.dumps({"names": to_load(), "path": sys.path}).encode())
         return self._channel
+
+
+class StemGoneError(EOFError):
+    """A stem that has ended by itself, or was killed."""
+
+    def __init__(self, status: int | None) -> None:
+        how = f"with signal {-status}" if status is not None and status < 0 else f"with exit status {status}"
+        super().__init__(f"the process that workers are forked of ended {how}")
 
 
 def to_load() -> list[str]:
@@ -118,13 +132,14 @@ def to_load() -> list[str]:
 
 def main() -> None:
     """Serves until the launcher is gone; in a fork, goes on as a worker."""
-    parent, number, wanted = sys.argv[1:4]
+    parent, number = sys.argv[1:3]
     follow_parent(int(parent))
-    forks = os.environ.get(FORK) != "no"
-    if forks:
+    channel, forks = socket.socket(fileno=int(number)), os.environ.get(FORK) != "no"
+    wanted = channel.recv(LONGEST)
+    if forks and wanted:
         load(**json.loads(wanted))
         forks = not has_opened_a_card()
-    order = serve(socket.socket(fileno=int(number)))
+    order = serve(channel)
     if order is not None:
         become(order)
         run_command(order["command"], anew=not forks)
