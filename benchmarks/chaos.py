@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[1]
 PLANS = {"dp": ("0:0-3", "0"), "1f1b 3-1": ("0:0-2.0:3", "0"), "ssp 3-1": ("0:0-2.0:3", "ssp"), "1-1": ("0:0.0:1", "0")}
@@ -78,9 +79,16 @@ def run_training(plan: str, folder: str, steps: str, every: str, width: str, res
 class Run:
     """A training run in a process of its own, with the processes it started."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     folder: Path
     has_own_network: bool
+    output: IO[bytes]
+    """What it says goes to a file: nobody reads a pipe while the run is tormented, and a full one would stop it."""
+
+    def said(self) -> str:
+        """Everything that it has said."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
 
     @property
     def workers(self) -> list[int]:
@@ -130,23 +138,24 @@ def start(plan: str, folder: Path, steps: int, every: int, *, width: int = WIDTH
         "TMPDIR": str(folder.parent),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
+    output = tempfile.TemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
-    return Run(process, folder, IS_ROOT)
+    return Run(process, folder, IS_ROOT, output)
 
 
 def finish(run: Run, timeout_s: float) -> str:
     """Waits for a run to end well, and returns what it said."""
     try:
-        out, _ = run.process.communicate(timeout=timeout_s)
+        run.process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(run.process.pid, signal.SIGKILL)
-        out, _ = run.process.communicate()
-        raise AssertionError(f"the run hung: {out[-1500:]}") from None
+        run.process.wait()
+        raise AssertionError(f"the run hung: {run.said()[-1500:]}") from None
     if run.process.returncode != 0:
-        raise AssertionError(f"the run ended with {run.process.returncode}: {out[-1500:]}")
-    return out
+        raise AssertionError(f"the run ended with {run.process.returncode}: {run.said()[-1500:]}")
+    return run.said()
 
 
 def weights(folder: Path):

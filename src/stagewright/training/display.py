@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from stagewright.training.events import read_events
+from stagewright.training.events import end_of_events, read_events
 
 
 def plain_line(event: dict[str, Any]) -> str | None:
@@ -31,11 +31,11 @@ def plain_line(event: dict[str, Any]) -> str | None:
 
 
 class Display:
-    """Follows a run's events from another thread until it is closed."""
+    """Follows the events that a run tells from now on, from another thread, until it is closed."""
 
     def __init__(self, folder: Path, console: Console, *, num_steps: int, title: str) -> None:
         self._folder, self._console = folder, console
-        self._position = 0
+        self._position = end_of_events(folder)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="display", daemon=True)
         self._progress: Progress | None = None
@@ -60,6 +60,11 @@ class Display:
         self._thread.join()
         if self._progress is not None:
             self._progress.stop()
+
+    def rename(self, title: str) -> None:
+        """Shows another title: the plan has changed."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=title)
 
     def _follow(self) -> None:
         while True:

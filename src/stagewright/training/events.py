@@ -39,6 +39,12 @@ class Teller:
                 sink.close()
 
 
+def end_of_events(folder: Path) -> int:
+    """The position after all events so far."""
+    path = folder / NAME
+    return path.stat().st_size if path.exists() else 0
+
+
 def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """The events from a byte position on, each with the position after it; a line half written is left for later."""
     path = folder / NAME

@@ -144,13 +144,21 @@ def start_workers(
     A run that fails is started again as often as the job allows. With `replan` it then goes on without the device that
     failed it, for as long as one is left.
     """
-    environment, restarts = dict[str, str](), 0
     if job.resume is None:
         (folder / NAME).unlink(missing_ok=True)
+    with Display(folder, console, num_steps=job.steps, title=title_of(schedule.plan)) as watching:
+        run_and_restart(schedule, job, settings, folder, watching, start)
+    return Record.load(folder / "record.json")
+
+
+def run_and_restart(
+    schedule: Schedule, job: Job, settings: Settings, folder: Path, watching: Display, start: Start
+) -> None:
+    """Starts the workers, time and again where the job allows it, until they end well."""
+    environment, restarts = dict[str, str](), 0
     while True:
         try:
-            run_launcher(schedule, job, settings, folder, console, start, environment)
-            return Record.load(folder / "record.json")
+            return run_launcher(schedule, settings, folder, start, environment)
         except RunError as fault:
             if restarts < job.max_restarts:
                 restarts += 1
@@ -158,9 +166,15 @@ def start_workers(
             elif job.replan and fault.worker is not None and len(schedule.plan.devices) > 1:
                 schedule, restarts = replanned(schedule, fault, folder), 0
                 environment[SCHEDULE] = str(folder / SCHEDULE_FILE)
+                watching.rename(title_of(schedule.plan))
             else:
                 raise
             environment[RESTARTED] = "1"
+
+
+def title_of(plan: Plan) -> str:
+    """What a person sees of a run at first."""
+    return f"{plan.model} on {plan.placement}"
 
 
 @contextmanager
@@ -181,17 +195,11 @@ def starter(
         yield start
 
 
-def run_launcher(
-    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, start: Start,
-    extra: dict[str, str],
-) -> None:  # fmt: skip
+def run_launcher(schedule: Schedule, settings: Settings, folder: Path, start: Start, extra: Mapping[str, str]) -> None:
     """Starts the workers of one plan and waits for them."""
-    plan = schedule.plan
     schedule.save(folder / SCHEDULE_FILE)
-    environment = worker_environment(plan, folder, threads=settings.threads, device=settings.device)
-    watching = Display(folder, console, num_steps=job.steps, title=f"{plan.model} on {plan.placement}")
-    with watching:
-        start(plan, folder, {**environment, **extra})
+    environment = worker_environment(schedule.plan, folder, threads=settings.threads, device=settings.device)
+    start(schedule.plan, folder, {**environment, **extra})
 
 
 def replanned(schedule: Schedule, fault: RunError, folder: Path) -> Schedule:
