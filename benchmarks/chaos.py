@@ -328,10 +328,12 @@ def wait_for_part(run: Run, home: Path, draw: random.Random) -> Path | None:
     """A checkpoint that is being written after the run has got on, a random moment into it."""
     before, deadline = run.step(), time.monotonic() + 120
     while time.monotonic() < deadline and run.process.poll() is None:
-        part = next((home / "checkpoints").glob(".step-*.part"), None)
-        if part is not None and run.step() > before and part.exists():
-            time.sleep(draw.uniform(0, 0.02))
-            return part
+        newest = run.step()
+        for part in (home / "checkpoints").glob(".step-*.part"):
+            # Old ones have such a name too while they are removed.
+            if newest > before and int(part.name[6:14]) > newest and part.exists():
+                time.sleep(draw.uniform(0, 0.02))
+                return part
         time.sleep(0.001)
     return None
 

@@ -121,7 +121,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
     others = [f"started/{number}" for number in range(size)]
     try:
         store.wait(others, timeout)
-    except dist.DistError:
+    except dist.DistStoreError:
         missing = ", ".join(str(number) for number, key in enumerate(others) if not store.check([key]))
         limit = f"{timeout.total_seconds():g} s"
         raise RunError(f"worker {missing} did not start within {limit}", "give more with --start-timeout") from None
