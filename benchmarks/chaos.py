@@ -147,15 +147,18 @@ def start(plan: str, folder: Path, steps: int, every: int, *, width: int = WIDTH
 
 def finish(run: Run, timeout_s: float) -> str:
     """Waits for a run to end well, and returns what it said."""
+    fault = None
     try:
-        run.process.wait(timeout_s)
+        if run.process.wait(timeout_s) != 0:
+            fault = f"the run ended with {run.process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(run.process.pid, signal.SIGKILL)
         run.process.wait()
-        raise AssertionError(f"the run hung: {run.said()[-1500:]}") from None
-    if run.process.returncode != 0:
-        raise AssertionError(f"the run ended with {run.process.returncode}: {run.said()[-1500:]}")
-    return run.said()
+        fault = "the run hung"
+    with run.output:
+        said = run.said()
+    assert fault is None, f"{fault}: {said[-1500:]}"
+    return said
 
 
 def weights(folder: Path):
