@@ -6,6 +6,8 @@ import gc
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 from stagewright.cluster import Cluster, format_devices
@@ -23,8 +25,8 @@ from stagewright.simulation.steady import Steady, batches_done, batches_needed, 
 
 IMAGENET_IMAGES = 1_281_167
 """The images of an ImageNet epoch, for which epoch times are given unless another number is."""
-named: Any = tuple.__new__
-"""Makes a named tuple of a plain one, in a third of the time that its own call takes."""
+value_of = attrgetter("_value_")
+"""What `.value` of an enumeration is, in a third of the time."""
 
 
 def simulate(
@@ -128,23 +130,29 @@ def spans(program: Program, log: Log) -> tuple[Span, ...]:
     """Every action with its times; a transfer is shown at both ends, a reduction at every replica."""
     found: list[Span] = []
     for worker, entries in enumerate(log.plain_done):
-        found += [
-            named(Span, (worker, kind._value_, stage, batch, microbatch, start_s, stop_s, -1))
-            for _, (kind, stage, _, microbatch, _), batch, start_s, stop_s, _, _ in entries
-        ]
-    add = found.append
-    ends = [
-        (one.source, one.target, *(("SF", "RF", 1) if one.forward else ("SB", "RB", -1))) for one in program.channels
-    ]
-    for channel, _, (_, stage, _, microbatch, _), batch, _, _, start_s, stop_s in log.plain_moved:
-        source, target, send, receive, step = ends[channel]
-        add(named(Span, (source, send, stage, batch, microbatch, start_s, stop_s, target)))
-        add(named(Span, (target, receive, stage + step, batch, microbatch, start_s, stop_s, source)))
+        if entries:
+            _, actions, batches, starts_s, stops_s, _, _ = zip(*entries)
+            kinds, stages, _, microbatches, _ = zip(*actions)
+            found += in_columns(worker, map(value_of, kinds), stages, batches, microbatches, starts_s, stops_s, -1)
+    if log.plain_moved:
+        channels, _, actions, batches, _, _, starts_s, stops_s = zip(*log.plain_moved)
+        _, stages, _, microbatches, _ = zip(*actions)
+        ends = [program.channels[channel] for channel in channels]
+        sources, targets = [one.source for one in ends], [one.target for one in ends]
+        sent = ["SF" if one.forward else "SB" for one in ends]
+        received = ["RF" if one.forward else "RB" for one in ends]
+        after = [stage + (1 if one.forward else -1) for stage, one in zip(stages, ends)]
+        found += in_columns(sources, sent, stages, batches, microbatches, starts_s, stops_s, targets)
+        found += in_columns(targets, received, after, batches, microbatches, starts_s, stops_s, sources)
     for stage, batch, bucket, start_s, stop_s, _ in log.reduced:
-        found += [
-            Span(worker, "G", stage, batch, -1, start_s, stop_s, bucket) for worker in program.plan.workers[stage]
-        ]
+        found += in_columns(program.plan.workers[stage], "G", stage, batch, -1, start_s, stop_s, bucket)
     return tuple(found)
+
+
+def in_columns(*columns: Iterable[Any] | float) -> Iterator[Span]:
+    """Spans whose parts stand in columns, or are the same in all; made without a line of Python for each."""
+    same = (repeat(column) if isinstance(column, int | float | str) else column for column in columns)
+    return map(tuple.__new__, repeat(Span), zip(*same))
 
 
 def limit(seconds: dict[str, float]) -> str:
