@@ -58,15 +58,20 @@ def case(request: pytest.FixtureRequest) -> tuple[nn.Module, list[Tensor]]:
     return make().double(), [torch.randn(rows, *shape, dtype=torch.float64) for rows in ROWS]
 
 
-def run(model: nn.Module, microbatches: list[Tensor], folding: Folding | None = None) -> list[Tensor]:
+def run(
+    model: nn.Module, microbatches: list[Tensor], folding: Folding | None = None, *, at_once: bool = False
+) -> list[Tensor]:
     """The gradients of a batch."""
     for number, rows in enumerate(microbatches):
         loss = model(rows).square().sum()
         if folding is None:
             loss.backward()
             continue
-        with folding.backward(is_last=number == len(microbatches) - 1):
+        folding.fold(only_full=True)
+        with folding.backward(at_once=at_once and number == len(microbatches) - 1):
             loss.backward()
+    if folding is not None:
+        folding.fold()
     gradients = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
@@ -74,13 +79,14 @@ def run(model: nn.Module, microbatches: list[Tensor], folding: Folding | None = 
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def test_gradients_are_those_of_plain_pytorch(case: tuple[nn.Module, list[Tensor]]) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gradients_are_those_of_plain_pytorch(case: tuple[nn.Module, list[Tensor]], at_once: bool) -> None:
     model, microbatches = case
     expected = run(copy.deepcopy(model), microbatches)
     folding = Folding(model)
     assert folding.layers
     for _ in range(2):
-        for found, wanted in zip(run(model, microbatches, folding), expected, strict=True):
+        for found, wanted in zip(run(model, microbatches, folding, at_once=at_once), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert all(not layer.rows for layer in folding.layers)
 
@@ -88,15 +94,18 @@ def test_gradients_are_those_of_plain_pytorch(case: tuple[nn.Module, list[Tensor
 def test_rows_are_kept_up_to_half_of_the_weights() -> None:
     layer = nn.Linear(16, 16)
     folding = Folding(layer)
-    most, weights = 0, []
-    for number in range(7):
-        with folding.backward(is_last=number == 6):
+    most, has_gradient = 0, []
+    for _ in range(7):
+        folding.fold(only_full=True)
+        has_gradient.append(layer.weight.grad is not None)
+        with folding.backward(at_once=False):
             layer(torch.ones(2, 16)).sum().backward()
         kept = sum(part.numel() for pair in folding.layers[0].rows for part in pair)
-        most, weights = max(most, kept), [*weights, layer.weight.grad is not None]
-    assert 0 < most <= 16 * 16 // 2
-    # 4 rows are half of the weights: every second microbatch makes a product, and the batch's last in any case.
-    assert weights == [False, True, True, True, True, True, True]
+        most = max(most, kept)
+    folding.fold()
+    # 4 rows are half of the weights: every second microbatch is followed by a product.
+    assert most == 16 * 16 // 2
+    assert has_gradient == [False, False, True, True, True, True, True]
     assert layer.weight.grad is not None
     torch.testing.assert_close(layer.weight.grad, torch.full((16, 16), 14.0))
 
@@ -105,7 +114,7 @@ def test_a_gradient_stays_where_it_is_so_that_nothing_is_copied() -> None:
     layer = nn.Linear(64, 64)
     folding, places = Folding(layer), set()
     for _ in range(3):
-        with folding.backward(is_last=True):
+        with folding.backward(at_once=True):
             layer(torch.ones(2, 64)).sum().backward()
         assert layer.weight.grad is not None
         places.add(layer.weight.grad.data_ptr())
@@ -118,7 +127,7 @@ def test_the_hook_that_starts_a_reduction_finds_the_whole_gradient_in_the_last_b
     folding = Folding(layer)
     layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
     for number in range(4):
-        with folding.backward(is_last=number == 3):
+        with folding.backward(at_once=number == 3):
             layer(torch.ones(2, 32)).sum().backward()
     assert seen[:3] == [None] * 3
     torch.testing.assert_close(seen[3], torch.full((32, 32), 8.0))
@@ -135,10 +144,10 @@ def test_weights_that_someone_listens_to_are_left_alone() -> None:
 def test_a_layer_that_the_last_microbatch_passes_by_keeps_nothing_back() -> None:
     first, second = nn.Linear(16, 16), nn.Linear(16, 16)
     folding = Folding(nn.ModuleList([first, second]))
-    with folding.backward(is_last=False):
+    with folding.backward(at_once=False):
         second(first(torch.ones(1, 16))).sum().backward()
     assert second.weight.grad is None
-    with folding.backward(is_last=True):
+    with folding.backward(at_once=True):
         first(torch.ones(1, 16)).sum().backward()
     assert second.weight.grad is not None
     assert not folding.layers[1].rows

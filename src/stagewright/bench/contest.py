@@ -43,6 +43,8 @@ ALONE = "single"
 """The contender that runs outside of the hosts."""
 DRAIN = 3
 """Steps more of a run without a flush: those in which it fills and drains are left out."""
+LONG_STEP_S = 5.0
+"""A step that takes longer is not spoilt by what its first run does once."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
 
@@ -176,12 +178,20 @@ def run_worker(contest: Contest) -> None:
 
 
 def warmed_up(each: Clocked | Outside, world: World) -> float:
-    """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory."""
-    each.turn(1, world)
-    seconds = torch.tensor([each.turn(1, world)])
+    """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
+
+    Where a step is long, that does not matter, and the first is enough.
+    """
+    first = agreed(each.turn(1, world), world)
+    return first if first > LONG_STEP_S else agreed(each.turn(1, world), world)
+
+
+def agreed(seconds: float, world: World) -> float:
+    """What worker 0 has measured."""
+    told = torch.tensor([seconds])
     if world.control is not None:
-        dist.broadcast(seconds, 0, group=world.control)
-    return float(seconds)
+        dist.broadcast(told, 0, group=world.control)
+    return float(told)
 
 
 def fastest(told: Sequence[Spec], seconds: Mapping[str, float]) -> list[str]:

@@ -4,11 +4,12 @@ A microbatch has few rows and a linear layer many weights: its weight gradient t
 of the microbatches before, than to compute. So a layer keeps the rows of several microbatches, its inputs X and its
 outputs' gradients G, and multiplies them at once:
 
-    backward of microbatch     0          1           2            3, the batch's last
-    rows kept                  0         0 1         0 1 2         none
-    gradient                                                       += G(0…3)ᵀ X(0…3), and its reduction may start
+    backward of microbatch     0          1           2           3, the batch's last
+    rows kept                  0         0 1         0 1 2        0 1 2 3 ── sent ── += G(0…3)ᵀ X(0…3) ── update
 
-The rows that a layer keeps are never more than a share of its own weights, so few rows fold and many do not.
+The rows that a layer keeps are never more than a share of its own weights, so few rows fold and many do not. Products
+come after the microbatch's gradients have gone to the stage before, which waits for these and not for them; only where
+replicas add gradients up do they belong to the batch's last backward, so that the first buckets start while it runs.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ class Folding:
         self.layers = [LinearRows(self, each) for each in linears]
         self.is_on = False
         """Off outside a stage's own backward: whoever else asks for gradients gets them at once."""
-        self.is_last = False
+        self.at_once = False
 
     @contextmanager
-    def backward(self, *, is_last: bool) -> Iterator[None]:
-        """Inside, backward of a microbatch keeps rows; the batch's last leaves none behind."""
-        self.is_on, self.is_last = True, is_last
+    def backward(self, *, at_once: bool) -> Iterator[None]:
+        """Inside, backward of a microbatch keeps its rows, or makes all products that are left at once."""
+        self.is_on, self.at_once = True, at_once
         try:
             yield
         finally:
             self.is_on = False
-        if is_last:
-            self._fold_rest()
+        if at_once:
+            self.fold()  # what this backward did not pass by
 
-    def _fold_rest(self) -> None:
-        """Folds what the batch's last backward did not pass by."""
-        for layer in self.layers:
-            if layer.rows:
+    def fold(self, *, only_full: bool = False) -> None:
+        """Makes the products that are left, or those of layers that may not keep another microbatch like the last."""
+        for layer in reversed(self.layers):
+            if layer.rows and (layer.is_full or not only_full):
                 layer.weight.grad = layer.fold()
 
     def close(self) -> None:
@@ -76,10 +77,12 @@ class LinearRows:
         if not self.folding.is_on:
             return gradients.t() @ inputs
         self.rows.append((gradients, inputs))
-        num_rows = sum(len(kept) for kept, _ in self.rows)
-        if not self.folding.is_last and num_rows + len(inputs) <= self.most_rows:
-            return None
-        return self.fold()
+        return self.fold() if self.folding.at_once else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another microbatch like the last would be too much."""
+        return sum(len(kept) for kept, _ in self.rows) + len(self.rows[-1][0]) > self.most_rows
 
     def fold(self) -> Tensor:
         """The gradient so far with all kept rows in it; it is taken from the weight, for autograd to put it back."""

@@ -79,10 +79,18 @@ class Hosted:
         return sum(self.share(microbatch) is not None for microbatch in range(self.plan.num_microbatches))
 
     def backward_of(self, batch: int, *, is_last: bool) -> AbstractContextManager[None]:
-        """What a backward of the batch runs in: its linear layers may keep rows until the batch's last."""
+        """What a backward of the batch runs in: its linear layers may keep rows for later."""
         if not self.foldings:
             return nullcontext()
-        return self.foldings[self.weights.slot(batch)].backward(is_last=is_last)
+        at_once = is_last and self.reducer.group is not None
+        return self.foldings[self.weights.slot(batch)].backward(at_once=at_once)
+
+    def finish(self, batch: int) -> list[Tensor | None]:
+        """The gradients of a batch, whole and summed over the replicas."""
+        slot = self.weights.slot(batch)
+        if self.foldings:
+            self.foldings[slot].fold()
+        return self.reducer.finish(slot)
 
     def share(self, microbatch: int) -> Share | None:
         """The rows of a microbatch that are this replica's, or None where it has none."""

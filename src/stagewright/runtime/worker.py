@@ -144,6 +144,7 @@ class Worker:
     # Compute
 
     def forward(self, action: Action) -> None:
+        self._fold_full()
         here, key, share = self._find(action)
         inputs = self._inputs(here, key, share)
         last = here.runner.has_loss
@@ -159,6 +160,7 @@ class Worker:
             here.made.put(key, [tensor.detach() for tensor in made], len(takers))
 
     def backward(self, action: Action) -> None:
+        self._fold_full()
         here, key, _ = self._find(action)
         gradients = self._output_gradients(here, key)
         with here.backward_of(key[0], is_last=self._arm(here, key)):
@@ -175,6 +177,12 @@ class Worker:
         here, key, _ = self._find(action)
         self._arm(here, key)
         here.runner.backward_weight(here.weights.module(key[0]), key)
+
+    def _fold_full(self) -> None:
+        """Makes the weight gradients of which no more rows can be kept, now that the last backward is on its way."""
+        for here in self.hosted.values():
+            for folding in here.foldings:
+                folding.fold(only_full=True)
 
     def _return(self, here: Hosted, key: Key, gradients: list[Tensor]) -> None:
         """Keeps the gradients of a microbatch's inputs for the stage before."""
@@ -288,7 +296,7 @@ class Worker:
         """Adds up, over all workers, how many gradients are not finite and the squares of all; a stage counts once."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for here in self.hosted.values():
-            gradients = here.reducer.finish(here.weights.slot(action.batch))
+            gradients = here.finish(action.batch)
             here.reduced[action.batch] = gradients
             if here.replica == 0:
                 sums += gradient_sums([each for each in gradients if each is not None], self.world.device)
@@ -298,7 +306,7 @@ class Worker:
         here, batch = self.hosted[action.stage], action.batch
         gradients = here.reduced.pop(batch, None)
         if gradients is None:
-            gradients = here.reducer.finish(here.weights.slot(batch))
+            gradients = here.finish(batch)
         verdict = self.verdicts.get(batch)
         skip = verdict is not None and self.skips and verdict.overflowed
         if self.watch is not None:
