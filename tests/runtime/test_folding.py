@@ -88,6 +88,7 @@ def test_gradients_are_those_of_plain_pytorch(case: tuple[nn.Module, list[Tensor
     for _ in range(2):
         for found, wanted in zip(run(model, microbatches, folding, at_once=at_once), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+            assert not found.requires_grad
     assert all(not layer.rows for layer in folding.layers)
 
 
@@ -99,9 +100,10 @@ def test_rows_are_kept_up_to_half_of_the_weights() -> None:
         folding.fold(only_full=True)
         has_gradient.append(layer.weight.grad is not None)
         with folding.backward(at_once=False):
-            layer(torch.ones(2, 16)).sum().backward()
-        kept = sum(part.numel() for pair in folding.layers[0].rows for part in pair)
-        most = max(most, kept)
+            layer(torch.ones(2, 16, requires_grad=True) * 1.0).sum().backward()
+        kept = [part for pair in folding.layers[0].rows for part in pair]
+        assert all(part.grad_fn is None for part in kept)
+        most = max(most, sum(part.numel() for part in kept))
     folding.fold()
     # 4 rows are half of the weights: every second microbatch is followed by a product.
     assert most == 16 * 16 // 2
@@ -131,6 +133,18 @@ def test_the_hook_that_starts_a_reduction_finds_the_whole_gradient_in_the_last_b
             layer(torch.ones(2, 32)).sum().backward()
     assert seen[:3] == [None] * 3
     torch.testing.assert_close(seen[3], torch.full((32, 32), 8.0))
+
+
+def test_a_gradient_is_made_where_it_is_wanted() -> None:
+    layer, bucket = nn.Linear(8, 8), torch.full((64,), 7.0)
+    folding = Folding(layer)
+    folding.put({layer.weight: bucket.view(8, 8)})
+    for number in range(3):
+        with folding.backward(at_once=number == 2):
+            layer(torch.ones(1, 8)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.data_ptr() == bucket.data_ptr()
+    torch.testing.assert_close(bucket, torch.full((64,), 3.0))
 
 
 def test_weights_that_someone_listens_to_are_left_alone() -> None:

@@ -9,12 +9,13 @@ outputs' gradients G, and multiplies them at once:
 
 The rows that a layer keeps are never more than a share of its own weights, so few rows fold and many do not. Products
 come after the microbatch's gradients have gone to the stage before, which waits for these and not for them; only where
-replicas add gradients up do they belong to the batch's last backward, so that the first buckets start while it runs.
+replicas add gradients up do they belong to the batch's last backward, so that the first buckets start while it runs;
+there a gradient is made in its bucket's memory at once, and never copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,6 +53,11 @@ class Folding:
             if layer.rows and (layer.is_full or not only_full):
                 layer.weight.grad = layer.fold()
 
+    def put(self, places: Mapping[Tensor, Tensor]) -> None:
+        """Makes gradients where they are wanted, weight by weight, instead of wherever there is memory."""
+        for layer in self.layers:
+            layer.place = places.get(layer.weight)
+
     def close(self) -> None:
         """Makes the layers ordinary ones again."""
         for layer in self.layers:
@@ -64,6 +70,8 @@ class LinearRows:
     def __init__(self, folding: Folding, module: nn.Linear) -> None:
         self.folding, self.module = folding, module
         self.rows: list[tuple[Tensor, Tensor]] = []
+        self.place: Tensor | None = None
+        """Where the gradient is wanted, if anywhere."""
         self.most_rows = int(KEPT_SHARE * module.weight.numel() / (module.in_features + module.out_features))
         module.forward = partial(forward, self)  # type: ignore[method-assign]
 
@@ -76,7 +84,7 @@ class LinearRows:
         """The gradient of the batch so far with these rows in it, or None where they are kept for later."""
         if not self.folding.is_on:
             return gradients.t() @ inputs
-        self.rows.append((gradients, inputs))
+        self.rows.append((gradients.detach(), inputs.detach()))  # without what made them
         return self.fold() if self.folding.at_once else None
 
     @property
@@ -84,14 +92,18 @@ class LinearRows:
         """Whether another microbatch like the last would be too much."""
         return sum(len(kept) for kept, _ in self.rows) + len(self.rows[-1][0]) > self.most_rows
 
+    @torch.no_grad()
     def fold(self) -> Tensor:
         """The gradient so far with all kept rows in it; it is taken from the weight, for autograd to put it back."""
         gradients, inputs = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*self.rows))
         self.rows.clear()
         so_far, self.weight.grad = self.weight.grad, None
-        if so_far is None:
+        if so_far is not None:
+            return so_far.addmm_(gradients.t(), inputs)
+        if self.place is None:
             return gradients.t() @ inputs
-        return so_far.addmm_(gradients.t(), inputs)
+        # A tensor of its own on that memory, for autograd keeps only what nobody else holds.
+        return torch.mm(gradients.t(), inputs, out=self.place.detach())
 
 
 def can_fold(module: nn.Linear) -> bool:

@@ -144,16 +144,24 @@ def host_stages(
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
             weights = Weights(module, stage.versions, make_optimizer)
-            # What torch compiles keeps nothing aside.
-            many = num_folded(plan.policy, plan.route, plan.num_microbatches, plan.replicas[number]) > 1
-            foldings = [Folding(slot) for slot in weights.modules] if many and not settings.compile else []
+            foldings = [Folding(slot) for slot in weights.modules] if folds(plan, number, settings) else []
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
+            for slot, folding in enumerate(foldings):
+                folding.put(reducer.places(slot))
             replica = plan.workers[number].index(world.worker)
             hosted[number] = Hosted(number, replica, plan, runner, weights, reducer, foldings)
             if settings.compile:
                 weights.modules = [compiled(slot) for slot in weights.modules]
         first = last
     return hosted
+
+
+def folds(plan: Plan, stage: int, settings: Settings) -> bool:
+    """Whether linear layers make their weight gradients themselves: for several microbatches at once, or in buckets."""
+    if settings.compile or plan.policy == "zero-bubble":  # compiled code and backward in halves have their own ways
+        return False
+    replicas = plan.replicas[stage]
+    return replicas > 1 or num_folded(plan.policy, plan.route, plan.num_microbatches, replicas) > 1
 
 
 def place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:

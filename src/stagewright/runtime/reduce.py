@@ -79,6 +79,15 @@ class Reducer:
 
         return finished
 
+    def places(self, slot: int) -> dict[Tensor, Tensor]:
+        """For each parameter of a slot its piece of a bucket, where the gradient may be made in the first place."""
+        parameters = self.parameters[slot]
+        return {
+            parameters[index]: view
+            for bucket in self.buckets[slot]
+            for index, view in zip(bucket.members, bucket.views)
+        }
+
     def arm(self, slot: int) -> None:
         """From here on, every bucket of the slot starts as soon as its gradients are complete."""
         self._armed = slot
@@ -98,7 +107,11 @@ class Reducer:
             for view, gradient in zip(bucket.views, gradients):
                 if gradient is None:
                     view.zero_()
-            pairs = [(view, gradient) for view, gradient in zip(bucket.views, gradients) if gradient is not None]
+            pairs = [
+                (view, gradient)
+                for view, gradient in zip(bucket.views, gradients)
+                if gradient is not None and gradient.data_ptr() != view.data_ptr()  # else it was made there
+            ]
             if pairs:
                 torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         for parameter in parameters:
