@@ -55,7 +55,7 @@ class Agent(SimpleElasticAgent):
     def __init__(
         self, spec: WorkerSpec, stem: Stem, logs: Path, environment: Mapping[str, str], timeout_s: float
     ) -> None:
-        super().__init__(spec, shutdown_timeout=LEAVE_S)
+        super().__init__(spec)
         self._stem, self._logs, self._timeout_s = stem, logs, timeout_s
         self._environment = {**os.environ, **environment}
         self._processes: dict[int, int] = {}
@@ -120,6 +120,7 @@ class Agent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = LEAVE_S) -> None:
         """Ends the workers that are left: asks first, but for those that are stopped and hear nothing."""
+        timeout = min(timeout, LEAVE_S)  # torch's own is longer, and not all of its versions give it
         self._send(lambda process: signal.SIGKILL if state_of(process) in STOPPED else death_sig)
         stem = self._stem.process
         is_deaf = stem is not None and state_of(stem) in STOPPED

@@ -1,0 +1,157 @@
+"""One worker on one card against the plain loop at its best: the same model, rows and optimizer, taking turns.
+
+    python benchmarks/card.py                          every case
+    python benchmarks/card.py resnet50-fp16-compile    one of them
+
+The plain loop runs with torch's default optimizer and with the fused one, which is ours; the faster of the two is what
+ours is measured against. Letting cuDNN try its algorithms changed nothing for any of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stagewright.bench.baselines import mean_loss
+from stagewright.cluster import DeviceId
+from stagewright.models import build_model
+from stagewright.plan import Plan, Stage
+from stagewright.profile import Precision
+from stagewright.runtime.precision import autocast
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.warm_up import warm_up
+from stagewright.runtime.worker import Worker
+from stagewright.runtime.world import World, open_world
+from stagewright.scheduling import make_schedule
+from stagewright.training.loop import synthetic_feed
+from stagewright.training.optimizers import Recipe, optimizer_maker
+
+ROUNDS = 7
+TURN_S = 1.0
+
+Step = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    model: str
+    batch: int
+    precision: Precision = "fp32"
+    channels_last: bool = False
+    compile: bool = False
+
+    def settings(self) -> Settings:
+        """As a worker takes them."""
+        return Settings(device="cuda", precision=self.precision, channels_last=self.channels_last, compile=self.compile)
+
+
+CASES = {
+    "alexnet": Case("alexnet", 256),
+    "resnet50": Case("resnet50", 128),
+    "resnet50-fp16": Case("resnet50", 256, "fp16", channels_last=True),
+    "resnet50-fp16-compile": Case("resnet50", 256, "fp16", channels_last=True, compile=True),
+}
+
+
+def plain(case: Case, fused: bool) -> Step:
+    """The ordinary loop, with autocast and GradScaler where the case is in fp16."""
+    settings = case.settings()
+    layered = build_model(case.model, seed=0)
+    module = layered.model.cuda().train()
+    if case.channels_last:
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    inputs, labels = rows(case)
+    run = torch.compile(module) if case.compile else module
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=settings.loss_scale, enabled=case.precision == "fp16")
+
+    def step(number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad(set_to_none=True)
+            with autocast(settings):
+                loss = mean_loss(run(inputs), labels)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+
+    return step
+
+
+def rows(case: Case) -> tuple[Tensor, Tensor]:
+    """The batch, on the card."""
+    feed = synthetic_feed(build_model(case.model, seed=0), case.settings(), torch.device("cuda"))
+    return feed.inputs(0, 0, case.batch)[0], feed.targets(0, 0, case.batch)[0]
+
+
+def ours(case: Case, world: World) -> Step:
+    """One worker that has the whole model as its one stage, as `stagewright train` makes it."""
+    settings, model = case.settings(), build_model(case.model, seed=0)
+    stage = Stage(layers=model.names, devices=(DeviceId(0, 0),))
+    schedule = make_schedule(Plan(model=case.model, stages=(stage,), batch=case.batch))
+    maker = optimizer_maker(Recipe(optimizer="sgd", learning_rate=0.01, momentum=0.9), "cuda")
+    feed = synthetic_feed(model, settings, world.device)
+    worker = Worker(schedule, model, world, settings, make_optimizer=maker, feed=feed)
+    warm_up(worker)
+    done = [0]
+
+    def step(number: int) -> None:
+        worker.run(number, done[0])
+        done[0] += number
+        worker.figures.clear()
+
+    return step
+
+
+def measure(step: Step, number: int) -> float:
+    """Seconds a step."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    step(number)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / number
+
+
+def contend(case: Case, world: World) -> dict[str, list[float]]:
+    """Seconds a step of each contender, round by round."""
+    contenders = {"plain": plain(case, False), "plain, fused": plain(case, True), "ours": ours(case, world)}
+    for step in contenders.values():
+        step(5)
+    steps = max(3, round(TURN_S / measure(contenders["plain"], 3)))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(ROUNDS):
+        for name, step in list(contenders.items())[:: 1 if number % 2 else -1]:
+            times[name].append(measure(step, steps))
+    return times
+
+
+def show(name: str, case: Case, times: dict[str, list[float]]) -> None:
+    """All contenders of a case, and the ratio of the best ones."""
+    middle = {who: statistics.median(values) for who, values in times.items()}
+    for who, values in times.items():
+        spread = (max(values) - min(values)) / middle[who]
+        rate = case.batch / middle[who]
+        print(
+            f"{name:22} {who:20} {middle[who] * 1e3:8.2f} ms  {rate:9,.0f} images/s  spread {spread:5.1%}", flush=True
+        )
+    own = middle.pop("ours")
+    print(f"{name:22} ratio {min(middle.values()) / own:.3f}", flush=True)
+
+
+def main(names: list[str]) -> None:
+    """The cases, one after the other."""
+    with open_world(Settings(device="cuda")) as world:
+        for name in names or list(CASES):
+            show(name, CASES[name], contend(CASES[name], world))
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
