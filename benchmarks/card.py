@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -23,14 +25,18 @@ from stagewright.cluster import DeviceId
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import Precision
+from stagewright.runtime.flight import Flight
 from stagewright.runtime.precision import autocast
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
-from stagewright.training.loop import synthetic_feed
-from stagewright.training.optimizers import Recipe, optimizer_maker
+from stagewright.training.job import Job
+from stagewright.training.listener import Listener
+from stagewright.training.loop import Run, feed_of, maker_of, synthetic_feed
+from stagewright.training.metrics import METRICS, accuracy_sums
+from stagewright.training.optimizers import Recipe
 
 ROUNDS = 7
 TURN_S = 1.0
@@ -91,21 +97,24 @@ def rows(case: Case) -> tuple[Tensor, Tensor]:
     return feed.inputs(0, 0, case.batch)[0], feed.targets(0, 0, case.batch)[0]
 
 
-def ours(case: Case, world: World) -> Step:
-    """One worker that has the whole model as its one stage, as `stagewright train` makes it."""
+def ours(case: Case, world: World, folder: Path) -> Step:
+    """One worker that has the whole model as its one stage, with all that `stagewright train` puts around it."""
     settings, model = case.settings(), build_model(case.model, seed=0)
     stage = Stage(layers=model.names, devices=(DeviceId(0, 0),))
-    schedule = make_schedule(Plan(model=case.model, stages=(stage,), batch=case.batch))
-    maker = optimizer_maker(Recipe(optimizer="sgd", learning_rate=0.01, momentum=0.9), "cuda")
-    feed = synthetic_feed(model, settings, world.device)
-    worker = Worker(schedule, model, world, settings, make_optimizer=maker, feed=feed)
+    schedule = make_schedule(Plan(model=case.model, stages=(stage,), batch=case.batch), agree=settings.agrees)
+    recipe, job = Recipe(optimizer="sgd", learning_rate=0.01, momentum=0.9), Job(steps=10**9)
+    run = Run(schedule, model, job, settings, recipe, None, None, "", "measured", folder, world)
+    worker = Worker(
+        schedule, model, world, settings, make_optimizer=maker_of(run), feed=feed_of(run), metric=accuracy_sums,
+        num_metrics=len(METRICS), flight=Flight(folder, 0),
+    )  # fmt: skip
     warm_up(worker)
+    Listener(run, worker, None, None)
     done = [0]
 
     def step(number: int) -> None:
         worker.run(number, done[0])
         done[0] += number
-        worker.figures.clear()
 
     return step
 
@@ -119,9 +128,9 @@ def measure(step: Step, number: int) -> float:
     return (time.perf_counter() - started) / number
 
 
-def contend(case: Case, world: World) -> dict[str, list[float]]:
+def contend(case: Case, world: World, folder: Path) -> dict[str, list[float]]:
     """Seconds a step of each contender, round by round."""
-    contenders = {"plain": plain(case, False), "plain, fused": plain(case, True), "ours": ours(case, world)}
+    contenders = {"plain": plain(case, False), "plain, fused": plain(case, True), "ours": ours(case, world, folder)}
     for step in contenders.values():
         step(5)
     steps = max(3, round(TURN_S / measure(contenders["plain"], 3)))
@@ -147,9 +156,9 @@ def show(name: str, case: Case, times: dict[str, list[float]]) -> None:
 
 def main(names: list[str]) -> None:
     """The cases, one after the other."""
-    with open_world(Settings(device="cuda")) as world:
+    with open_world(Settings(device="cuda")) as world, TemporaryDirectory() as folder:
         for name in names or list(CASES):
-            show(name, CASES[name], contend(CASES[name], world))
+            show(name, CASES[name], contend(CASES[name], world, Path(folder)))
             torch.cuda.empty_cache()
 
 

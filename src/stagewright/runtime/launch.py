@@ -23,7 +23,7 @@ from stagewright.plan import Plan
 from stagewright.runtime.diagnosis import blame, name_of
 from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stem import FORK, Stem
+from stagewright.runtime.stem import Stem
 from stagewright.schedule import Schedule
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
@@ -99,8 +99,7 @@ def worker_environment(plan: Plan, folder: Path, *, threads: int | None, device:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if device == "cuda":
-        # Forks before a card is opened should do no harm, but have not been seen to work on one.
-        made.update({"NCCL_MAX_NCHANNELS": "2", FORK: "no"})
+        made["NCCL_MAX_NCHANNELS"] = "2"
     return {key: os.environ.get(key, value) for key, value in made.items()}
 
 

@@ -32,7 +32,7 @@ def shared_cards(workers_a_card: int) -> Iterator[dict[str, str]]:
         "NCCL_NCHANNELS_PER_PEER": "1",
         "NCCL_CGA_CLUSTER_SIZE": "0",
         # Loading a kernel at its first use waits for all that run, among them receives that wait for their senders.
-        "CUDA_MODULE_LOADING": "EAGER",
+        "CUDA_MODULE_LOADING": os.environ.get("CUDA_MODULE_LOADING", "EAGER"),
     }
     if shutil.which(CONTROL) is None:
         yield environment

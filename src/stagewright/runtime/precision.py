@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,59 +23,54 @@ def autocast(settings: Settings) -> AbstractContextManager[object]:
 class LossScale:
     """The dynamic loss scale: halved on overflow, doubled after a run of finite steps.
 
-    Every worker computes it from the same agreements, so all hold the same one without a word more.
+    Every worker computes it from the same agreements, so all hold the same one without a word more. It stays on the
+    device: a host that asked for it after every step would keep a card waiting for the next.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, device: torch.device) -> None:
         self.is_on = settings.precision == "fp16"
-        self.value = settings.loss_scale if self.is_on else 1.0
         self.growth_steps = settings.scale_growth_steps
-        self.num_finite = 0
+        self.current = torch.tensor(settings.loss_scale if self.is_on else 1.0, dtype=torch.float64, device=device)
+        """What the loss of a backward that starts now is multiplied with; never changed in place."""
+        self._num_finite = torch.zeros_like(self.current)
 
-    def note(self, overflowed: bool) -> None:
+    @property
+    def value(self) -> float:
+        """The scale as a number, which waits for the device."""
+        return float(self.current)
+
+    def note(self, overflowed: Tensor) -> None:
         """Moves the scale on after one step."""
         if not self.is_on:
             return
-        if overflowed:
-            self.value, self.num_finite = self.value * BACKOFF, 0
-            return
-        self.num_finite += 1
-        if self.num_finite == self.growth_steps:
-            self.value, self.num_finite = self.value * GROWTH, 0
+        finite = self._num_finite + 1
+        grows = finite >= self.growth_steps
+        self._num_finite = torch.where(overflowed | grows, 0.0, finite)
+        self.current = self.current * torch.where(overflowed, BACKOFF, torch.where(grows, GROWTH, 1.0))
+
+    def saved(self) -> tuple[float, int]:
+        """What a checkpoint keeps: the scale, and the finite steps since it last changed."""
+        return self.value, int(self._num_finite)
+
+    def restore(self, value: float, num_finite: int) -> None:
+        """Goes on from what a checkpoint kept."""
+        self.current = torch.full_like(self.current, value)
+        self._num_finite = torch.full_like(self._num_finite, num_finite)
 
 
 class Verdict:
-    """What all workers agreed on for one batch, kept on the device until someone needs the numbers."""
+    """What all workers agreed on for one batch; it stays on the device."""
 
-    def __init__(self, sums: Tensor, scale: float, clip_norm: float | None) -> None:
-        self._sums, self._scale, self._clip_norm = sums, scale, clip_norm
-        self._numbers: tuple[float, float] | None = None
-
-    def _read(self) -> tuple[float, float]:
-        if self._numbers is None:
-            bad, squares = self._sums.tolist()
-            self._numbers = (bad, math.sqrt(squares) / self._scale if squares >= 0 else math.nan)
-        return self._numbers
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether any gradient of any stage was infinite or NaN."""
-        bad, norm = self._read()
-        return bad > 0 or not math.isfinite(norm)
-
-    @property
-    def norm(self) -> float:
+    def __init__(self, sums: Tensor, scale: Tensor, clip_norm: float | None) -> None:
+        bad, squares = sums.unbind()
+        self.norm = squares.sqrt() / scale
         """The norm of the gradients of all stages, unscaled."""
-        return self._read()[1]
-
-    @property
-    def factor(self) -> float:
-        """What the gradients are multiplied with before the step: unscaling and clipping in one.
-
-        The same factor as torch.nn.utils.clip_grad_norm_: min(1, clip / (norm + 1e-6)).
-        """
-        clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (self.norm + 1e-6))
-        return clip / self._scale
+        self.overflowed = (bad > 0) | ~torch.isfinite(self.norm)
+        """Whether any gradient of any stage was infinite or NaN."""
+        # The same factor as torch.nn.utils.clip_grad_norm_: min(1, clip / (norm + 1e-6)).
+        clip = 1.0 if clip_norm is None else (clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
+        self.factor = clip / scale
+        """What the gradients are multiplied with before the step: unscaling and clipping in one."""
 
 
 def gradient_sums(gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -89,7 +83,7 @@ def gradient_sums(gradients: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([bad, squares])
 
 
-def agree(sums: Tensor, scale: float, clip_norm: float | None, group: dist.ProcessGroup | None) -> Verdict:
+def agree(sums: Tensor, scale: Tensor, clip_norm: float | None, group: dist.ProcessGroup | None) -> Verdict:
     """All workers' sums added up; `sums` counts each stage once."""
     if group is not None:
         dist.all_reduce(sums, group=group)

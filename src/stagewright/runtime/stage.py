@@ -88,7 +88,7 @@ class StageRunner:
             self.held[key] = Held(leaves, list(made[:1]) if self.has_loss else list(made))
         return list(made)
 
-    def backward(self, key: Key, gradients: Sequence[Tensor] | None, scale: float) -> list[Tensor]:
+    def backward(self, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> list[Tensor]:
         """Runs a microbatch backward, gradients of inputs and weights at once; returns those of the inputs."""
         held = self.held.pop(key)
         outputs, given = self._ends(held, gradients, scale)
@@ -96,7 +96,7 @@ class StageRunner:
         return self._input_gradients(held)
 
     def backward_input(
-        self, module: nn.Module, key: Key, gradients: Sequence[Tensor] | None, scale: float
+        self, module: nn.Module, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor
     ) -> list[Tensor]:
         """The first half: gradients of the inputs only; the rest is kept for `backward_weight`."""
         held = self.held[key]
@@ -125,10 +125,11 @@ class StageRunner:
         weights = (parameter for parameter in module.parameters() if parameter.requires_grad)
         stage_backward_weight(weights, held.weight_groups)
 
-    def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+    def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if self.has_loss:
             # The gradient of the mean over the batch's rows, times the loss scale.
-            return held.outputs, [torch.full_like(held.outputs[0], scale / self.batch_rows)]
+            loss = held.outputs[0]
+            return held.outputs, [(scale / self.batch_rows).to(loss.dtype).expand_as(loss)]
         if gradients is None:
             raise ValueError(f"backward of stage {self.number} has no gradients")
         needing = [tensor for tensor, spec in zip(held.outputs, self.outputs) if spec.needs_grad]

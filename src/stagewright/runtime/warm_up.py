@@ -43,10 +43,10 @@ def run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
     made = runner.forward(here.weights.modules[slot], key, inputs, targets)
     if runner.has_loss:
         worker.note(-1, made, targets)
-        runner.backward(key, None, worker.scale.value)
+        runner.backward(key, None, worker.scale.current)
     else:
         outputs = [tensor for tensor, spec in zip(made, runner.outputs) if spec.needs_grad]
-        runner.backward(key, [torch.zeros_like(tensor) for tensor in outputs], worker.scale.value)
+        runner.backward(key, [torch.zeros_like(tensor) for tensor in outputs], worker.scale.current)
 
 
 def zeros(rows: int, shape: tuple[int, ...], dtype: torch.dtype, worker: Worker) -> Tensor:

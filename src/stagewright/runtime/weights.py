@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +53,18 @@ class Weights:
         return self.modules[self.slot(batch)]
 
     @torch.no_grad()
-    def update(self, batch: int, gradients: Sequence[Tensor | None], *, skip: bool = False) -> None:
-        """Makes version batch + 1 in the batch's slot, from version batch and the batch's gradient."""
+    def update(
+        self,
+        batch: int,
+        gradients: Sequence[Tensor | None],
+        *,
+        skip: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> None:
+        """Makes version batch + 1 in the batch's slot, from version batch and the batch's gradient times a factor.
+
+        Where `skip` holds, version batch + 1 is version batch.
+        """
         target, newest = self.parameters[self.slot(batch)], self.parameters[self.slot(batch - 1)]
         if target is not newest and target:
             torch._foreach_copy_([*target], [*newest])
@@ -61,8 +72,8 @@ class Weights:
             if moved is not parameter:
                 moved.data = parameter.data
             moved.grad = gradient
-        if self.optimizer is not None and not skip:
-            self.optimizer.step()
+        if self.optimizer is not None:
+            step(self.optimizer, skip, factor)
         for moved in self.moved:
             moved.grad = None
         self.num_updates = batch + 1
@@ -70,6 +81,27 @@ class Weights:
     def newest(self) -> nn.Module:
         """The stage with the weights after every update so far."""
         return self.modules[self.slot(self.num_updates - 1)]
+
+
+def step(optimizer: Optimizer, skip: Tensor | None, factor: Tensor | None) -> None:
+    """One step with the gradients times a factor, or none where `skip` holds.
+
+    A fused optimizer takes both as they are on the device, as it does from torch's GradScaler, and no host waits. Its
+    first step makes its state, which one that is skipped would leave undefined: that step is the host's to decide.
+    """
+    told: Any = optimizer
+    if getattr(told, "_step_supports_amp_scaling", False) and optimizer.state:
+        told.found_inf = None if skip is None else skip.float()
+        told.grad_scale = None if factor is None else factor.reciprocal().float()
+        optimizer.step()
+        told.found_inf = told.grad_scale = None
+        return
+    if skip is not None and bool(skip):
+        return
+    gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    if factor is not None and gradients:
+        torch._foreach_mul_(gradients, factor)
+    optimizer.step()
 
 
 def twin(module: nn.Module) -> nn.Module:

@@ -49,7 +49,7 @@ class Worker:
         settle_dtypes(self.hosted, self.plan, world, settings)
         self.transport = make_transport(world, self.plan, settings)
         self.clock = Clock(world.worker, world.device)
-        self.scale = LossScale(settings)
+        self.scale = LossScale(settings, world.device)
         self.verdicts: dict[int, Verdict] = {}
         self.figures: dict[int, Tensor] = {}
         """For each batch the sums of loss and metric over this worker's rows, where it holds the last stage."""
@@ -164,14 +164,14 @@ class Worker:
         here, key, _ = self._find(action)
         gradients = self._output_gradients(here, key)
         with here.backward_of(key[0], is_last=self._arm(here, key)):
-            returned = here.runner.backward(key, gradients, self.scale.value)
+            returned = here.runner.backward(key, gradients, self.scale.current)
         self._return(here, key, returned)
 
     def backward_input(self, action: Action) -> None:
         here, key, _ = self._find(action)
         module = here.weights.module(key[0])
         gradients = self._output_gradients(here, key)
-        self._return(here, key, here.runner.backward_input(module, key, gradients, self.scale.value))
+        self._return(here, key, here.runner.backward_input(module, key, gradients, self.scale.current))
 
     def backward_weight(self, action: Action) -> None:
         here, key, _ = self._find(action)
@@ -300,7 +300,7 @@ class Worker:
             here.reduced[action.batch] = gradients
             if here.replica == 0:
                 sums += gradient_sums([each for each in gradients if each is not None], self.world.device)
-        self.verdicts[action.batch] = agree(sums, self.scale.value, self.settings.clip_norm, self.world.everyone)
+        self.verdicts[action.batch] = agree(sums, self.scale.current, self.settings.clip_norm, self.world.everyone)
 
     def update(self, action: Action) -> None:
         here, batch = self.hosted[action.stage], action.batch
@@ -308,12 +308,10 @@ class Worker:
         if gradients is None:
             gradients = here.finish(batch)
         verdict = self.verdicts.get(batch)
-        skip = verdict is not None and self.skips and verdict.overflowed
         if self.watch is not None:
             self.watch.after_gradients(here, batch, gradients)
-        if verdict is not None and not skip and verdict.factor != 1.0:
-            torch._foreach_mul_([each for each in gradients if each is not None], verdict.factor)
-        here.weights.update(batch, gradients, skip=skip)
+        skip = verdict.overflowed if verdict is not None and self.skips else None
+        here.weights.update(batch, gradients, skip=skip, factor=None if verdict is None else verdict.factor)
         if self.on_stage_update is not None:
             self.on_stage_update(action.stage, batch)
         if action.stage == max(self.hosted):

@@ -1,0 +1,98 @@
+"""The loss scale and the step behind it, against torch's own GradScaler, clipping and optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stagewright.runtime.precision import LossScale, Verdict, gradient_sums
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.weights import Weights
+
+CPU = torch.device("cpu")
+GRADIENTS = (0.5, 2.0, math.inf, 0.25, math.nan, 1.0, 3.0)
+
+
+@pytest.mark.parametrize("growth_steps", [1, 2, 3])
+def test_the_scale_moves_as_that_of_torch(growth_steps: int) -> None:
+    scale = LossScale(Settings(precision="fp16", scale_growth_steps=growth_steps), CPU)
+    value, tracker = torch.tensor(scale.value), torch.zeros((), dtype=torch.int32)
+    for overflowed in (False, False, True, False, False, False, True, True, False, False):
+        scale.note(torch.tensor(overflowed))
+        torch._amp_update_scale_(value, tracker, torch.tensor(float(overflowed)), 2.0, 0.5, growth_steps)
+        assert scale.saved() == (float(value), int(tracker))
+
+
+def test_a_scale_goes_on_from_a_checkpoint() -> None:
+    scale, other = (LossScale(Settings(precision="fp16", scale_growth_steps=2), CPU) for _ in range(2))
+    scale.note(torch.tensor(True))
+    scale.note(torch.tensor(False))
+    other.restore(*scale.saved())
+    for each in (scale, other):
+        each.note(torch.tensor(False))
+    assert other.saved() == scale.saved() == (2.0**15, 0)
+
+
+def test_without_fp16_the_scale_is_one_for_ever() -> None:
+    scale = LossScale(Settings(precision="bf16"), CPU)
+    scale.note(torch.tensor(True))
+    assert scale.value == 1.0
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.7])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("num_versions", [1, 2])
+def test_steps_on_the_device_are_those_that_the_host_decides(
+    optimizer: str, clip_norm: float | None, num_versions: int
+) -> None:
+    """A fused optimizer is handed the scale and the verdict; a plain one is asked for each step. Here both are new."""
+    fused, plain = (trained(optimizer, clip_norm, num_versions, fused) for fused in (True, False))
+    assert len(set(plain)) == 1 + sum(map(math.isfinite, GRADIENTS)), "only finite steps move the weights"
+    torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_an_overflow_in_the_very_first_step_leaves_nothing_behind(optimizer: str) -> None:
+    late = trained(optimizer, None, 1, True, gradients=(math.inf, 0.5, 0.5))
+    assert late[1:] == trained(optimizer, None, 1, True, gradients=(0.5, 0.5))
+
+
+def trained(
+    optimizer: str, clip_norm: float | None, num_versions: int, fused: bool, gradients: Sequence[float] = GRADIENTS
+) -> list[float]:
+    """A weight before and after each step, the gradients scaled as in fp16."""
+    torch.manual_seed(0)
+    weights = Weights(nn.Linear(3, 2), num_versions, lambda given: made(optimizer, given, fused))
+    scale = LossScale(Settings(precision="fp16"), CPU)
+    seen = [weights.newest().weight[0, 0].item()]
+    for batch, size in enumerate(gradients):
+        scaled: list[Tensor] = [torch.full_like(each, size) * scale.value for each in weights.parameters[0]]
+        verdict = Verdict(gradient_sums(scaled, CPU), scale.current, clip_norm)
+        weights.update(batch, scaled, skip=verdict.overflowed, factor=verdict.factor)
+        scale.note(verdict.overflowed)
+        seen.append(weights.newest().weight[0, 0].item())
+    return seen
+
+
+def made(optimizer: str, parameters: object, fused: bool) -> torch.optim.Optimizer:
+    if optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)  # type: ignore[arg-type]
+    return torch.optim.Adam(parameters, lr=0.1, fused=fused)  # type: ignore[arg-type]
+
+
+def test_clipping_is_that_of_torch() -> None:
+    parameters = [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(7))]
+    for each in parameters:
+        each.grad = torch.randn_like(each) * 3
+    verdict = Verdict(
+        gradient_sums([each.grad for each in parameters if each.grad is not None], CPU), torch.tensor(1.0), 0.5
+    )
+    expected = [each.grad * verdict.factor for each in parameters if each.grad is not None]
+    norm = nn.utils.clip_grad_norm_(parameters, 0.5)
+    torch.testing.assert_close(verdict.norm.float(), norm)
+    for each, value in zip(parameters, expected):
+        torch.testing.assert_close(each.grad, value)
