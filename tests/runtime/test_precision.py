@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stagewright.runtime.precision import LossScale, Verdict, gradient_sums
+from stagewright.runtime.precision import LossScale, Verdict, sum_of_squares
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.weights import Weights
 
@@ -20,26 +20,32 @@ GRADIENTS = (0.5, 2.0, math.inf, 0.25, math.nan, 1.0, 3.0)
 @pytest.mark.parametrize("growth_steps", [1, 2, 3])
 def test_the_scale_moves_as_that_of_torch(growth_steps: int) -> None:
     scale = LossScale(Settings(precision="fp16", scale_growth_steps=growth_steps), CPU)
-    value, tracker = torch.tensor(scale.value), torch.zeros((), dtype=torch.int32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale.value, growth_interval=growth_steps)
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
     for overflowed in (False, False, True, False, False, False, True, True, False, False):
-        scale.note(torch.tensor(overflowed))
-        torch._amp_update_scale_(value, tracker, torch.tensor(float(overflowed)), 2.0, 0.5, growth_steps)
-        assert scale.saved() == (float(value), int(tracker))
+        scale.note(torch.tensor(float(overflowed)))
+        scaler.scale(torch.zeros(()))  # it begins with the first loss
+        weight.grad = torch.full((1,), math.inf if overflowed else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        told = scaler.state_dict()
+        assert scale.saved() == (told["scale"], told["_growth_tracker"])
 
 
 def test_a_scale_goes_on_from_a_checkpoint() -> None:
     scale, other = (LossScale(Settings(precision="fp16", scale_growth_steps=2), CPU) for _ in range(2))
-    scale.note(torch.tensor(True))
-    scale.note(torch.tensor(False))
+    scale.note(torch.tensor(1.0))
+    scale.note(torch.tensor(0.0))
     other.restore(*scale.saved())
     for each in (scale, other):
-        each.note(torch.tensor(False))
+        each.note(torch.tensor(0.0))
     assert other.saved() == scale.saved() == (2.0**15, 0)
 
 
 def test_without_fp16_the_scale_is_one_for_ever() -> None:
     scale = LossScale(Settings(precision="bf16"), CPU)
-    scale.note(torch.tensor(True))
+    scale.note(torch.tensor(1.0))
     assert scale.value == 1.0
 
 
@@ -71,8 +77,8 @@ def trained(
     seen = [weights.newest().weight[0, 0].item()]
     for batch, size in enumerate(gradients):
         scaled: list[Tensor] = [torch.full_like(each, size) * scale.value for each in weights.parameters[0]]
-        verdict = Verdict(gradient_sums(scaled, CPU), scale.current, clip_norm)
-        weights.update(batch, scaled, skip=verdict.overflowed, factor=verdict.factor)
+        verdict = Verdict(sum_of_squares(scaled, CPU), scale.current, clip_norm)
+        weights.update(batch, scaled, skip=verdict.overflowed, divisor=verdict.divisor)
         scale.note(verdict.overflowed)
         seen.append(weights.newest().weight[0, 0].item())
     return seen
@@ -89,9 +95,9 @@ def test_clipping_is_that_of_torch() -> None:
     for each in parameters:
         each.grad = torch.randn_like(each) * 3
     verdict = Verdict(
-        gradient_sums([each.grad for each in parameters if each.grad is not None], CPU), torch.tensor(1.0), 0.5
+        sum_of_squares([each.grad for each in parameters if each.grad is not None], CPU), torch.tensor(1.0), 0.5
     )
-    expected = [each.grad * verdict.factor for each in parameters if each.grad is not None]
+    expected = [each.grad / verdict.divisor for each in parameters if each.grad is not None]
     norm = nn.utils.clip_grad_norm_(parameters, 0.5)
     torch.testing.assert_close(verdict.norm.float(), norm)
     for each, value in zip(parameters, expected):

@@ -46,6 +46,8 @@ class Watch:
         made: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Looks at a stage's outputs, now or, on a card, when a log line is due."""
+        if not self.looks_always and not self.is_due(key[0]):
+            return
         bad = not_finite(made)
         if not self.looks_always:
             flag = self._flags.get((here.stage, key[0]))

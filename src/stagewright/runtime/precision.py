@@ -30,9 +30,9 @@ class LossScale:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.is_on = settings.precision == "fp16"
         self.growth_steps = settings.scale_growth_steps
-        self.current = torch.tensor(settings.loss_scale if self.is_on else 1.0, dtype=torch.float64, device=device)
+        self.current = torch.tensor(settings.loss_scale if self.is_on else 1.0, device=device)
         """What the loss of a backward that starts now is multiplied with; never changed in place."""
-        self._num_finite = torch.zeros_like(self.current)
+        self._num_finite = torch.zeros((), dtype=torch.int32, device=device)
 
     @property
     def value(self) -> float:
@@ -40,13 +40,10 @@ class LossScale:
         return float(self.current)
 
     def note(self, overflowed: Tensor) -> None:
-        """Moves the scale on after one step."""
-        if not self.is_on:
-            return
-        finite = self._num_finite + 1
-        grows = finite >= self.growth_steps
-        self._num_finite = torch.where(overflowed | grows, 0.0, finite)
-        self.current = self.current * torch.where(overflowed, BACKOFF, torch.where(grows, GROWTH, 1.0))
+        """Moves the scale on after one step; `overflowed` is 1 or 0."""
+        if self.is_on:
+            self.current, self._num_finite = self.current.clone(), self._num_finite.clone()
+            torch._amp_update_scale_(self.current, self._num_finite, overflowed, GROWTH, BACKOFF, self.growth_steps)
 
     def saved(self) -> tuple[float, int]:
         """What a checkpoint keeps: the scale, and the finite steps since it last changed."""
@@ -61,30 +58,25 @@ class LossScale:
 class Verdict:
     """What all workers agreed on for one batch; it stays on the device."""
 
-    def __init__(self, sums: Tensor, scale: Tensor, clip_norm: float | None) -> None:
-        bad, squares = sums.unbind()
+    def __init__(self, squares: Tensor, scale: Tensor, clip_norm: float | None) -> None:
         self.norm = squares.sqrt() / scale
         """The norm of the gradients of all stages, unscaled."""
-        self.overflowed = (bad > 0) | ~torch.isfinite(self.norm)
-        """Whether any gradient of any stage was infinite or NaN."""
-        # The same factor as torch.nn.utils.clip_grad_norm_: min(1, clip / (norm + 1e-6)).
-        clip = 1.0 if clip_norm is None else (clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
-        self.factor = clip / scale
-        """What the gradients are multiplied with before the step: unscaling and clipping in one."""
+        self.overflowed = self.norm.isfinite().logical_not().float()
+        """1 where any gradient of any stage was infinite or NaN, else 0."""
+        # As torch.nn.utils.clip_grad_norm_, which multiplies with min(1, clip / (norm + 1e-6)).
+        self.divisor = scale if clip_norm is None else scale * ((self.norm + 1e-6) / clip_norm).clamp(min=1.0)
+        """What the gradients are divided by before the step: unscaling and clipping in one."""
 
 
-def gradient_sums(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """(how many are not finite, sum of squares) of a stage's gradients, as one small tensor on the device."""
+def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """That of a stage's gradients, on the device; one that is not finite makes it so too."""
     if not gradients:
-        return torch.zeros(2, dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(gradients)).double()
-    bad = (~torch.isfinite(norms)).sum().double()
-    squares = torch.where(torch.isfinite(norms), norms, torch.zeros_like(norms)).square().sum()
-    return torch.stack([bad, squares])
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
-def agree(sums: Tensor, scale: Tensor, clip_norm: float | None, group: dist.ProcessGroup | None) -> Verdict:
-    """All workers' sums added up; `sums` counts each stage once."""
+def agree(squares: Tensor, scale: Tensor, clip_norm: float | None, group: dist.ProcessGroup | None) -> Verdict:
+    """The verdict on the squares of all workers' gradients; each stage counts once."""
     if group is not None:
-        dist.all_reduce(sums, group=group)
-    return Verdict(sums, scale, clip_norm)
+        dist.all_reduce(squares, group=group)
+    return Verdict(squares, scale, clip_norm)

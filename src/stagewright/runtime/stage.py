@@ -129,7 +129,7 @@ class StageRunner:
         if self.has_loss:
             # The gradient of the mean over the batch's rows, times the loss scale.
             loss = held.outputs[0]
-            return held.outputs, [(scale / self.batch_rows).to(loss.dtype).expand_as(loss)]
+            return held.outputs, [(scale.to(loss.dtype) / self.batch_rows).expand_as(loss)]
         if gradients is None:
             raise ValueError(f"backward of stage {self.number} has no gradients")
         needing = [tensor for tensor, spec in zip(held.outputs, self.outputs) if spec.needs_grad]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stagewright.runtime.hosted import Hosted
-from stagewright.runtime.precision import gradient_sums
+from stagewright.runtime.precision import sum_of_squares
 from stagewright.runtime.worker import Worker
 
 TIMES = 2
@@ -61,7 +61,7 @@ def update_once(here: Hosted, device: torch.device) -> None:
     weights = here.weights
     gradients = [parameter.grad for parameter in weights.parameters[0]]
     present = [gradient for gradient in gradients if gradient is not None]
-    gradient_sums(present, device)
+    sum_of_squares(present, device)
     torch._foreach_copy_([torch.empty_like(gradient) for gradient in present], present)
     torch._foreach_mul_(present, 1.0)
     for slot in weights.parameters:

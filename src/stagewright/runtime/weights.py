@@ -59,11 +59,11 @@ class Weights:
         gradients: Sequence[Tensor | None],
         *,
         skip: Tensor | None = None,
-        factor: Tensor | None = None,
+        divisor: Tensor | None = None,
     ) -> None:
-        """Makes version batch + 1 in the batch's slot, from version batch and the batch's gradient times a factor.
+        """Makes version batch + 1 in the batch's slot, from version batch and the batch's gradient, divided.
 
-        Where `skip` holds, version batch + 1 is version batch.
+        Where `skip` is 1, version batch + 1 is version batch.
         """
         target, newest = self.parameters[self.slot(batch)], self.parameters[self.slot(batch - 1)]
         if target is not newest and target:
@@ -73,7 +73,7 @@ class Weights:
                 moved.data = parameter.data
             moved.grad = gradient
         if self.optimizer is not None:
-            step(self.optimizer, skip, factor)
+            step(self.optimizer, skip, divisor)
         for moved in self.moved:
             moved.grad = None
         self.num_updates = batch + 1
@@ -83,24 +83,23 @@ class Weights:
         return self.modules[self.slot(self.num_updates - 1)]
 
 
-def step(optimizer: Optimizer, skip: Tensor | None, factor: Tensor | None) -> None:
-    """One step with the gradients times a factor, or none where `skip` holds.
+def step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> None:
+    """One step with the gradients divided, or none where `skip` is 1.
 
     A fused optimizer takes both as they are on the device, as it does from torch's GradScaler, and no host waits. Its
     first step makes its state, which one that is skipped would leave undefined: that step is the host's to decide.
     """
     told: Any = optimizer
     if getattr(told, "_step_supports_amp_scaling", False) and optimizer.state:
-        told.found_inf = None if skip is None else skip.float()
-        told.grad_scale = None if factor is None else factor.reciprocal().float()
+        told.found_inf, told.grad_scale = skip, None if divisor is None else divisor.float()
         optimizer.step()
         told.found_inf = told.grad_scale = None
         return
     if skip is not None and bool(skip):
         return
     gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    if factor is not None and gradients:
-        torch._foreach_mul_(gradients, factor)
+    if divisor is not None and gradients:
+        torch._foreach_div_(gradients, divisor)
     optimizer.step()
 
 

@@ -18,7 +18,7 @@ from stagewright.runtime.feed import Feed
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
 from stagewright.runtime.numbers import Watch
-from stagewright.runtime.precision import LossScale, Verdict, agree, gradient_sums
+from stagewright.runtime.precision import LossScale, Verdict, agree, sum_of_squares
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.settle import settle_dtypes
 from stagewright.runtime.stage import Key, Parcel
@@ -61,6 +61,8 @@ class Worker:
         """What looks at outputs and gradients."""
         self.gate: Gate | None = None
         """What may end the run early."""
+        self.wants_metric: Callable[[int], bool] = lambda batch: True
+        """Whether anyone will read a batch's metric, or its loss alone."""
         self.flight = flight
         self.at: Action | None = None
         """The action that is running, for those who ask what went wrong."""
@@ -88,6 +90,7 @@ class Worker:
         helper = copy.copy(self)
         helper.schedule, helper.plan, helper.feed = schedule, schedule.plan, feed
         helper.is_training, helper.figures, helper.gate = False, {}, None
+        helper.wants_metric = lambda batch: True
         helper.hosted = {
             stage: Hosted(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
             for stage, here in self.hosted.items()
@@ -203,7 +206,10 @@ class Worker:
     def note(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Adds a microbatch's loss and metric to the batch's."""
         loss = made[0].detach().double().reshape(1)
-        sums = loss if self.metric is None else torch.cat([loss, self.metric(made[1:], targets).double()])
+        if self.metric is None or not self.wants_metric(batch):
+            sums = loss
+        else:
+            sums = torch.cat([loss, self.metric(made[1:], targets).double()])
         self.figures[batch] = self.figures[batch] + sums if batch in self.figures else sums
 
     # Rows from and to other stages
@@ -293,14 +299,14 @@ class Worker:
         here.reducer.start(here.weights.slot(action.batch), action.peer)
 
     def agree(self, action: Action) -> None:
-        """Adds up, over all workers, how many gradients are not finite and the squares of all; a stage counts once."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        """Adds up the squares of all gradients over all workers; a stage counts once."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for here in self.hosted.values():
             gradients = here.finish(action.batch)
             here.reduced[action.batch] = gradients
             if here.replica == 0:
-                sums += gradient_sums([each for each in gradients if each is not None], self.world.device)
-        self.verdicts[action.batch] = agree(sums, self.scale.current, self.settings.clip_norm, self.world.everyone)
+                squares += sum_of_squares([each for each in gradients if each is not None], self.world.device)
+        self.verdicts[action.batch] = agree(squares, self.scale.current, self.settings.clip_norm, self.world.everyone)
 
     def update(self, action: Action) -> None:
         here, batch = self.hosted[action.stage], action.batch
@@ -311,7 +317,7 @@ class Worker:
         if self.watch is not None:
             self.watch.after_gradients(here, batch, gradients)
         skip = verdict.overflowed if verdict is not None and self.skips else None
-        here.weights.update(batch, gradients, skip=skip, factor=None if verdict is None else verdict.factor)
+        here.weights.update(batch, gradients, skip=skip, divisor=None if verdict is None else verdict.divisor)
         if self.on_stage_update is not None:
             self.on_stage_update(action.stage, batch)
         if action.stage == max(self.hosted):

@@ -44,7 +44,7 @@ class Listener:
         self.started = time.perf_counter()
         for stage in worker.hosted:
             self.set_rate(stage, run.job.first_step)
-        worker.watch = self.watch()
+        worker.watch, worker.wants_metric = self.watch(), self.is_due
         worker.on_update, worker.on_stage_update = self.after_update, self.after_stage_update
 
     def watch(self) -> Watch:
