@@ -23,6 +23,7 @@ PLACEMENTS = {
     "3-1 dynamic": "--placement 0:0-2.0:3 --cut fc1 --schedule dynamic --microbatches 3",
     "3-1 rotate": "--placement 0:0-2.0:3 --cut fc1 --route rotate --microbatches 3",
     "shared": "--placement 0:0-1.0:0-1 --cut fc1 --microbatches 2",
+    "2-1 compiled": "--placement 0:0-1.0:2 --cut fc1 --microbatches 2 --compile --channels-last",
 }
 
 
