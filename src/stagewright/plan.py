@@ -116,6 +116,15 @@ class Plan(Saved):
         number = {device: worker for worker, device in enumerate(self.devices)}
         return tuple(tuple(number[device] for device in stage.devices) for stage in self.stages)
 
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each worker the stages that it runs."""
+        found: list[list[int]] = [[] for _ in self.devices]
+        for stage, workers in enumerate(self.workers):
+            for worker in workers:
+                found[worker].append(stage)
+        return tuple(map(tuple, found))
+
     def host_workers(self, num_hosts: int) -> tuple[int, ...]:
         """For each of the hosts how many workers run there."""
         return tuple(sum(id.host == host for id in self.devices) for host in range(num_hosts))

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from operator import itemgetter, le
 from statistics import median
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast, overload
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    Field,
+    GetPydanticSchema,
+    SerializerFunctionWrapHandler,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
+)
 
 from stagewright.errors import RecordError, StagewrightError
 from stagewright.noun import Saved, noun
@@ -44,11 +52,69 @@ class Span(NamedTuple):
     """The other worker of a transfer, or the bucket of a reduction."""
 
 
+class Spans(Sequence[Span]):
+    """Spans that stand in columns, one a field of `Span`, and are made when the first of them is read.
+
+    A simulation has half a million: to make them takes a fifth of its time, and few runs are drawn. Else a tuple.
+    """
+
+    def __init__(self, *columns: Sequence[Any]) -> None:
+        lengths = {field: len(column) for field, column in zip(Span._fields, columns, strict=True)}
+        if len(set(lengths.values())) > 1:
+            raise RecordError(f"key spans has columns of unequal lengths: {lengths}")
+        self.columns = columns
+
+    @cached_property
+    def made(self) -> tuple[Span, ...]:
+        """All of them, made without a line of Python for each."""
+        return cast(tuple[Span, ...], tuple(map(tuple.__new__, repeat(Span), zip(*self.columns))))
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        return self.made[index]
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.made)
+
+    def __eq__(self, other: object) -> bool:
+        return self.made == (other.made if isinstance(other, Spans) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.made)
+
+    def __repr__(self) -> str:
+        return repr(self.made)
+
+    def __reduce__(self) -> tuple[type[Spans], tuple[Sequence[Any], ...]]:
+        return Spans, self.columns
+
+
+def column(spans: Sequence[Span], field: str) -> Iterator[Any]:
+    """One field of every span."""
+    at = Span._fields.index(field)
+    return iter(spans.columns[at]) if isinstance(spans, Spans) else map(itemgetter(at), spans)
+
+
 def _checked_spans(value: object, check: ValidatorFunctionWrapHandler) -> object:
     """Spans as they are: looking at each field of each would take longer than the simulation that made them."""
     if isinstance(value, list):
         value = tuple(tuple(each) if isinstance(each, list) else each for each in value)
-    return value if isinstance(value, tuple) and set(map(type, value)) <= {Span} else check(value)
+    is_made = isinstance(value, Spans) or (isinstance(value, tuple) and set(map(type, value)) <= {Span})
+    return value if is_made else check(value)
+
+
+def _written_spans(value: Sequence[Span], write: SerializerFunctionWrapHandler) -> object:
+    return write(tuple(value))
+
+
+SpanTuple = Annotated[tuple[Span, ...], WrapValidator(_checked_spans), WrapSerializer(_written_spans)]
+"""How spans are checked and written, whichever way they are kept."""
 
 
 @noun(error=RecordError)
@@ -113,7 +179,7 @@ class Record(Saved):
     start_up_s: float = Field(default=0.0, ge=0)
     """Time before the steady state."""
     devices: tuple[DeviceUse, ...] = ()
-    spans: Annotated[tuple[Span, ...], WrapValidator(_checked_spans)] = ()
+    spans: Annotated[Sequence[Span], GetPydanticSchema(lambda _, schema_of: schema_of(SpanTuple))] = ()
     points: tuple[Point, ...] = ()
     limit: str = ""
     """What limited the run, in words."""
@@ -129,11 +195,11 @@ class Record(Saved):
 
     def _check_spans(self) -> None:
         # Without a line of Python for each: there may be half a million.
-        workers, named = len(self.plan.devices), set(map(itemgetter(0), self.spans))
+        workers, named = len(self.plan.devices), set(column(self.spans, "worker"))
         if not (min(named) >= 0 and max(named) < workers):
             wrong = next(span for span in self.spans if not 0 <= span.worker < workers)
             raise RecordError(f"span {wrong.kind} names worker {wrong.worker}: the plan has {workers}")
-        if not all(map(le, map(itemgetter(5), self.spans), map(itemgetter(6), self.spans))):
+        if not all(map(le, column(self.spans, "start_s"), column(self.spans, "stop_s"))):
             wrong = next(span for span in self.spans if not span.start_s <= span.stop_s)
             raise RecordError(f"span {wrong.kind} of worker {wrong.worker} stops at {wrong.stop_s} before it starts")
 

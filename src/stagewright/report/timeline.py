@@ -143,8 +143,7 @@ def row_names(record: Record) -> tuple[str, ...]:
     """For each worker its device and stages: `0:7 · stage 1`."""
     names = []
     for worker, device in enumerate(record.plan.devices):
-        stages = [str(stage) for stage, workers in enumerate(record.plan.workers) if worker in workers]
-        names.append(f"{device} · stage {'+'.join(stages)}")
+        names.append(f"{device} · stage {'+'.join(map(str, record.plan.stages_of[worker]))}")
     return tuple(names)
 
 

@@ -286,10 +286,7 @@ def check_pairs(schedule: Schedule) -> None:
 
 def check_collectives(schedule: Schedule) -> None:
     """Two workers issue the reductions that they share, and the agreement, in the same sequence."""
-    stages_of = [
-        {stage for stage, workers in enumerate(schedule.plan.workers) if worker in workers}
-        for worker in range(len(schedule.orders))
-    ]
+    stages_of = list(map(set, schedule.plan.stages_of))
     pairs = {pair for workers in schedule.plan.workers for pair in zip(workers, workers[1:])}
     # One common stage makes a chain of equal lists; with several, any two workers could disagree.
     several = [worker for worker, stages in enumerate(stages_of) if len(stages) > 1]

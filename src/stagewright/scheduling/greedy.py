@@ -54,10 +54,7 @@ def worker_warm_ups(plan: Plan) -> list[int]:
 
     (stages on the worker − 1) · group + 2 · lanes after its last stage, as in Megatron-LM's interleaved schedule.
     """
-    stages = [
-        [stage for stage, workers in enumerate(plan.workers) if one in workers] for one in range(len(plan.devices))
-    ]
-    return [(len(own) - 1) * group_size(plan) + 2 * sum(lanes(plan)[own[-1] + 1 :]) for own in stages]
+    return [(len(own) - 1) * group_size(plan) + 2 * sum(lanes(plan)[own[-1] + 1 :]) for own in plan.stages_of]
 
 
 class Desk:

@@ -28,7 +28,7 @@ class Path:
     def __init__(self, program: Program, log: Log, start_s: float, stop_s: float) -> None:
         self.program, self.log, self.start_s, self.stop_s = program, log, start_s, stop_s
         self.seconds: dict[str, float] = {}
-        self.stops = [[stop_s for _, _, _, _, stop_s, _, _ in entries] for entries in log.plain_done]
+        self.stops = [log.done_columns.stops_s[here] for here in log.done_columns.edges]
         self.walk()
 
     def add(self, what: str, start_s: float, stop_s: float) -> None:

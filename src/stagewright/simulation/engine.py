@@ -306,8 +306,8 @@ class Engine:
         """Whether all workers have met: each comes when its own stages' gradients are reduced."""
         if batch in self.agreed:
             return True
-        for stage, workers in enumerate(self.program.plan.workers):
-            if worker.number in workers and not self.reduced_whole(worker, stage, batch):
+        for stage in self.program.plan.stages_of[worker.number]:
+            if not self.reduced_whole(worker, stage, batch):
                 return False
         here = self.arrived.setdefault(batch, set())
         here.add(worker.number)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 
 from stagewright.schedule import Action
-from stagewright.simulation.program import CODE, NUM_BYTES, PlainOp
+from stagewright.simulation.program import CODE, NUM_BYTES, UPDATE, PlainOp
 
 Cause = tuple[str, int]
 """What ended a wait: `transfer` or `reduction` by its place in the log, `worker` by number, `data` by host."""
@@ -85,6 +87,33 @@ class Named(Sequence[Entry]):
         return Named(found, self.name) if isinstance(number, slice) else self.name(found)
 
 
+class DoneColumns(NamedTuple):
+    """All that took time on devices, one worker after the other, column by column."""
+
+    ops: list[PlainOp]
+    actions: list[Action]
+    batches: list[int]
+    starts_s: list[float]
+    stops_s: list[float]
+    edges: list[slice]
+    """Worker by worker where its part stands."""
+    updates: list[int]
+    """Where updates stand."""
+
+
+class MovedColumns(NamedTuple):
+    """All transfers in the order of arrival, column by column."""
+
+    channels: Sequence[int] = ()
+    ops: Sequence[PlainOp] = ()
+    sent: Sequence[Action] = ()
+    batches: Sequence[int] = ()
+    sent_s: Sequence[float] = ()
+    posted_s: Sequence[float] = ()
+    starts_s: Sequence[float] = ()
+    stops_s: Sequence[float] = ()
+
+
 class Log:
     """All that happened."""
 
@@ -94,3 +123,17 @@ class Log:
         """Worker by worker, in order: what took time on the device."""
         self.moved = Named(moved, Moved._make)
         """In the order of arrival."""
+
+    @cached_property
+    def done_columns(self) -> DoneColumns:
+        """`done` for whoever goes through all of it."""
+        entries = list(chain.from_iterable(self.plain_done))
+        ops, actions, batches, starts_s, stops_s = ([entry[at] for entry in entries] for at in range(5))
+        ends = list(accumulate(map(len, self.plain_done), initial=0))
+        updates = [number for number, op in enumerate(ops) if op[CODE] == UPDATE]
+        return DoneColumns(ops, actions, batches, starts_s, stops_s, list(map(slice, ends, ends[1:])), updates)
+
+    @cached_property
+    def moved_columns(self) -> MovedColumns:
+        """`moved` for whoever goes through all of it."""
+        return MovedColumns(*zip(*self.plain_moved))

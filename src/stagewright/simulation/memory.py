@@ -13,7 +13,7 @@ from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Kind
 from stagewright.scheduling import holds
 from stagewright.simulation.log import Log
-from stagewright.simulation.program import CHANNEL, FIRST_SLOT, NUM_BYTES, WORK, Program, Work, stage_layers
+from stagewright.simulation.program import FIRST_SLOT, NUM_BYTES, WORK, Program, Work, stage_layers
 
 GRADIENTS, ACTIVATIONS, BUFFERS, WORKSPACE = (
     MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "buffers", "workspace")
@@ -67,14 +67,14 @@ class Ledger:
         self.devices = [self.costs.cluster.device(id) for id in self.plan.devices]
         self.taken = np.array([*map(self.taken_by, program.works), NOTHING_TAKEN], dtype=float)
         self.slot_bytes = np.array([*program.slot_bytes, 0.0])
-        self.gradients = [self.costs.parameter_bytes(*bounds) for bounds in self.bounds]
-        self.backwards = {n: work.stage for n, work in enumerate(program.works) if work.kind is not Kind.FORWARD}
+        self.gradients = np.array([self.costs.parameter_bytes(*bounds) for bounds in self.bounds], dtype=float)
         self.changes, self.edges = self.by_worker()
         self.known: dict[object, Use] = {}
+        self.known_bases: dict[object, StageBytes] = {}
 
     def by_worker(self) -> tuple[Changes, list[int]]:
         """All changes, worker by worker, and where those of each worker begin and end."""
-        groups = [*self.moved(), *self.gradient_changes(), *self.computed()]
+        groups = [*self.moved(), *self.computed()]
         found = Changes(*(np.concatenate(column) for column in zip(*groups)))
         order = np.argsort(found.workers, kind="stable")
         found = Changes(*(column[order] for column in found))
@@ -82,76 +82,74 @@ class Ledger:
 
     def moved(self) -> Iterator[Changes]:
         """Buffers, taken when a receipt or a sending is issued, given back when a sending has arrived."""
-        moved = self.log.plain_moved
+        moved = self.log.moved_columns
         ends = np.array([(one.source, one.target) for one in self.program.channels], dtype=int).reshape(-1, 2)
-        sources, targets = ends[np.array([entry[0] for entry in moved], dtype=int)].T
-        num_bytes = np.array([entry[1][NUM_BYTES] for entry in moved])
-        sent_s, posted_s, stop_s = (np.array([entry[at] for entry in moved]) for at in (4, 5, 7))
-        kinds = np.full(len(moved), BUFFERS)
+        sources, targets = ends[np.array(moved.channels, dtype=int)].T
+        num_bytes = np.array([op[NUM_BYTES] for op in moved.ops])
+        sent_s, posted_s, stops_s = map(np.array, (moved.sent_s, moved.posted_s, moved.stops_s))
+        kinds = np.full(len(num_bytes), BUFFERS)
         yield Changes(sources, sent_s, num_bytes, kinds)
-        yield Changes(sources, stop_s, -num_bytes, kinds)
+        yield Changes(sources, stops_s, -num_bytes, kinds)
         yield Changes(targets, posted_s, num_bytes, kinds)
 
     def computed(self) -> Iterator[Changes]:
-        """Activations, workspaces, and the receipt buffers that forward takes over and backward has used."""
-        done = [entry for entries in self.log.plain_done for entry in entries]
-        workers = np.repeat(np.arange(len(self.devices)), [len(entries) for entries in self.log.plain_done])
-        start_s, stop_s = (np.array([entry[at] for entry in done]) for at in (3, 4))
-        is_forward, space, at_start, at_stop = self.taken[[entry[0][WORK] for entry in done]].T
-        first_slot = np.array([entry[0][FIRST_SLOT] for entry in done])
-        slot = np.where(first_slot < 0, -1, first_slot + [entry[1].microbatch for entry in done])
+        """Activations, workspaces, gradients, and the receipt buffers that forward takes over and backward has used."""
+        done = self.log.done_columns
+        workers = np.repeat(np.arange(len(self.devices)), [here.stop - here.start for here in done.edges])
+        starts_s, stops_s = np.array(done.starts_s), np.array(done.stops_s)
+        works, first_slot = (np.array([op[at] for op in done.ops]) for at in (WORK, FIRST_SLOT))
+        slot = np.where(first_slot < 0, -1, first_slot + [action.microbatch for action in done.actions])
+        is_forward, space, at_start, at_stop = self.taken[works].T
+        begins, ends = self.batch_edges(workers, is_forward == 0)
         for times_s, num_bytes, kind in (
-            (np.where(is_forward, start_s, stop_s), -self.slot_bytes[slot], BUFFERS),
-            (start_s, space, WORKSPACE),
-            (stop_s, -space, WORKSPACE),
-            (start_s, at_start, ACTIVATIONS),
-            (stop_s, at_stop, ACTIVATIONS),
+            (np.where(is_forward, starts_s, stops_s), -self.slot_bytes[slot], BUFFERS),
+            (starts_s, begins, GRADIENTS),
+            (stops_s, -ends, GRADIENTS),
+            (starts_s, space, WORKSPACE),
+            (stops_s, -space, WORKSPACE),
+            (starts_s, at_start, ACTIVATIONS),
+            (stops_s, at_stop, ACTIVATIONS),
         ):
             some = np.flatnonzero(num_bytes)
             yield Changes(workers[some], times_s[some], num_bytes[some], np.full(len(some), kind))
 
-    def gradient_changes(self) -> Iterator[Changes]:
-        """Gradients, which a batch's first backward of a stage takes and its update gives back."""
-        stages, gradients, found = self.backwards, self.gradients, []
-        for worker, entries in enumerate(self.log.plain_done):
-            # Of one stage and batch the first backward stays, for it comes last.
-            begun = {
-                (stages[op[WORK]], batch): start_s
-                for op, _, batch, start_s, _, _, _ in reversed(entries)
-                if op[WORK] in stages
-            }
-            found += [(worker, start_s, gradients[stage]) for (stage, _), start_s in begun.items()]
-            updates = [(op[CHANNEL], batch, stop_s) for op, _, batch, _, stop_s, _, _ in entries if op[WORK] < 0]
-            found += [
-                (worker, stop_s, -gradients[stage]) for stage, batch, stop_s in updates if (stage, batch) in begun
-            ]
-        workers, times_s, num_bytes = np.array(found, dtype=float).reshape(-1, 3).T
-        yield Changes(workers.astype(int), times_s, num_bytes, np.full(len(found), GRADIENTS))
+    def batch_edges(self, workers: Column, is_backward: Column) -> tuple[Column, Column]:
+        """The gradients that each op takes, which a batch's first backward of a stage does, and that its update returns."""
+        done = self.log.done_columns
+        stages, batches = np.array([action.stage for action in done.actions]), np.array(done.batches)
+        batch_of = (workers * len(self.bounds) + stages) * (batches.max() + 1) + batches
+        backwards, updates = np.flatnonzero(is_backward), np.array(done.updates, dtype=int)
+        begun, first = np.unique(batch_of[backwards], return_index=True)
+        edges = backwards[first], updates[np.isin(batch_of[updates], begun)]
+        begins, ends = np.zeros(len(stages)), np.zeros(len(stages))
+        for at, taken in zip(edges, (begins, ends)):
+            taken[at] = self.gradients[stages[at]]
+        return begins, ends
 
     def base(self, worker: int) -> StageBytes:
         """What a worker holds before anything runs: all its stages' weights, versions, states and flat buckets."""
-        held = [
-            self.costs.stage_bytes(
-                *self.bounds[number], rows=0, held=0, versions=stage.versions, num_replicas=len(stage.devices)
-            )
-            for number, stage in enumerate(self.plan.stages)
-            if worker in self.plan.workers[number]
-        ]
-        total = StageBytes(*(sum(column) for column in zip(*held)))
-        return total._replace(gradients=0, framework=self.devices[worker].framework_bytes)
+        stages, framework = self.plan.stages_of[worker], self.devices[worker].framework_bytes
+        key = stages, framework
+        if key not in self.known_bases:
+            held = [self.stage_bytes(stage, rows=0, held=0) for stage in stages]
+            total = StageBytes(*(sum(column) for column in zip(*held)))
+            self.known_bases[key] = total._replace(gradients=0, framework=framework)
+        return self.known_bases[key]
+
+    def stage_bytes(self, number: int, **how: Any) -> StageBytes:
+        """What one replica of a stage holds."""
+        stage = self.plan.stages[number]
+        replicas = len(stage.devices)
+        return self.costs.stage_bytes(*self.bounds[number], versions=stage.versions, num_replicas=replicas, **how)
 
     def set_aside(self, worker: int) -> StageBytes:
         """What a framework takes before anything runs if it takes all that may ever be needed."""
         held, device = holds(self.plan), self.devices[worker]
         every = []
-        for number, stage in enumerate(self.plan.stages):
-            if worker in self.plan.workers[number]:
-                rows = max((work.rows for work in self.program.works if work.stage == number), default=0)
-                how = {"versions": stage.versions, "num_replicas": len(stage.devices), "held": held[number]}
-                bounds = self.bounds[number]
-                every.append(
-                    self.costs.stage_bytes(*bounds, rows=rows, recompute=stage.recompute, device=device, **how)
-                )
+        for number in self.plan.stages_of[worker]:
+            rows = max((work.rows for work in self.program.works if work.stage == number), default=0)
+            how = {"held": held[number], "recompute": self.plan.stages[number].recompute, "device": device}
+            every.append(self.stage_bytes(number, rows=rows, **how))
         total = StageBytes(*(sum(column) for column in zip(*every)))
         return total._replace(framework=device.framework_bytes)
 

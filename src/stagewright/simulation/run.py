@@ -6,27 +6,27 @@ import gc
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
-from operator import attrgetter
+from itertools import chain
+from operator import sub
 from typing import Any
 
 from stagewright.cluster import Cluster, format_devices
 from stagewright.cost import Costs
 from stagewright.profile import Profile
-from stagewright.record import DeviceUse, Record, Span
+from stagewright.record import DeviceUse, Record, Span, Spans
 from stagewright.schedule import Schedule
 from stagewright.simulation.critical import Path
 from stagewright.simulation.engine import Engine
 from stagewright.simulation.loading import make_loader
-from stagewright.simulation.log import Log, PlainDone
+from stagewright.simulation.log import Log
 from stagewright.simulation.memory import Ledger
 from stagewright.simulation.program import Program, make_program
 from stagewright.simulation.steady import Steady, batches_done, batches_needed, find_steady
 
 IMAGENET_IMAGES = 1_281_167
 """The images of an ImageNet epoch, for which epoch times are given unless another number is."""
-value_of = attrgetter("_value_")
-"""What `.value` of an enumeration is, in a third of the time."""
+Columns = tuple[Sequence[Any], ...]
+"""Spans, field by field."""
 
 
 def simulate(
@@ -85,25 +85,23 @@ def make_record(
         step_s=steady.step_s,
         step_images=plan.batch,
         start_up_s=steady.start_s,
-        devices=device_uses(program, log, path.stops, steady, detail),
+        devices=device_uses(program, log, steady, detail),
         spans=spans(program, log) if detail else (),
         limit=limit(path.seconds),
         notes=tuple(notes(program, log, steady, path.seconds)),
     )
 
 
-def device_uses(
-    program: Program, log: Log, stops: list[list[float]], steady: Steady, detail: bool
-) -> tuple[DeviceUse, ...]:
+def device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tuple[DeviceUse, ...]:
     """What each device did in the steady steps, and held at any time."""
-    ledger, uses = Ledger(program, log), []
+    ledger, columns, uses = Ledger(program, log), log.done_columns, []
     for worker, device in enumerate(program.plan.devices):
-        use = ledger.use(worker, course=detail)
+        use, here = ledger.use(worker, course=detail), columns.edges[worker]
         uses.append(
             DeviceUse(
                 device=str(device),
-                stages=tuple(n for n, workers in enumerate(program.plan.workers) if worker in workers),
-                busy_share=busy_share(log.plain_done[worker], stops[worker], steady),
+                stages=program.plan.stages_of[worker],
+                busy_share=busy_share(columns.starts_s[here], columns.stops_s[here], steady),
                 peak_bytes=use.peak_bytes,
                 peak_parts=use.peak_parts,
                 memory_s=use.times_s,
@@ -113,46 +111,54 @@ def device_uses(
     return tuple(uses)
 
 
-def busy_share(entries: Sequence[PlainDone], stops: Sequence[float], steady: Steady) -> float:
+def busy_share(starts_s: Sequence[float], stops_s: Sequence[float], steady: Steady) -> float:
     """The share of the steady steps' time in which a worker's device computed."""
     first_s, last_s = steady.start_s, steady.stop_s
     # What stops before the start or begins after the end does not count: only the outermost two can be cut.
-    inside = entries[bisect_right(stops, first_s) : bisect_right(stops, last_s) + 1]
-    busy = sum([stop_s - start_s for _, _, _, start_s, stop_s, _, _ in inside])
-    if inside:
-        (_, _, _, start_s, *_), (_, _, _, last_start_s, stop_s, *_) = inside[0], inside[-1]
-        busy -= max(first_s - start_s, 0.0)
-        busy -= min(max(stop_s - last_s, 0.0), stop_s - last_start_s)
+    inside = slice(bisect_right(stops_s, first_s), bisect_right(stops_s, last_s) + 1)
+    starts_s, stops_s = starts_s[inside], stops_s[inside]
+    busy = sum(map(sub, stops_s, starts_s))
+    if starts_s:
+        busy -= max(first_s - starts_s[0], 0.0)
+        busy -= min(max(stops_s[-1] - last_s, 0.0), stops_s[-1] - starts_s[-1])
     return min(max(busy / (last_s - first_s), 0.0), 1.0) if last_s > first_s else 0.0
 
 
-def spans(program: Program, log: Log) -> tuple[Span, ...]:
+def spans(program: Program, log: Log) -> Spans:
     """Every action with its times; a transfer is shown at both ends, a reduction at every replica."""
-    found: list[Span] = []
-    for worker, entries in enumerate(log.plain_done):
-        if entries:
-            _, actions, batches, starts_s, stops_s, _, _ = zip(*entries)
-            kinds, stages, _, microbatches, _ = zip(*actions)
-            found += in_columns(worker, map(value_of, kinds), stages, batches, microbatches, starts_s, stops_s, -1)
-    if log.plain_moved:
-        channels, _, actions, batches, _, _, starts_s, stops_s = zip(*log.plain_moved)
-        _, stages, _, microbatches, _ = zip(*actions)
-        ends = [program.channels[channel] for channel in channels]
-        sources, targets = [one.source for one in ends], [one.target for one in ends]
-        sent = ["SF" if one.forward else "SB" for one in ends]
-        received = ["RF" if one.forward else "RB" for one in ends]
-        after = [stage + (1 if one.forward else -1) for stage, one in zip(stages, ends)]
-        found += in_columns(sources, sent, stages, batches, microbatches, starts_s, stops_s, targets)
-        found += in_columns(targets, received, after, batches, microbatches, starts_s, stops_s, sources)
-    for stage, batch, bucket, start_s, stop_s, _ in log.reduced:
-        found += in_columns(program.plan.workers[stage], "G", stage, batch, -1, start_s, stop_s, bucket)
-    return tuple(found)
+    parts = [computed_columns(log), *moved_columns(program, log), reduced_columns(program, log)]
+    return Spans(*(list(chain.from_iterable(columns)) for columns in zip(*parts)))
 
 
-def in_columns(*columns: Iterable[Any] | float) -> Iterator[Span]:
-    """Spans whose parts stand in columns, or are the same in all; made without a line of Python for each."""
-    same = (repeat(column) if isinstance(column, int | float | str) else column for column in columns)
-    return map(tuple.__new__, repeat(Span), zip(*same))
+def computed_columns(log: Log) -> Columns:
+    """The columns of the spans of what took time on devices."""
+    _, actions, batches, starts_s, stops_s, edges, _ = log.done_columns
+    workers = [worker for worker, here in enumerate(edges) for _ in range(here.start, here.stop)]
+    kinds, stages = [action[0]._value_ for action in actions], [action[1] for action in actions]
+    microbatches = [action[3] for action in actions]
+    return workers, kinds, stages, batches, microbatches, starts_s, stops_s, [-1] * len(actions)
+
+
+def moved_columns(program: Program, log: Log) -> Iterator[Columns]:
+    """The columns of the spans of transfers: those of their sources, then those of their targets."""
+    channels, _, sent, batches, _, _, starts_s, stops_s = log.moved_columns
+    ends = [program.channels[channel] for channel in channels]
+    sources, targets, forwards = ([end[at] for end in ends] for at in range(3))
+    stages, microbatches = [action[1] for action in sent], [action[3] for action in sent]
+    after = [stage + 1 if forward else stage - 1 for stage, forward in zip(stages, forwards)]
+    sends, receives = (list(map(kinds.__getitem__, forwards)) for kinds in (("SB", "SF"), ("RB", "RF")))
+    yield sources, sends, stages, batches, microbatches, starts_s, stops_s, targets
+    yield targets, receives, after, batches, microbatches, starts_s, stops_s, sources
+
+
+def reduced_columns(program: Program, log: Log) -> Columns:
+    """The columns of the spans of reductions."""
+    rows = (
+        (worker, "G", stage, batch, -1, start_s, stop_s, bucket)
+        for stage, batch, bucket, start_s, stop_s, _ in log.reduced
+        for worker in program.plan.workers[stage]
+    )
+    return tuple(zip(*rows)) or ((),) * len(Span._fields)
 
 
 def limit(seconds: dict[str, float]) -> str:

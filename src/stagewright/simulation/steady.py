@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from stagewright.schedule import Schedule
 from stagewright.simulation.log import Log
-from stagewright.simulation.program import CODE, UPDATE
 
 MAX_PERIOD = 4
 CLOSE = 1e-9
@@ -34,10 +33,10 @@ def batches_needed(schedule: Schedule) -> int:
 
 def batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
-    done = [0.0] * num_batches
-    for entries in log.plain_done:
-        for batch, stop_s in [(batch, stop_s) for op, _, batch, _, stop_s, _, _ in entries if op[CODE] == UPDATE]:
-            done[batch] = max(done[batch], stop_s)
+    done, columns = [0.0] * num_batches, log.done_columns
+    for at in columns.updates:
+        batch = columns.batches[at]
+        done[batch] = max(done[batch], columns.stops_s[at])
     return done
 
 
