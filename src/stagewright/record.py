@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import repeat
-from operator import itemgetter, le
+from itertools import chain, repeat
+from operator import attrgetter, le
 from statistics import median
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast, overload
 
@@ -52,25 +52,36 @@ class Span(NamedTuple):
     """The other worker of a transfer, or the bucket of a reduction."""
 
 
-class Spans(Sequence[Span]):
-    """Spans that stand in columns, one a field of `Span`, and are made when the first of them is read.
+Columns = tuple[Collection[Any], ...]
+"""Spans field by field, in the order of `Span`."""
 
-    A simulation has half a million: to make them takes a fifth of its time, and few runs are drawn. Else a tuple.
+
+class Spans(Sequence[Span]):
+    """Spans that stand in columns, group after group, and become a tuple when the first of them is read.
+
+    A simulation has half a million: to make them would take a fifth of its time, and few runs are ever drawn.
     """
 
-    def __init__(self, *columns: Sequence[Any]) -> None:
-        lengths = {field: len(column) for field, column in zip(Span._fields, columns, strict=True)}
-        if len(set(lengths.values())) > 1:
-            raise RecordError(f"key spans has columns of unequal lengths: {lengths}")
-        self.columns = columns
+    def __init__(self, *groups: Columns) -> None:
+        for group in groups:
+            lengths = {field: len(column) for field, column in zip(Span._fields, group, strict=True)}
+            if len(set(lengths.values())) > 1:
+                raise RecordError(f"key spans has columns of unequal lengths: {lengths}")
+        self.groups = groups
 
     @cached_property
     def made(self) -> tuple[Span, ...]:
         """All of them, made without a line of Python for each."""
-        return cast(tuple[Span, ...], tuple(map(tuple.__new__, repeat(Span), zip(*self.columns))))
+        rows = chain.from_iterable(zip(*group) for group in self.groups)
+        return cast(tuple[Span, ...], tuple(map(tuple.__new__, repeat(Span), rows)))
+
+    def column(self, field: str) -> Iterator[Any]:
+        """One field of every span, none of which is made for it."""
+        at = Span._fields.index(field)
+        return chain.from_iterable(group[at] for group in self.groups)
 
     def __len__(self) -> int:
-        return len(self.columns[0])
+        return sum(len(group[0]) for group in self.groups)
 
     @overload
     def __getitem__(self, index: int) -> Span: ...
@@ -91,14 +102,14 @@ class Spans(Sequence[Span]):
     def __repr__(self) -> str:
         return repr(self.made)
 
-    def __reduce__(self) -> tuple[type[Spans], tuple[Sequence[Any], ...]]:
-        return Spans, self.columns
+    def __reduce__(self) -> tuple[type[tuple[Span, ...]], tuple[tuple[Span, ...]]]:
+        # A copy elsewhere has nothing to make them of.
+        return tuple, (self.made,)
 
 
 def column(spans: Sequence[Span], field: str) -> Iterator[Any]:
-    """One field of every span."""
-    at = Span._fields.index(field)
-    return iter(spans.columns[at]) if isinstance(spans, Spans) else map(itemgetter(at), spans)
+    """One field of every span, however they are kept."""
+    return spans.column(field) if isinstance(spans, Spans) else map(attrgetter(field), spans)
 
 
 def _checked_spans(value: object, check: ValidatorFunctionWrapHandler) -> object:

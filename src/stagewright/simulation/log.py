@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 
 from stagewright.schedule import Action
-from stagewright.simulation.program import CODE, NUM_BYTES, UPDATE, PlainOp
+from stagewright.simulation.program import CODE, NUM_BYTES, PlainOp
 
 Cause = tuple[str, int]
 """What ended a wait: `transfer` or `reduction` by its place in the log, `worker` by number, `data` by host."""
@@ -73,32 +73,31 @@ class Reduced(NamedTuple):
 Entry = TypeVar("Entry")
 
 
-class Named(Sequence[Entry]):
-    """Plain tuples, each of which gets its names when it is looked at."""
+class Mapped(Sequence[Entry]):
+    """What a function makes of each of some values, made when it is looked at."""
 
-    def __init__(self, plain: Sequence[Any], name: Callable[[Any], Entry]) -> None:
-        self.plain, self.name = plain, name
+    def __init__(self, make: Callable[[Any], Entry], values: Sequence[Any]) -> None:
+        self.make, self.values = make, values
 
     def __len__(self) -> int:
-        return len(self.plain)
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(self.make, self.values)
 
     def __getitem__(self, number: Any) -> Any:
-        found = self.plain[number]
-        return Named(found, self.name) if isinstance(number, slice) else self.name(found)
+        found = self.values[number]
+        return Mapped(self.make, found) if isinstance(number, slice) else self.make(found)
 
 
 class DoneColumns(NamedTuple):
-    """All that took time on devices, one worker after the other, column by column."""
+    """All that took time on devices, one worker after the other, and what most ask for in columns of its own."""
 
-    ops: list[PlainOp]
-    actions: list[Action]
-    batches: list[int]
+    entries: list[PlainDone]
     starts_s: list[float]
     stops_s: list[float]
     edges: list[slice]
     """Worker by worker where its part stands."""
-    updates: list[int]
-    """Where updates stand."""
 
 
 class MovedColumns(NamedTuple):
@@ -119,19 +118,18 @@ class Log:
 
     def __init__(self, done: list[list[PlainDone]], moved: list[PlainMoved], reduced: list[Reduced]) -> None:
         self.plain_done, self.plain_moved, self.reduced = done, moved, reduced
-        self.done = [Named(entries, Done._make) for entries in done]
+        self.done = [Mapped(Done._make, entries) for entries in done]
         """Worker by worker, in order: what took time on the device."""
-        self.moved = Named(moved, Moved._make)
+        self.moved = Mapped(Moved._make, moved)
         """In the order of arrival."""
 
     @cached_property
     def done_columns(self) -> DoneColumns:
         """`done` for whoever goes through all of it."""
         entries = list(chain.from_iterable(self.plain_done))
-        ops, actions, batches, starts_s, stops_s = ([entry[at] for entry in entries] for at in range(5))
+        starts_s, stops_s = ([entry[at] for entry in entries] for at in (3, 4))
         ends = list(accumulate(map(len, self.plain_done), initial=0))
-        updates = [number for number, op in enumerate(ops) if op[CODE] == UPDATE]
-        return DoneColumns(ops, actions, batches, starts_s, stops_s, list(map(slice, ends, ends[1:])), updates)
+        return DoneColumns(entries, starts_s, stops_s, list(map(slice, ends, ends[1:])))
 
     @cached_property
     def moved_columns(self) -> MovedColumns:

@@ -97,10 +97,10 @@ class Ledger:
         done = self.log.done_columns
         workers = np.repeat(np.arange(len(self.devices)), [here.stop - here.start for here in done.edges])
         starts_s, stops_s = np.array(done.starts_s), np.array(done.stops_s)
-        works, first_slot = (np.array([op[at] for op in done.ops]) for at in (WORK, FIRST_SLOT))
-        slot = np.where(first_slot < 0, -1, first_slot + [action.microbatch for action in done.actions])
+        works, first_slot = (np.array([entry[0][at] for entry in done.entries]) for at in (WORK, FIRST_SLOT))
+        slot = np.where(first_slot < 0, -1, first_slot + [entry[1].microbatch for entry in done.entries])
         is_forward, space, at_start, at_stop = self.taken[works].T
-        begins, ends = self.batch_edges(workers, is_forward == 0)
+        begins, ends = self.batch_edges(workers, is_forward == 0, works < 0)
         for times_s, num_bytes, kind in (
             (np.where(is_forward, starts_s, stops_s), -self.slot_bytes[slot], BUFFERS),
             (starts_s, begins, GRADIENTS),
@@ -113,17 +113,16 @@ class Ledger:
             some = np.flatnonzero(num_bytes)
             yield Changes(workers[some], times_s[some], num_bytes[some], np.full(len(some), kind))
 
-    def batch_edges(self, workers: Column, is_backward: Column) -> tuple[Column, Column]:
-        """The gradients that each op takes, which a batch's first backward of a stage does, and that its update returns."""
-        done = self.log.done_columns
-        stages, batches = np.array([action.stage for action in done.actions]), np.array(done.batches)
+    def batch_edges(self, workers: Column, is_backward: Column, is_update: Column) -> tuple[Column, Column]:
+        """The gradients that ops take and give back: a batch's first backward of a stage does, and its update."""
+        entries = self.log.done_columns.entries
+        stages, batches = np.array([entry[1].stage for entry in entries]), np.array([entry[2] for entry in entries])
         batch_of = (workers * len(self.bounds) + stages) * (batches.max() + 1) + batches
-        backwards, updates = np.flatnonzero(is_backward), np.array(done.updates, dtype=int)
+        backwards, updates = np.flatnonzero(is_backward), np.flatnonzero(is_update)
         begun, first = np.unique(batch_of[backwards], return_index=True)
-        edges = backwards[first], updates[np.isin(batch_of[updates], begun)]
         begins, ends = np.zeros(len(stages)), np.zeros(len(stages))
-        for at, taken in zip(edges, (begins, ends)):
-            taken[at] = self.gradients[stages[at]]
+        for at, num_bytes in ((backwards[first], begins), (updates[np.isin(batch_of[updates], begun)], ends)):
+            num_bytes[at] = self.gradients[stages[at]]
         return begins, ends
 
     def base(self, worker: int) -> StageBytes:

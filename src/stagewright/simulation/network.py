@@ -81,14 +81,14 @@ class Network:
             return
         touched, self._touched = self._touched, {}
         while touched:
-            flows = self._component(touched)
-            for flow, rate in self._rates_of(flows).items():
-                if rate != flow.rate:
-                    self._change(flow, rate, now_s)
+            link, _ = touched.popitem()
+            if self._on_link[link]:  # mostly all of its flows are over at one moment
+                for flow, rate in self._rates_of(self._component(link, touched)).items():
+                    if rate != flow.rate:
+                        self._change(flow, rate, now_s)
 
-    def _component(self, touched: dict[int, None]) -> list[Flow]:
-        """The flows that share links with one touched link, directly or through others; takes its links away."""
-        first, _ = touched.popitem()
+    def _component(self, first: int, touched: dict[int, None]) -> list[Flow]:
+        """The flows that share links with a link, directly or through others; takes their links away."""
         on_links, links, seen = self._on_link, [first], {first}
         flows: dict[Flow, None] = {}
         while links:

@@ -6,14 +6,12 @@ import gc
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from operator import sub
-from typing import Any
 
 from stagewright.cluster import Cluster, format_devices
 from stagewright.cost import Costs
 from stagewright.profile import Profile
-from stagewright.record import DeviceUse, Record, Span, Spans
+from stagewright.record import DeviceUse, Record
 from stagewright.schedule import Schedule
 from stagewright.simulation.critical import Path
 from stagewright.simulation.engine import Engine
@@ -21,12 +19,11 @@ from stagewright.simulation.loading import make_loader
 from stagewright.simulation.log import Log
 from stagewright.simulation.memory import Ledger
 from stagewright.simulation.program import Program, make_program
+from stagewright.simulation.spans import make_spans
 from stagewright.simulation.steady import Steady, batches_done, batches_needed, find_steady
 
 IMAGENET_IMAGES = 1_281_167
 """The images of an ImageNet epoch, for which epoch times are given unless another number is."""
-Columns = tuple[Sequence[Any], ...]
-"""Spans, field by field."""
 
 
 def simulate(
@@ -86,7 +83,7 @@ def make_record(
         step_images=plan.batch,
         start_up_s=steady.start_s,
         devices=device_uses(program, log, steady, detail),
-        spans=spans(program, log) if detail else (),
+        spans=make_spans(program, log) if detail else (),
         limit=limit(path.seconds),
         notes=tuple(notes(program, log, steady, path.seconds)),
     )
@@ -122,43 +119,6 @@ def busy_share(starts_s: Sequence[float], stops_s: Sequence[float], steady: Stea
         busy -= max(first_s - starts_s[0], 0.0)
         busy -= min(max(stops_s[-1] - last_s, 0.0), stops_s[-1] - starts_s[-1])
     return min(max(busy / (last_s - first_s), 0.0), 1.0) if last_s > first_s else 0.0
-
-
-def spans(program: Program, log: Log) -> Spans:
-    """Every action with its times; a transfer is shown at both ends, a reduction at every replica."""
-    parts = [computed_columns(log), *moved_columns(program, log), reduced_columns(program, log)]
-    return Spans(*(list(chain.from_iterable(columns)) for columns in zip(*parts)))
-
-
-def computed_columns(log: Log) -> Columns:
-    """The columns of the spans of what took time on devices."""
-    _, actions, batches, starts_s, stops_s, edges, _ = log.done_columns
-    workers = [worker for worker, here in enumerate(edges) for _ in range(here.start, here.stop)]
-    kinds, stages = [action[0]._value_ for action in actions], [action[1] for action in actions]
-    microbatches = [action[3] for action in actions]
-    return workers, kinds, stages, batches, microbatches, starts_s, stops_s, [-1] * len(actions)
-
-
-def moved_columns(program: Program, log: Log) -> Iterator[Columns]:
-    """The columns of the spans of transfers: those of their sources, then those of their targets."""
-    channels, _, sent, batches, _, _, starts_s, stops_s = log.moved_columns
-    ends = [program.channels[channel] for channel in channels]
-    sources, targets, forwards = ([end[at] for end in ends] for at in range(3))
-    stages, microbatches = [action[1] for action in sent], [action[3] for action in sent]
-    after = [stage + 1 if forward else stage - 1 for stage, forward in zip(stages, forwards)]
-    sends, receives = (list(map(kinds.__getitem__, forwards)) for kinds in (("SB", "SF"), ("RB", "RF")))
-    yield sources, sends, stages, batches, microbatches, starts_s, stops_s, targets
-    yield targets, receives, after, batches, microbatches, starts_s, stops_s, sources
-
-
-def reduced_columns(program: Program, log: Log) -> Columns:
-    """The columns of the spans of reductions."""
-    rows = (
-        (worker, "G", stage, batch, -1, start_s, stop_s, bucket)
-        for stage, batch, bucket, start_s, stop_s, _ in log.reduced
-        for worker in program.plan.workers[stage]
-    )
-    return tuple(zip(*rows)) or ((),) * len(Span._fields)
 
 
 def limit(seconds: dict[str, float]) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from stagewright.schedule import Schedule
 from stagewright.simulation.log import Log
+from stagewright.simulation.program import CODE, UPDATE
 
 MAX_PERIOD = 4
 CLOSE = 1e-9
@@ -33,10 +34,9 @@ def batches_needed(schedule: Schedule) -> int:
 
 def batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
-    done, columns = [0.0] * num_batches, log.done_columns
-    for at in columns.updates:
-        batch = columns.batches[at]
-        done[batch] = max(done[batch], columns.stops_s[at])
+    done = [0.0] * num_batches
+    for _, _, batch, _, stop_s, _, _ in [entry for entry in log.done_columns.entries if entry[0][CODE] == UPDATE]:
+        done[batch] = max(done[batch], stop_s)
     return done
 
 
