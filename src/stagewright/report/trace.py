@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stagewright.record import MEMORY_KINDS, DeviceUse, Record, Span
@@ -55,7 +55,7 @@ def span_event(span: Span, lane: int) -> Event:
     }
 
 
-def flow_events(spans: tuple[Span, ...], chosen: tuple[int, ...]) -> Iterator[Event]:
+def flow_events(spans: Sequence[Span], chosen: tuple[int, ...]) -> Iterator[Event]:
     """An arrow from each send to the receipt of the same rows at the other worker, where the record has both."""
     ordered = sorted(zip(spans, chosen), key=lambda pair: pair[0].start_s)
     receipts: dict[object, deque[tuple[Span, int]]] = {}

@@ -127,9 +127,9 @@ class Log:
     def done_columns(self) -> DoneColumns:
         """`done` for whoever goes through all of it."""
         entries = list(chain.from_iterable(self.plain_done))
-        starts_s, stops_s = ([entry[at] for entry in entries] for at in (3, 4))
         ends = list(accumulate(map(len, self.plain_done), initial=0))
-        return DoneColumns(entries, starts_s, stops_s, list(map(slice, ends, ends[1:])))
+        edges = list(map(slice, ends, ends[1:]))
+        return DoneColumns(entries, [entry[3] for entry in entries], [entry[4] for entry in entries], edges)
 
     @cached_property
     def moved_columns(self) -> MovedColumns:
