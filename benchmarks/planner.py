@@ -52,8 +52,8 @@ def pipedream_cases(folder: Path) -> Iterator[Case]:
             yield Case(profile, rows, count, 16 * GIB, rate, staleness, BAR_S)
 
 
-def deep_case(num_layers: int = 1000) -> Case:
-    """Many layers of uneven cost on 64 devices."""
+def deep_profile(num_layers: int) -> Profile:
+    """Many layers of uneven cost."""
     draw = random.Random(1)
     layers = tuple(
         LayerProfile(
@@ -66,8 +66,12 @@ def deep_case(num_layers: int = 1000) -> Case:
         )
         for number in range(num_layers)
     )
-    profile = Profile(model="deep", device="x", source="analytic", batch_sizes=(64,), layers=layers)
-    return Case(profile, 512, 64, 80 * GIB, None, "0", DEEP_BAR_S)
+    return Profile(model="deep", device="x", source="analytic", batch_sizes=(64,), layers=layers)
+
+
+def deep_case() -> Case:
+    """A thousand layers on 64 devices."""
+    return Case(deep_profile(1000), 512, 64, 80 * GIB, None, "0", DEEP_BAR_S)
 
 
 def measure(case: Case, repeats: int) -> tuple[float, str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +27,11 @@ from stagewright.cluster import (
     parse_ratio,
     ready_made_clusters,
 )
-from stagewright.errors import FileError, PlacementError, StagewrightError
+from stagewright.errors import FileError, PlacementError, RecordError, StagewrightError
 from stagewright.noun import Saved, dump_json, dump_yaml
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
-from stagewright.record import DeviceUse, Point, Record, Span
+from stagewright.record import DeviceUse, Point, Record, Span, Spans
 from stagewright.schedule import Schedule, parse_order
 from tests import strategies
 
@@ -430,3 +434,63 @@ def test_mutations_give_an_error_or_a_valid_noun(noun: type[Saved], ending: str,
             assert noun.from_dict(loaded.to_dict()) == loaded
     print(f"{number} mutations of a {noun.__name__}{ending}: {refused} refused, {number - refused} still valid")
     assert number * 0.3 < refused < number
+
+
+# Spans in columns
+
+
+def in_columns(*groups: Sequence[Span]) -> Spans:
+    return Spans(*(tuple(zip(*group)) for group in groups))
+
+
+def pickled(value: object) -> object:
+    return pickle.loads(pickle.dumps(value))  # noqa: S301: its own bytes
+
+
+def test_spans_in_columns_are_as_good_as_a_tuple_of_them() -> None:
+    few = small_record().spans
+    spans = in_columns(few, [Span(1, "U", 0, 0, -1, 0.25, 0.5)])
+    plain = (*few, Span(1, "U", 0, 0, -1, 0.25, 0.5))
+    assert (len(spans), tuple(spans), spans[0], spans[-1], spans[:2]) == (3, plain, plain[0], plain[2], plain[:2])
+    assert spans == plain == spans
+    assert spans == in_columns(plain)
+    assert spans != plain[:2]
+    assert (hash(spans), repr(spans)) == (hash(plain), repr(plain))
+    assert plain[1] in spans
+    assert pickled(spans) == copy.deepcopy(spans) == plain
+    assert not Spans()
+
+
+@every_ending
+def test_a_record_with_spans_in_columns_is_the_same_record(ending: str, tmp_path: Path) -> None:
+    plain = small_record()
+    record = replace(plain, spans=in_columns(plain.spans))
+    assert isinstance(record.spans, Spans)
+    assert record == plain == record
+    assert record.to_dict() == plain.to_dict()
+    files = [each.save(tmp_path / f"{name}{ending}").read_text() for name, each in (("a", record), ("b", plain))]
+    assert files[0] == files[1]
+    assert pickled(record) == plain
+    assert replace(record, name="other").spans is record.spans
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (Span(7, "F", 0, 0, 0, 0.0, 0.5), "span F names worker 7: the plan has 3"),
+        (Span(-1, "F", 0, 0, 0, 0.0, 0.5), "span F names worker -1: the plan has 3"),
+        (Span(1, "B", 0, 0, 0, 0.5, 0.25), "span B of worker 1 stops at 0.25 before it starts"),
+        (Span(1, "B", 0, 0, 0, 0.5, math.nan), "span B of worker 1 stops at nan before it starts"),
+    ],
+)
+def test_wrong_spans_are_refused_in_columns_too(wrong: Span, words: str) -> None:
+    plain = small_record()
+    for spans in ((*plain.spans, wrong), in_columns(plain.spans, [wrong])):
+        with pytest.raises(RecordError, match=words):
+            replace(plain, spans=spans)
+
+
+def test_columns_of_unequal_lengths_are_refused() -> None:
+    columns = [[0, 1], ["F"], [0, 0], [0, 0], [0, 0], [0.0, 0.0], [1.0, 1.0], [-1, -1]]
+    with pytest.raises(RecordError, match=r"columns of unequal lengths: .'worker': 2, 'kind': 1"):
+        Spans(tuple(columns))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.planner import deep_profile
 
 from stagewright.cluster import Cluster, Device, find_cluster, make_cluster
 from stagewright.cost import Costs
@@ -20,7 +21,7 @@ from stagewright.planning.choose import Score
 from stagewright.planning.quick import thin_cuts
 from stagewright.planning.reasons import bytes_text, shape
 from stagewright.planning.search import make_plan
-from stagewright.profile import LayerProfile, Profile
+from stagewright.profile import Profile
 from stagewright.record import Record
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_options, random_profile
 
@@ -178,33 +179,17 @@ def test_the_same_plan_whatever_the_hash_seed(runs: int, tmp_path: Path) -> None
     assert len({planned_with_seed(seed, tmp_path) for seed in range(runs)}) == 1
 
 
-def many_layers(count: int) -> Profile:
-    draw = random.Random(1)
-    layers = tuple(
-        LayerProfile(
-            name=f"l{number}",
-            forward_s=(draw.uniform(0.0005, 0.002),),
-            backward_s=(draw.uniform(0.001, 0.004),),
-            output_bytes=draw.choice([1e5, 1e6]),
-            saved_bytes=1e6,
-            parameter_bytes=draw.choice([0, MIB, 8 * MIB]),
-        )
-        for number in range(count)
-    )
-    return Profile(model="deep", device="x", source="analytic", batch_sizes=(64,), layers=layers)
-
-
 @pytest.mark.slow
 def test_a_thousand_layers_on_64_devices_are_planned() -> None:
     """How fast: benchmarks/planner.py."""
     cluster = make_cluster(64, device=Device(kind="x", memory_bytes=80 * GIB))
-    found = make_plan(many_layers(1000), cluster, PlanOptions(batch=512))
+    found = make_plan(deep_profile(1000), cluster, PlanOptions(batch=512))
     assert found.data_parallel is not None
     assert found.best.step_s <= found.data_parallel.step_s
 
 
 def test_thinned_cuts_carry_little_and_keep_the_ends() -> None:
-    profile = many_layers(200)
+    profile = deep_profile(200)
     costs = Costs(profile, make_cluster(2))
     kept = thin_cuts(costs, range(201), 40)
     assert (kept[0], kept[-1]) == (0, 200)
