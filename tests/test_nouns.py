@@ -444,7 +444,7 @@ def in_columns(*groups: Sequence[Span]) -> Spans:
 
 
 def pickled(value: object) -> object:
-    return pickle.loads(pickle.dumps(value))  # noqa: S301: its own bytes
+    return pickle.loads(pickle.dumps(value))  # noqa: S301 - its own bytes
 
 
 def test_spans_in_columns_are_as_good_as_a_tuple_of_them() -> None:
