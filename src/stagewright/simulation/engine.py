@@ -71,8 +71,9 @@ class Lane:
 
     def __init__(self, number: int, latency_s: float, flow: Flow, target: Worker) -> None:
         self.number, self.latency_s, self.flow, self.target = number, latency_s, flow, target
-        self.sent: deque[tuple[PlainOp, Action, int, float]] = deque()
-        self.posted: deque[tuple[Action, int, float, int]] = deque()
+        # Mostly empty or of one entry: lists, for a deque keeps room for 64, and thousands of those leave the caches.
+        self.sent: list[tuple[PlainOp, Action, int, float]] = []
+        self.posted: list[tuple[Action, int, float, int]] = []
         self.busy = False
 
 
@@ -338,8 +339,8 @@ class Engine:
 
     def pair_up(self, lane: Lane) -> None:
         """Starts the next transfer of a channel that is free and whose ends have both issued it."""
-        op, sent, batch, sent_s = lane.sent.popleft()
-        received, other, posted_s, key = lane.posted.popleft()
+        op, sent, batch, sent_s = lane.sent.pop(0)
+        received, other, posted_s, key = lane.posted.pop(0)
         if batch != other or sent.microbatch != received.microbatch:
             raise SimulationError(*self.mismatch(lane, sent, batch, received, other))
         flow, num_bytes, now_s = lane.flow, op[NUM_BYTES], self.now_s
