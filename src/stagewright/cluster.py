@@ -155,20 +155,21 @@ class Cluster(Saved):
         return (*inner, *self.links)
 
     @cached_property
-    def _neighbours(self) -> Mapping[str, list[tuple[int, str]]]:
-        table: dict[str, list[tuple[int, str]]] = {}
+    def _neighbours(self) -> Mapping[str, tuple[dict[str, int], dict[str, int]]]:
+        """For each node the wires to the devices beside it, and those to junctions; of several wires the first."""
+        devices = frozenset(map(str, self.device_ids))
+        table: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
         for wire, link in enumerate(self.wires):
-            first, second = link.ends
-            table.setdefault(first, []).append((wire, second))
-            table.setdefault(second, []).append((wire, first))
+            for here, there in (link.ends, link.ends[::-1]):
+                table.setdefault(here, ({}, {}))[there not in devices].setdefault(there, wire)
         return table
 
     @cached_property
-    def _device_nodes(self) -> frozenset[str]:
-        return frozenset(map(str, self.device_ids))
+    def _paths(self) -> dict[tuple[DeviceId, DeviceId], tuple[tuple[int, bool], ...]]:
+        return {}
 
     @cached_property
-    def _paths(self) -> dict[tuple[DeviceId, DeviceId], tuple[tuple[int, bool], ...]]:
+    def _trees(self) -> dict[str, Mapping[str, tuple[str, int]]]:
         return {}
 
     def path(self, source: DeviceId, target: DeviceId) -> tuple[tuple[int, bool], ...]:
@@ -181,23 +182,30 @@ class Cluster(Saved):
     def _search(self, source: str, target: str) -> tuple[tuple[int, bool], ...]:
         if source == target:
             return ()
-        devices = self._device_nodes
-        came: dict[str, tuple[str, int]] = {source: ("", -1)}
-        queue = deque([source])
-        while queue and target not in came:
-            node = queue.popleft()
-            if node in devices and node != source:
-                continue
-            for wire, other in self._neighbours.get(node, ()):
-                if other not in came:
-                    came[other] = (node, wire)
-                    queue.append(other)
-        if target not in came:
+        if source not in self._trees:
+            self._trees[source] = self._tree(source)
+        came = self._trees[source]
+        last = next((node for node in came if target in self._neighbours[node][0]), None)
+        if last is None:
             raise ClusterError(
                 f"no link leads from {source} to {target} in {self.name}",
                 "add the missing link to the cluster file",
             )
-        return tuple(self._walk_back(came, target))[::-1]
+        wire = self._neighbours[last][0][target]
+        return (*tuple(self._walk_back(came, last))[::-1], (wire, self.wires[wire].ends[0] == last))
+
+    def _tree(self, source: str) -> Mapping[str, tuple[str, int]]:
+        """All junctions that a device reaches, the nearest first, with the node and the wire before each."""
+        came: dict[str, tuple[str, int]] = {source: ("", -1)} if source in self._neighbours else {}
+        queue = deque(came)
+        while queue:
+            node = queue.popleft()
+            # Nothing goes through a device, and most nodes are devices: they are not even looked at.
+            for other, wire in self._neighbours[node][1].items():
+                if other not in came:
+                    came[other] = (node, wire)
+                    queue.append(other)
+        return came
 
     def _walk_back(self, came: Mapping[str, tuple[str, int]], node: str) -> Iterator[tuple[int, bool]]:
         while came[node][1] >= 0:
