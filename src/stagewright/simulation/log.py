@@ -91,9 +91,11 @@ class Mapped(Sequence[Entry]):
 
 
 class DoneColumns(NamedTuple):
-    """All that took time on devices, one worker after the other, and what most ask for in columns of its own."""
+    """All that took time on devices, one worker after the other, column by column."""
 
-    entries: list[PlainDone]
+    ops: list[PlainOp]
+    actions: list[Action]
+    batches: list[int]
     starts_s: list[float]
     stops_s: list[float]
     edges: list[slice]
@@ -127,9 +129,9 @@ class Log:
     def done_columns(self) -> DoneColumns:
         """`done` for whoever goes through all of it."""
         entries = list(chain.from_iterable(self.plain_done))
+        columns: list[list[Any]] = [[entry[at] for entry in entries] for at in range(5)]
         ends = list(accumulate(map(len, self.plain_done), initial=0))
-        edges = list(map(slice, ends, ends[1:]))
-        return DoneColumns(entries, [entry[3] for entry in entries], [entry[4] for entry in entries], edges)
+        return DoneColumns(*columns, list(map(slice, ends, ends[1:])))
 
     @cached_property
     def moved_columns(self) -> MovedColumns:

@@ -97,8 +97,8 @@ class Ledger:
         done = self.log.done_columns
         workers = np.repeat(np.arange(len(self.devices)), [here.stop - here.start for here in done.edges])
         starts_s, stops_s = np.array(done.starts_s), np.array(done.stops_s)
-        works, first_slot = (np.array([entry[0][at] for entry in done.entries]) for at in (WORK, FIRST_SLOT))
-        slot = np.where(first_slot < 0, -1, first_slot + [entry[1].microbatch for entry in done.entries])
+        works, first_slot = (np.array([op[at] for op in done.ops]) for at in (WORK, FIRST_SLOT))
+        slot = np.where(first_slot < 0, -1, first_slot + [action.microbatch for action in done.actions])
         is_forward, space, at_start, at_stop = self.taken[works].T
         begins, ends = self.batch_edges(workers, is_forward == 0, works < 0)
         for times_s, num_bytes, kind in (
@@ -115,8 +115,8 @@ class Ledger:
 
     def batch_edges(self, workers: Column, is_backward: Column, is_update: Column) -> tuple[Column, Column]:
         """The gradients that ops take and give back: a batch's first backward of a stage does, and its update."""
-        entries = self.log.done_columns.entries
-        stages, batches = np.array([entry[1].stage for entry in entries]), np.array([entry[2] for entry in entries])
+        done = self.log.done_columns
+        stages, batches = np.array([action.stage for action in done.actions]), np.array(done.batches)
         batch_of = (workers * len(self.bounds) + stages) * (batches.max() + 1) + batches
         backwards, updates = np.flatnonzero(is_backward), np.flatnonzero(is_update)
         begun, first = np.unique(batch_of[backwards], return_index=True)

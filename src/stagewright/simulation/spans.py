@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from stagewright.record import Columns, Span, Spans
 from stagewright.schedule import Action, Kind
@@ -20,11 +20,10 @@ def make_spans(program: Program, log: Log) -> Spans:
 
 def computed(log: Log) -> Columns:
     """What took time on devices."""
-    entries, starts_s, stops_s, edges = log.done_columns
-    actions, batches = (Mapped(itemgetter(at), entries) for at in (1, 2))
+    _, actions, batches, starts_s, stops_s, edges = log.done_columns
     kinds, stages, microbatches = columns_of(actions)
     workers = [worker for worker, here in enumerate(edges) for _ in range(here.start, here.stop)]
-    return workers, kinds, stages, batches, microbatches, starts_s, stops_s, [-1] * len(entries)
+    return workers, kinds, stages, batches, microbatches, starts_s, stops_s, [-1] * len(actions)
 
 
 def moved(program: Program, log: Log) -> Iterator[Columns]:

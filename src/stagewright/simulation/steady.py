@@ -34,9 +34,10 @@ def batches_needed(schedule: Schedule) -> int:
 
 def batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
-    done = [0.0] * num_batches
-    for _, _, batch, _, stop_s, _, _ in [entry for entry in log.done_columns.entries if entry[0][CODE] == UPDATE]:
-        done[batch] = max(done[batch], stop_s)
+    done, columns = [0.0] * num_batches, log.done_columns
+    for at in [number for number, op in enumerate(columns.ops) if op[CODE] == UPDATE]:
+        batch = columns.batches[at]
+        done[batch] = max(done[batch], columns.stops_s[at])
     return done
 
 
