@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from stagewright.schedule import Action
@@ -129,9 +130,10 @@ class Log:
     def done_columns(self) -> DoneColumns:
         """`done` for whoever goes through all of it."""
         entries = list(chain.from_iterable(self.plain_done))
-        columns: list[list[Any]] = [[entry[at] for entry in entries] for at in range(5)]
+        ops, actions, batches, starts_s, stops_s = (Mapped(itemgetter(at), entries) for at in range(5))
         ends = list(accumulate(map(len, self.plain_done), initial=0))
-        return DoneColumns(*columns, list(map(slice, ends, ends[1:])))
+        edges = list(map(slice, ends, ends[1:]))
+        return DoneColumns(list(ops), list(actions), list(batches), list(starts_s), list(stops_s), edges)
 
     @cached_property
     def moved_columns(self) -> MovedColumns:
