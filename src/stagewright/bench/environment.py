@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stagewright.cluster import count
 from stagewright.profiling.detect import ask, memory_bytes, num_cores
+from stagewright.profiling.topology import without_colours
 
 Asker = Callable[[Sequence[str]], str | None]
 PACKAGES = ("stagewright", "torch", "numpy")
@@ -28,7 +29,7 @@ def capture(ask: Asker = ask, environ: Mapping[str, str] = os.environ) -> dict[s
         "cpu": f"{cpu_name()}, {count(num_cores(), 'core')} to use, {memory_bytes() / 2**30:.1f} GiB",
         "gpu": gpus(ask),
         "driver": first_line(ask(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))),
-        "topology": (ask(("nvidia-smi", "topo", "-m")) or "").strip(),
+        "topology": without_colours(ask(("nvidia-smi", "topo", "-m")) or "").strip(),
         "python": sys.version.split()[0],
         **{name: installed(name) for name in PACKAGES},
         "commit": commit(ask),

@@ -68,7 +68,11 @@ class Table:
 
 def parse_table(text: str, where: str = "the topology") -> Table:
     """The table in the text that `nvidia-smi topo -m` prints; a damaged one is refused with its line."""
-    lines = [(number, clean.split()) for number, clean in enumerate(map(_plain, text.splitlines()), 1) if clean.strip()]
+    lines = [
+        (number, clean.split())
+        for number, clean in enumerate(map(without_colours, text.splitlines()), 1)
+        if clean.strip()
+    ]
     if not lines or not lines[0][1][0].startswith("GPU"):
         raise ClusterError(f"{where}, line 1: expected the header GPU0 GPU1 …", "give what `nvidia-smi topo -m` prints")
     header = lines[0][1]
@@ -86,8 +90,9 @@ def parse_table(text: str, where: str = "the topology") -> Table:
     return Table(names=names, cells=cells, affinity=affinity)
 
 
-def _plain(line: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", line)  # the header comes underlined
+def without_colours(text: str) -> str:
+    """What nvidia-smi prints, without what underlines its header on a terminal."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def _row(name: str, rows: Mapping[str, tuple[int, list[str]]], names: Sequence[str], where: str) -> tuple[str, ...]:
