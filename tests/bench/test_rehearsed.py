@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from stagewright.bench.baselines import make_rows, mean_loss
-from stagewright.bench.contest import fastest, steps_for
-from stagewright.bench.rehearsed import RehearsalSuite, add, on_first_hosts, title
+from stagewright.bench.contest import PASS, fastest, steps_for
+from stagewright.bench.rehearsed import RehearsalSuite, add, on_first_hosts, predicted, slowed, title
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
+from stagewright.profile import LayerProfile, Profile
 
 SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
 
@@ -49,6 +50,7 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     plans = {"exact": two_workers(), "stale": two_workers(versions=2)}
     contenders = [
         {"kind": "alone", "name": "single"},
+        {"kind": "pass", "name": PASS, "hosts": [0], "rows": 4},
         *({"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()),
         {"kind": "ddp", "name": "ddp"},
         {"kind": "pipelining", "name": "1F1B of 2", "family": "1F1B", "cuts": [2], "microbatches": 2},
@@ -64,8 +66,8 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     subprocess.run([*launcher, *module], env=environment, check=True, timeout=110, capture_output=True)
     assert alone.wait(30) == 0
     times = json.loads((tmp_path / "times.json").read_text())
-    assert {"single", "exact", "stale", "ddp"} < set(times)
-    assert len(times) == 5, "of a family the fastest stays"
+    assert {"single", PASS, "exact", "stale", "ddp"} < set(times)
+    assert len(times) == 6, "of a family the fastest stays"
     assert all(len(values) == 2 and min(values) > 0 for values in times.values())
 
 
@@ -102,6 +104,28 @@ def test_idle_hosts_come_last() -> None:
     assert moved.placement == "0:0.1:0"
     with pytest.raises(UsageError, match="leaves hosts idle"):
         on_first_hosts(replace(plan, stages=(body, head)), find_cluster("hosts-4-mixed"))
+
+
+def test_a_slower_machine_is_predicted_to_take_as_many_times_as_long() -> None:
+    """Compute alone: what crosses a wire takes as long as before."""
+    plan, cluster = replace(two_workers(), num_microbatches=1), find_cluster("hosts-4")
+    profile = chain_profile(plan)
+    once, thrice = (predicted(plan, each, cluster).median_step_s for each in (profile, slowed(profile, 3.0)))
+    assert thrice == pytest.approx(3 * once, rel=1e-3)
+    assert slowed(profile, 3.0).model_s == (6.0,)
+
+
+def chain_profile(plan: Plan) -> Profile:
+    """A second forward and two backward for every layer of a plan."""
+    layers = tuple(
+        LayerProfile(name=name, forward_s=(1.0,), backward_s=(2.0,), output_bytes=8, saved_bytes=8, parameter_bytes=0)
+        for stage in plan.stages
+        for name in stage.layers
+    )
+    return Profile(
+        model="tiny-cnn", device="cpu", source="analytic", batch_sizes=(plan.batch,), layers=layers, optimizer_s=1.0,
+        model_s=(2.0,),
+    )  # fmt: skip
 
 
 def result() -> CaseResult:

@@ -32,6 +32,7 @@ from stagewright.bench.baselines import (
 )
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
+from stagewright.profiling.measured import time_model
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.flight import write_json
 from stagewright.runtime.settings import Settings
@@ -41,6 +42,8 @@ from stagewright.scheduling import make_schedule
 
 ALONE = "single"
 """The contender that runs outside of the hosts."""
+PASS = "pass over the model"
+"""No contender, though it takes turns: it tells how fast the hosts compute against when they were profiled."""
 DRAIN = 3
 """Steps more of a run without a flush: those in which it fills and drains are left out."""
 LONG_STEP_S = 5.0
@@ -111,6 +114,19 @@ class Ours(Clocked):
         return 0.0 if not self.takes_part else (self.updated[-2] - self.updated[0]) / (len(self.updated) - 2)
 
 
+class Pass:
+    """The whole model forward and backward on each host that profiled it, all at once."""
+
+    def __init__(self, told: Spec, contest: Contest) -> None:
+        self.hosts, self.rows, self.model = told["hosts"], told["rows"], contest.model
+
+    def turn(self, steps: int, world: World) -> float:
+        wait(world)
+        seconds = time_model(self.model, self.rows, steps) if world.worker in self.hosts else 0.0
+        wait(world)
+        return seconds
+
+
 class Outside:
     """The single process, seen from the workers: worker 0 asks it for a turn through files."""
 
@@ -144,8 +160,10 @@ def wait(world: World) -> None:
         dist.barrier(group=world.control)
 
 
-def make_contender(told: Spec, contest: Contest, world: World) -> Clocked | Outside:
+def make_contender(told: Spec, contest: Contest, world: World) -> Clocked | Pass | Outside:
     """The contender that an entry of the contest describes."""
+    if told["kind"] == "pass":
+        return Pass(told, contest)
     if told["kind"] == "plan":
         return Ours(Plan.from_dict(told["plan"]), contest, world)
     if told["kind"] == "ddp":
@@ -177,7 +195,7 @@ def run_worker(contest: Contest) -> None:
         wait(world)
 
 
-def warmed_up(each: Clocked | Outside, world: World) -> float:
+def warmed_up(each: Clocked | Pass | Outside, world: World) -> float:
     """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
 
     Where a step is long, that does not matter, and the first is enough.

@@ -2,8 +2,10 @@
 
     python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out DIR [--short] [--case NAME …] [--results FILE]
 
-For each case hosts are emulated, the model's layers and the links are measured inside them, plans are searched and
-predicted from that, and all contenders take turns. DIR keeps everything; a case that is there already is not run again.
+For each case hosts are emulated, the model's layers and the links are measured inside them, plans are searched with
+that, and all contenders take turns. Machines drift: between the turns the hosts pass over the model as they did when
+they were profiled, and predictions are for the speed of that time. DIR keeps everything; a case that is there already
+is not run again.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from stagewright.bench.baselines import has_deepspeed
-from stagewright.bench.contest import ALONE
+from stagewright.bench.contest import ALONE, PASS
 from stagewright.bench.verdict import DDP, CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, DeviceId, count, find_cluster
 from stagewright.cost import Costs
@@ -37,13 +40,15 @@ from stagewright.planning.search import make_plan
 from stagewright.profile import Profile
 from stagewright.record import Record
 from stagewright.rehearsal import EmulatedHosts, emulated_hosts
-from stagewright.rehearsal.measuring import Request, measure_hosts
+from stagewright.rehearsal.measuring import Request, busy_together, measure_hosts
 from stagewright.runtime.hosts import PORT, host_commands, launch_hosts
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
 
 TURN_S = 2.0
 SHORT_ROUNDS = 3
+PASS_SIZE = 1
+"""Which of a profile's batch sizes a pass over the model has: enough rows to tell, and few enough to be quick."""
 
 
 @noun(error=UsageError)
@@ -78,7 +83,7 @@ class RehearsalCase:
     cluster: str
     bits_per_s: tuple[float, ...] = Field(min_length=1)
     """The rates of every host's link, in place of the cluster file's: one case each."""
-    batch_sizes: tuple[int, ...] = Field(min_length=1)
+    batch_sizes: tuple[int, ...] = Field(min_length=2)
     """The rows at which layers are timed."""
     plans: tuple[Wanted, ...] = Field(min_length=3)
     is_short: bool = False
@@ -128,9 +133,12 @@ class Bench:
         with emulated_hosts(case.hosts()) as hosts:
             profile, cluster = self.measured(case, hosts, folder)
             plans, chosen = candidates(case, profile, cluster)
-            records = {name: predicted(plan, profile, cluster) for name, plan in plans.items()}
-            times = self.contest(case, hosts, plans, peers(case, profile, cluster), folder)
-        result = make_result(case, cluster, records, plans, chosen, times, perf_counter() - started)
+            others = [pass_over(profile, cluster), *peers(case, profile, cluster)]
+            times = self.contest(case, hosts, plans, others, folder)
+        drift = median(times.pop(PASS)) / profile.model_s[PASS_SIZE]
+        later = slowed(profile, drift), replace(cluster, core_s_per_byte=cluster.core_s_per_byte * drift)
+        records = {name: predicted(plan, *later) for name, plan in plans.items()}
+        result = make_result(case, cluster, records, plans, chosen, times, drift, perf_counter() - started)
         result.save(done)
         return result
 
@@ -260,6 +268,24 @@ def predicted(plan: Plan, profile: Profile, cluster: Cluster) -> Record:
     return simulate(make_schedule(plan), profile, cluster, detail=False)
 
 
+def pass_over(profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    """A pass over the model between the turns, on the hosts that made the profile."""
+    return {"kind": "pass", "name": PASS, "hosts": busy_together(cluster), "rows": profile.batch_sizes[PASS_SIZE]}
+
+
+def slowed(profile: Profile, drift: float) -> Profile:
+    """The profile of a machine that takes so many times as long for everything."""
+
+    def times(seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(each * drift for each in seconds)
+
+    layers = tuple(
+        replace(layer, forward_s=times(layer.forward_s), backward_s=times(layer.backward_s)) for layer in profile.layers
+    )
+    optimizer_s = profile.optimizer_s * drift
+    return replace(profile, layers=layers, optimizer_s=optimizer_s, model_s=times(profile.model_s))
+
+
 def peers(case: RehearsalCase, profile: Profile, cluster: Cluster) -> list[dict[str, Any]]:
     """The peers, pipelines cut where their stages take the same time; of each family the fastest stays."""
     hosts = len(cluster.hosts)
@@ -289,7 +315,7 @@ def pipelines(
 
 def make_result(
     case: RehearsalCase, cluster: Cluster, records: Mapping[str, Record], plans: Mapping[str, Plan],
-    chosen: Sequence[str], times: Mapping[str, Sequence[float]], seconds: float,
+    chosen: Sequence[str], times: Mapping[str, Sequence[float]], drift: float, seconds: float,
 ) -> CaseResult:  # fmt: skip
     """What a case came to."""
     entries = tuple(
@@ -306,7 +332,7 @@ def make_result(
     used = sum(share for share in shares if share is not None) if all(shares) else num_cores(cluster)
     return CaseResult(
         case=case.name, batch=case.batch, entries=entries, seconds=seconds, rounds=len(next(iter(times.values()))),
-        core_share=used / num_cores(cluster),
+        core_share=used / num_cores(cluster), drift=drift,
     )  # fmt: skip
 
 

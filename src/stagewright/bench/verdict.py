@@ -62,6 +62,8 @@ class CaseResult(Saved):
     seconds: float = Field(ge=0)
     core_share: float = Field(default=1.0, gt=0)
     """The cores of the hosts together, against those of the single process."""
+    drift: float = Field(default=1.0, gt=0)
+    """How many times as long as in the profile a pass over the model took between the turns."""
     entries: tuple[Entry, ...] = Field(min_length=1)
 
     def named(self, name: str) -> Entry:
@@ -125,6 +127,11 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     yield f"The planner's choice reaches {min(leads):.0%} or more of the best measured plan of its kind in every case."
     worst = min(results, key=lambda each: best_against_peers(each))
     yield f"Against the best peer: never below {best_against_peers(worst):.2f} ({worst.case})."
+    drifts = [result.drift for result in results]
+    yield (
+        f"Between the turns a pass over the model took {min(drifts):.2f} to {max(drifts):.2f} times as long as in the "
+        "profile; predictions are for that speed."
+    )
     yield f"{sum(result.seconds for result in results) / 60:.0f} minutes in all."
 
 

@@ -152,6 +152,15 @@ def time_once(pieces: Pieces, whole: Pieces, rows: int, device: torch.device, ti
     timing.whole.append(sum(timed_run(whole, inputs, targets, device)))
 
 
+def time_model(model: Layered, rows: int, repeats: int = 1) -> float:
+    """Seconds of the whole model's forward and backward, as a profile's `model_s` has them."""
+    whole = Pieces(model=model, units=(_whole(model),), precision="fp32")
+    inputs, targets = whole.rows(rows)
+    device = model.sample[0].device
+    with undisturbed(whole):
+        return median(sum(timed_run(whole, inputs, targets, device)) for _ in range(repeats))
+
+
 def timed_run(pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device) -> list[float]:
     """Seconds of each unit's forward in order, then of each backward in the opposite order."""
     pieces.model.model.zero_grad(set_to_none=True)
