@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stagewright.bench.baselines import Rows, Step, data_parallel, make_optimizer, pipelining, plain_loop
 from stagewright.cluster import DeviceId
+from stagewright.cost import num_buckets
 from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.feed import FunctionFeed
@@ -30,7 +31,6 @@ from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
 
 ROUNDS = 10
-BUCKET_BYTES = 25 << 20
 
 
 def rows(shape: tuple[int, ...], num_classes: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def ours(
         Stage(
             layers=model.names[first:last],
             devices=tuple(DeviceId(0, number * replicas + each) for each in range(replicas)),
-            num_buckets=num_buckets(model, first, last) if replicas > 1 else 1,
+            num_buckets=num_buckets(gradient_bytes(model, first, last)) if replicas > 1 else 1,
         )
         for number, (first, last) in enumerate(parts)
     )
@@ -65,11 +65,10 @@ def ours(
     return step
 
 
-def num_buckets(model: Layered, first: int, last: int) -> int:
-    """One bucket for each 25 MiB of parameters, as DDP does."""
+def gradient_bytes(model: Layered, first: int, last: int) -> int:
+    """The bytes of some layers' gradients."""
     names = set(model.parameter_names(first, last))
-    size = sum(each.numel() * 4 for name, each in model.model.named_parameters() if name in names)
-    return max(1, round(size / BUCKET_BYTES))
+    return sum(each.numel() * 4 for name, each in model.model.named_parameters() if name in names)
 
 
 class Tower(nn.Sequential):

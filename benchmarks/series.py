@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stagewright.cluster import parse_placement
+from stagewright.cost import num_buckets
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.runtime.launch import launch, worker_environment
@@ -40,7 +41,6 @@ WORKERS = 8
 ROWS = {"alexnet": 256, "vgg16": 32, "resnet50": 64, "tiny-cnn": 64}
 CUTS = {"alexnet": "fc1", "vgg16": "fc1", "resnet50": "layer4.0", "tiny-cnn": "fc1"}
 STEPS = {"alexnet": 8, "vgg16": 6, "resnet50": 8, "tiny-cnn": 8}
-BUCKET_BYTES = 25 << 20
 LEARNING_RATE = 0.001
 LOG_CHARACTERS = 6000
 """How much of a worker's output is shown."""
@@ -159,7 +159,7 @@ def plan_of(model: Layered, name: str, shape: str, rows: int, options: dict[str,
     for number, layers in enumerate(parts):
         names = set(model.parameter_names(edges[number], edges[number + 1]))
         size = sum(p.numel() * 4 for key, p in model.model.named_parameters() if key in names)
-        buckets = options["b"] or max(1, round(size / BUCKET_BYTES))
+        buckets = options["b"] or num_buckets(size)
         stages.append(
             Stage(layers=layers, devices=groups[number], versions=versions[number], num_buckets=int(str(buckets)))
         )
