@@ -5,6 +5,7 @@
 #     make test-all   the slow tests too
 #     make rehearsal  our plans and the peers on emulated hosts, measured (root; most of an hour on 2 quiet cores)
 #     make rehearsal-short   its short form, in minutes
+#     make rehearsal-slices  the same comparison on one card that is cut into eight slices (CUDA MPS)
 #
 # PYTHON chooses the interpreter, PIP_ARGS is for pip: PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # takes torch's small build for CPUs.
@@ -18,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest
 EXTRAS := data,gpu,dev,foreign
 OUT ?= runs/rehearsal
 
-.PHONY: demo test test-all rehearsal rehearsal-short lint types format venv clean
+.PHONY: demo test test-all rehearsal rehearsal-short rehearsal-slices lint types format venv clean
 
 demo: $(VENV)/.for-use
 	@$(BIN)/python scripts/demo.py
@@ -35,6 +36,9 @@ rehearsal: $(VENV)/.for-use
 
 rehearsal-short: $(VENV)/.for-use
 	$(BIN)/python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out $(OUT)-short --short
+
+rehearsal-slices: $(VENV)/.for-use
+	$(BIN)/python -m stagewright.bench.rehearsed suites/slices.yaml --out $(OUT)-slices
 
 lint: $(VENV)/.for-tests
 	$(BIN)/ruff format --check .

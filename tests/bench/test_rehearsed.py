@@ -6,21 +6,34 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
 from stagewright.bench.contest import PASS, fastest, steps_for
-from stagewright.bench.rehearsed import RehearsalSuite, add, on_first_hosts, predicted, slowed, title
+from stagewright.bench.rehearsed import (
+    RehearsalCase,
+    RehearsalSuite,
+    Wanted,
+    add,
+    limit,
+    on_first_hosts,
+    predicted,
+    slowed,
+    title,
+)
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
+from stagewright.rehearsal.slices import Slices, sliced_card
 
 SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
 
@@ -45,6 +58,44 @@ def test_the_suite_has_the_cases_of_the_comparison() -> None:
     assert any(case.is_short for case in cases)
 
 
+def test_the_comparison_on_slices_has_the_models_of_the_series_and_a_gpt() -> None:
+    cases = [case for each in RehearsalSuite.load(SUITE.parent / "slices.yaml").cases for case in each.each_rate()]
+    assert [case.model for case in cases] == ["alexnet", "vgg16", "resnet50", "gpt-tiny"]
+    assert all(case.device == "cuda" and len(case.hosts().hosts) == 8 and len(case.plans) >= 3 for case in cases)
+    assert all(limit(case)["kind"] == "each alone" for case in cases)
+
+
+def test_a_case_is_on_hosts_or_on_slices() -> None:
+    case = next(RehearsalSuite.load(SUITE).cases[0].each_rate())
+    for wrong in ({"slices": 8}, {"cluster": None}, {"bits_per_s": ()}, {"cluster": None, "slices": 8}):
+        with pytest.raises(UsageError, match="expected cluster and bits_per_s, or slices"):
+            replace(case, **wrong)
+    assert replace(case, cluster=None, bits_per_s=(), slices=8).device == "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a card")
+def test_slices_need_a_card() -> None:
+    with pytest.raises(UsageError, match="no CUDA card was found"), sliced_card(8):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_slices_are_measured_planned_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the card: here two processes on the CPU are the slices."""
+    monkeypatch.setattr(rehearsed, "sliced_card", lambda slices: nullcontext(Slices(slices, {})))
+    monkeypatch.setattr(RehearsalCase, "device", "cpu")
+    plans = (Wanted(placement="0:0.1:0", cut=("fc1",), microbatches=count) for count in (1, 2, 4))
+    case = RehearsalCase(name="small", model="tiny-cnn", batch=16, slices=2, batch_sizes=(4, 8, 16), plans=tuple(plans))
+    result = rehearsed.Bench(tmp_path, rounds=2).run(case)
+    assert {"single", "torch DDP"} < {entry.name for entry in result.entries}
+    ours = [entry for entry in result.entries if entry.is_ours]
+    assert len(ours) >= 4
+    assert any(entry.is_chosen for entry in ours)
+    assert all(len(entry.step_s) == 2 and entry.median_s > 0 for entry in result.entries)
+    assert result.limit_s == result.named("single").median_s
+
+
 @pytest.mark.slow
 def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     plans = {"exact": two_workers(), "stale": two_workers(versions=2)}
@@ -53,6 +104,7 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
         {"kind": "pass", "name": PASS, "hosts": [0], "rows": 4},
         *({"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()),
         {"kind": "ddp", "name": "ddp"},
+        {"kind": "each alone", "name": "each alone"},
         {"kind": "pipelining", "name": "1F1B of 2", "family": "1F1B", "cuts": [2], "microbatches": 2},
         {"kind": "pipelining", "name": "1F1B of 4", "family": "1F1B", "cuts": [2], "microbatches": 4},
     ]
@@ -67,7 +119,7 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     assert alone.wait(30) == 0
     times = json.loads((tmp_path / "times.json").read_text())
     assert {"single", PASS, "exact", "stale", "ddp"} < set(times)
-    assert len(times) == 6, "of a family the fastest stays"
+    assert len(times) == 7, "of a family the fastest stays"
     assert all(len(values) == 2 and min(values) > 0 for values in times.values())
 
 

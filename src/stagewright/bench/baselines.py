@@ -40,6 +40,10 @@ class Rows:
     inputs: tuple[Tensor, ...]
     labels: Tensor
 
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device."""
+        return Rows(tuple(tensor.to(device) for tensor in self.inputs), self.labels.to(device))
+
     def part(self, number: int, count: int) -> Rows:
         """The rows of one of several workers that share them evenly."""
         size = len(self.labels)
@@ -86,8 +90,14 @@ def plain_loop(module: nn.Module, rows: Rows) -> Step:
 
 def data_parallel(model: Layered, rows: Rows, world: World) -> Step:
     """torch DDP over all workers; it listens to its parameters' gradients, so they are its own."""
-    module = nn.parallel.DistributedDataParallel(copy.deepcopy(model.model), gradient_as_bucket_view=True)
+    own = copy.deepcopy(model.model).to(world.device)
+    module = nn.parallel.DistributedDataParallel(own, process_group=world.everyone, gradient_as_bucket_view=True)
     return plain_loop(module, rows.part(world.worker, world.size))
+
+
+def each_alone(model: Layered, rows: Rows, world: World) -> Step:
+    """The ordinary loop of each worker on its own rows, and not a word between them: what their devices could do."""
+    return plain_loop(copy.deepcopy(model.model).to(world.device), rows.part(world.worker, world.size))
 
 
 class OneTensor(nn.Module):

@@ -9,13 +9,15 @@ round.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from stagewright.bench.baselines import (
     Step,
     data_parallel,
     deepspeed_pipeline,
+    each_alone,
     make_optimizer,
     make_rows,
     pipelining,
@@ -36,6 +39,7 @@ from stagewright.profiling.measured import time_model
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.flight import write_json
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
@@ -65,7 +69,12 @@ class Contest:
 
     def __post_init__(self) -> None:
         self.model = build_model(self.spec["model"], **self.spec["options"])
-        self.rows = make_rows(self.model, self.spec["batch"])
+        self.rows = make_rows(self.model, self.spec["batch"]).to(torch.device(self.device))
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What all contenders compute on."""
+        return "cuda" if self.spec.get("device") == "cuda" else "cpu"
 
 
 class Clocked:
@@ -82,6 +91,9 @@ class Clocked:
         wait(world)
         return (time.perf_counter() - started) / steps
 
+    def close(self) -> None:
+        """Ends what runs in the background."""
+
 
 class Ours(Clocked):
     """Our worker with a plan; without a flush, the time is that between updates of the steady batches."""
@@ -94,14 +106,15 @@ class Ours(Clocked):
         # A plan may leave hosts idle: their workers make the groups, and wait.
         used = replace(world, size=len(plan.devices))
         self.takes_part = world.worker < used.size
-        self.worker = Worker(schedule, contest.model, used, Settings(), make_optimizer=make_optimizer, feed=feed)
-        self.worker.on_update = lambda batch: self.updated.append(time.perf_counter())
-        self.updated: list[float] = []
+        settings = Settings(device=contest.device)
+        self.worker = Worker(schedule, contest.model, used, settings, make_optimizer=make_optimizer, feed=feed)
+        if self.takes_part:
+            warm_up(self.worker)
+        self.worker.on_update = lambda batch: self.worker.clock.mark()
         self.done, self.flushes = 0, plan.is_synchronous
 
     def run(self, number: int) -> None:
         """Runs a number of batches."""
-        self.updated = []
         if self.takes_part:
             self.worker.run(number, self.done)
         self.done += number
@@ -110,8 +123,14 @@ class Ours(Clocked):
     def turn(self, steps: int, world: World) -> float:
         if self.flushes:
             return super().turn(steps, world)
-        super().turn(steps + DRAIN, world)
-        return 0.0 if not self.takes_part else (self.updated[-2] - self.updated[0]) / (len(self.updated) - 2)
+        number = steps + DRAIN
+        super().turn(number, world)
+        # Of `number` updates the gaps between all but the last: in that one nothing fills the pipeline any more.
+        return mean(self.worker.clock.step_s()[1 - number : -1]) if self.takes_part else 0.0
+
+    def close(self) -> None:
+        if self.takes_part:
+            self.worker.close()
 
 
 class Pass:
@@ -119,6 +138,8 @@ class Pass:
 
     def __init__(self, told: Spec, contest: Contest) -> None:
         self.hosts, self.rows, self.model = told["hosts"], told["rows"], contest.model
+        if contest.device == "cuda":
+            self.model = build_model(contest.spec["model"], device="cuda", **contest.spec["options"])
 
     def turn(self, steps: int, world: World) -> float:
         wait(world)
@@ -155,7 +176,9 @@ def awaited(path: Path) -> Any:
 
 
 def wait(world: World) -> None:
-    """Waits for all workers."""
+    """Waits for all workers and their devices."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
     if world.control is not None:
         dist.barrier(group=world.control)
 
@@ -166,6 +189,8 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Clocked | Pass
         return Pass(told, contest)
     if told["kind"] == "plan":
         return Ours(Plan.from_dict(told["plan"]), contest, world)
+    if told["kind"] == "each alone":
+        return Clocked(each_alone(contest.model, contest.rows, world))
     if told["kind"] == "ddp":
         return Clocked(data_parallel(contest.model, contest.rows, world))
     if told["kind"] == "pipelining":
@@ -177,22 +202,35 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Clocked | Pass
 
 def run_worker(contest: Contest) -> None:
     """Takes part in all rounds; worker 0 writes the times down after each."""
-    spec = contest.spec
-    with open_world(Settings(timeout_s=PATIENCE_S)) as world:
-        contenders = {told["name"]: make_contender(told, contest, world) for told in spec["contenders"]}
-        torch.set_num_threads(spec.get("threads", 1))
-        first = {name: warmed_up(each, world) for name, each in contenders.items()}
-        contenders = {name: contenders[name] for name in fastest(spec["contenders"], first)}
-        steps = {name: steps_for(first[name], spec["turn_s"]) for name in contenders}
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(spec["rounds"]):
-            for name, each in contenders.items():
-                times[name].append(each.turn(steps[name], world))
-            if world.worker == 0:
-                write_json(contest.folder / "times.json", times)
+    told = contest.spec["contenders"]
+    with open_world(Settings(device=contest.device, timeout_s=PATIENCE_S)) as world:
+        # A card has not the memory for all of them at once, and keeps its speed: there they come one after the other.
+        groups = [told] if contest.device == "cpu" else [[each] for each in told]
+        times: dict[str, list[float]] = {}
+        for group in groups:
+            take_turns(group, contest, world, times)
+            gc.collect()
+            torch.cuda.empty_cache()
         if world.worker == 0:
             write_json(contest.folder / "over.json", {})
         wait(world)
+
+
+def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: dict[str, list[float]]) -> None:
+    """Adds the seconds a step of some contenders, round by round."""
+    contenders = {each["name"]: make_contender(each, contest, world) for each in told}
+    torch.set_num_threads(contest.spec.get("threads", 1))
+    first = {name: warmed_up(each, world) for name, each in contenders.items()}
+    contenders = {name: contenders[name] for name in fastest(told, first)}
+    steps = {name: steps_for(first[name], contest.spec["turn_s"]) for name in contenders}
+    for _ in range(contest.spec["rounds"]):
+        for name, each in contenders.items():
+            times.setdefault(name, []).append(each.turn(steps[name], world))
+        if world.worker == 0:
+            write_json(contest.folder / "times.json", times)
+    for each in contenders.values():
+        if isinstance(each, Clocked):
+            each.close()
 
 
 def warmed_up(each: Clocked | Pass | Outside, world: World) -> float:

@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -39,9 +39,10 @@ from stagewright.planning.reasons import shape
 from stagewright.planning.search import make_plan
 from stagewright.profile import Profile
 from stagewright.record import Record
-from stagewright.rehearsal import EmulatedHosts, emulated_hosts
+from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.measuring import Request, busy_together, measure_hosts
-from stagewright.runtime.hosts import PORT, host_commands, launch_hosts
+from stagewright.rehearsal.slices import slice_cluster, sliced_card
+from stagewright.runtime.hosts import PORT, Hosts, host_commands, launch_hosts
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
 
@@ -73,24 +74,37 @@ class Wanted:
 
 @noun(error=UsageError)
 class RehearsalCase:
-    """One model on one set of emulated hosts."""
+    """One model on one set of emulated hosts, or on slices of one card."""
 
     name: str
     model: str
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Of the model, such as image_size."""
     batch: int = Field(ge=1)
-    cluster: str
-    bits_per_s: tuple[float, ...] = Field(min_length=1)
+    cluster: str | None = None
+    bits_per_s: tuple[float, ...] = ()
     """The rates of every host's link, in place of the cluster file's: one case each."""
+    slices: int | None = Field(default=None, ge=2)
+    """So many slices of the card of this machine, in place of a cluster."""
     batch_sizes: tuple[int, ...] = Field(min_length=2)
     """The rows at which layers are timed."""
     plans: tuple[Wanted, ...] = Field(min_length=3)
     is_short: bool = False
     """Whether `--short` runs it, at the first of the rates."""
 
+    def __post_init__(self) -> None:
+        if (self.cluster is None) != (self.slices is not None) or (self.cluster is None) != (not self.bits_per_s):
+            raise UsageError(f"case {self.name}: expected cluster and bits_per_s, or slices")
+
+    @property
+    def device(self) -> str:
+        """What it computes on."""
+        return "cpu" if self.slices is None else "cuda"
+
     def each_rate(self) -> Iterator[RehearsalCase]:
-        """The case at each of its rates: alexnet-4 at 300 Mbit/s is alexnet-4-300mbit."""
+        """The case at each of its rates: alexnet-4 at 300 Mbit/s is alexnet-4-300mbit; slices have but one."""
+        if self.slices is not None:
+            yield self
         for number, rate in enumerate(self.bits_per_s):
             text = f"{rate / 1e9:g}gbit" if rate >= 1e9 else f"{rate / 1e6:g}mbit"
             short = self.is_short and number == 0
@@ -98,6 +112,8 @@ class RehearsalCase:
 
     def hosts(self) -> Cluster:
         """The cluster, with the (first) rate of the case."""
+        if self.cluster is None:
+            return slice_cluster(self.slices or 0)
         cluster = find_cluster(self.cluster)
         rate = self.bits_per_s[0] / 8
         return replace(cluster, links=tuple(replace(link, bytes_per_s=rate) for link in cluster.links))
@@ -130,7 +146,7 @@ class Bench:
             return CaseResult.load(done)
         folder.mkdir(parents=True, exist_ok=True)
         started = perf_counter()
-        with emulated_hosts(case.hosts()) as hosts:
+        with emulated_hosts(case.hosts()) if case.slices is None else sliced_card(case.slices) as hosts:
             profile, cluster = self.measured(case, hosts, folder)
             plans, chosen = candidates(case, profile, cluster)
             others = [pass_over(profile, cluster), *peers(case, profile, cluster)]
@@ -142,14 +158,14 @@ class Bench:
         result.save(done)
         return result
 
-    def measured(self, case: RehearsalCase, hosts: EmulatedHosts, folder: Path) -> tuple[Profile, Cluster]:
+    def measured(self, case: RehearsalCase, hosts: Hosts, folder: Path) -> tuple[Profile, Cluster]:
         """The profile and the cluster as the hosts showed them; layers are timed once for hosts of the same shares."""
         cluster = case.hosts()
         shares = [host.cpu_share for host in cluster.hosts]
         key = json.dumps([case.model, dict(case.options), case.batch_sizes, shares])
         known = self.profiles.get(key)
         sizes = () if known else case.batch_sizes
-        request = Request(model=case.model, options=case.options, batch_sizes=sizes)
+        request = Request(model=case.model, options=case.options, batch_sizes=sizes, device=case.device)
         profile, found = measure_hosts(cluster, hosts, request, folder / "measured")
         if profile is None:
             assert known is not None
@@ -163,7 +179,7 @@ class Bench:
     def contest(
         self,
         case: RehearsalCase,
-        hosts: EmulatedHosts,
+        hosts: Hosts,
         plans: Mapping[str, Plan],
         others: Sequence[Mapping[str, Any]],
         folder: Path,
@@ -173,12 +189,12 @@ class Bench:
         ours = [{"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()]
         spec = {
             "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
-            "turn_s": TURN_S, "cores": cores, "contenders": [{"kind": "alone", "name": ALONE}, *ours, *others],
+            "turn_s": TURN_S, "cores": cores, "contenders": [limit(case), *ours, *others], "device": case.device,
         }  # fmt: skip
         (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
         command = ["-m", "stagewright.bench.contest", str(folder)]
-        with single_process(command, folder):
-            commands = host_commands(command, hosts, [1] * len(hosts.wirings), PORT)
+        with single_process(command, folder) if case.slices is None else nullcontext():
+            commands = host_commands(command, hosts, [1] * len(hosts.addresses), PORT)
             launch_hosts(commands, folder, {**hosts.environment(), "OMP_NUM_THREADS": "1"})
         times: dict[str, list[float]] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
         return times
@@ -268,6 +284,11 @@ def predicted(plan: Plan, profile: Profile, cluster: Cluster) -> Record:
     return simulate(make_schedule(plan), profile, cluster, detail=False)
 
 
+def limit(case: RehearsalCase) -> dict[str, str]:
+    """What nobody can beat: one process with all cores, or each slice of a card alone with its rows."""
+    return {"kind": "alone" if case.slices is None else "each alone", "name": ALONE}
+
+
 def pass_over(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """A pass over the model between the turns, on the hosts that made the profile."""
     return {"kind": "pass", "name": PASS, "hosts": busy_together(cluster), "rows": profile.batch_sizes[PASS_SIZE]}
@@ -287,9 +308,14 @@ def slowed(profile: Profile, drift: float) -> Profile:
 
 
 def peers(case: RehearsalCase, profile: Profile, cluster: Cluster) -> list[dict[str, Any]]:
-    """The peers, pipelines cut where their stages take the same time; of each family the fastest stays."""
+    """The peers, pipelines cut where their stages take the same time; of each family the fastest stays.
+
+    torch's pipelining sends by NCCL on cards, which hangs between workers that share one.
+    """
     hosts = len(cluster.hosts)
     found: list[dict[str, Any]] = [{"kind": "ddp", "name": DDP}]
+    if case.slices is not None:
+        return found
     for stages in sorted({hosts, 2}):
         if stages < len(profile.layers) and hosts % stages == 0:
             found += pipelines("pipelining", "torch pipelining 1F1B", case, profile, stages, hosts // stages)
@@ -332,7 +358,7 @@ def make_result(
     used = sum(share for share in shares if share is not None) if all(shares) else num_cores(cluster)
     return CaseResult(
         case=case.name, batch=case.batch, entries=entries, seconds=seconds, rounds=len(next(iter(times.values()))),
-        core_share=used / num_cores(cluster), drift=drift,
+        core_share=used / num_cores(cluster) if case.slices is None else 1.0, drift=drift,
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
 
 def profile_here(folder: Path, asked: Mapping[str, Any], rank: int) -> None:
     """Profiles the model while the other hosts of the list do the same, so that all see full cores."""
-    model = build_model(asked["model"], **asked["options"])
+    model = build_model(asked["model"], device=asked["device"], **asked["options"])
     profile = make_profile(model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"])
     profile.save(folder / f"inside-{rank}.profile.json")
 

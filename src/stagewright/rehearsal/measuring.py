@@ -14,10 +14,12 @@ from stagewright.cluster import Cluster
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.inside import middle
 from stagewright.profiling.links import Pair, with_pairs
-from stagewright.rehearsal.hosts import EmulatedHosts
-from stagewright.runtime.hosts import PORT, host_commands, launch_hosts
+from stagewright.rehearsal.slices import SLICE
+from stagewright.runtime.hosts import PORT, Hosts, host_commands, launch_hosts
 
 REPEATS = 3
+CARD_CORES = 0.1
+"""About what a worker's card keeps busy of the host's cores: handing work over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +30,13 @@ class Request:
     options: Mapping[str, Any]
     batch_sizes: tuple[int, ...]
     """The rows at which layers are timed; none where a profile is there already."""
+    device: str = "cpu"
     threads: int = 1
     links: bool = True
     repeats: int = REPEATS
 
 
-def measure_hosts(
-    cluster: Cluster, hosts: EmulatedHosts, request: Request, folder: Path
-) -> tuple[Profile | None, Cluster]:
+def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path) -> tuple[Profile | None, Cluster]:
     """The model's profile on the first host's device, and the cluster with what its hosts and links showed.
 
     As many hosts compute at once as the machine has cores for: then each has what it wants, and memory and caches are
@@ -46,7 +47,7 @@ def measure_hosts(
     asked = {
         "model": request.model, "options": dict(request.options), "batch_sizes": request.batch_sizes,
         "threads": request.threads, "links": request.links, "repeats": request.repeats, "profiles": profiled,
-        "bytes_per_s": min(wiring.bytes_per_s for wiring in hosts.wirings),
+        "bytes_per_s": min(link.bytes_per_s for link in cluster.links), "device": request.device,
     }  # fmt: skip
     (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
     environment = {**hosts.environment(), "OMP_NUM_THREADS": str(request.threads)}
@@ -61,11 +62,21 @@ def measure_hosts(
 
 
 def busy_together(cluster: Cluster) -> list[int]:
-    """The hosts that profile: all that have a share of their own, and of the others as many as cores are left."""
+    """The hosts that profile: all that have a share of their own, and of the others as many as cores are left.
+
+    Slices of a card share its memory, so all of them do.
+    """
+    if is_sliced(cluster):
+        return list(range(len(cluster.hosts)))
     limited = [number for number, host in enumerate(cluster.hosts) if host.cpu_share is not None]
     left = num_cores(cluster) - sum(host.cpu_share or 0.0 for host in cluster.hosts)
     free = [number for number, host in enumerate(cluster.hosts) if host.cpu_share is None]
     return sorted([*limited, *free[: max(1, int(left + 1e-9))]])
+
+
+def is_sliced(cluster: Cluster) -> bool:
+    """Whether its devices are slices of one card."""
+    return cluster.hosts[0].devices[0].kind == SLICE
 
 
 def num_cores(cluster: Cluster) -> float:
@@ -88,9 +99,9 @@ def with_links(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
 def with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]], request: Request) -> Cluster:
     """The cluster with the cores that its hosts share, and what moving a byte costs them."""
     spent = middle([each["core_s_per_byte"] for each in told]) or cluster.core_s_per_byte
+    cores = CARD_CORES if request.device == "cuda" else float(request.threads)
     hosts = tuple(
-        replace(host, devices=tuple(replace(device, cores=float(request.threads)) for device in host.devices))
-        for host in cluster.hosts
+        replace(host, devices=tuple(replace(device, cores=cores) for device in host.devices)) for host in cluster.hosts
     )
     return replace(cluster, hosts=hosts, cores=num_cores(cluster), core_s_per_byte=float(f"{spent:.4g}"))
 

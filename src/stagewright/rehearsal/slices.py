@@ -4,18 +4,61 @@ from __future__ import annotations
 
 import re
 import shutil
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from stagewright.cluster import Cluster, Device, Host, Link
 from stagewright.errors import UsageError
+from stagewright.plan import Plan
 from stagewright.rehearsal.hosts import EmulatedHosts, emulated_hosts
-from stagewright.runtime.mps import CONTROL
+from stagewright.runtime.meeting import LOOPBACK
+from stagewright.runtime.mps import CONTROL, shared_cards
 
 MOST_SLICES = 48
 """As many as MPS lets share a card."""
+SLICE = "slice"
+"""The kind of a device that is one."""
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+LOOPBACK_BYTES_PER_S = 1e9
+"""About what one of several workers moves over loopback; what it really is gets measured."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Workers that share one card and talk over loopback, as hosts of one worker each."""
+
+    number: int
+    shared: Mapping[str, str]
+    """What makes them slices."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return (LOOPBACK,) * self.number
+
+    @property
+    def launcher(self) -> Sequence[str]:
+        return sys.executable, "-m", "torch.distributed.run"
+
+    def workers(self, plan: Plan) -> Sequence[int]:
+        return (1,) * len(plan.devices)
+
+    def reach(self, host: int, command: Sequence[str]) -> list[str]:
+        return list(command)
+
+    def environment(self) -> Mapping[str, str]:
+        return {"GLOO_SOCKET_IFNAME": "lo", **self.shared}
+
+
+@contextmanager
+def sliced_card(slices: int) -> Iterator[Slices]:
+    """A card that is cut into slices meanwhile."""
+    check_card(slices)
+    with shared_cards(slices) as shared:
+        yield Slices(slices, shared)
 
 
 def check_card(slices: int) -> None:
@@ -48,9 +91,10 @@ def slice_hosts(slices: int, rate: str) -> AbstractContextManager[EmulatedHosts]
     return emulated_hosts(slice_cluster(slices, read_rate(rate)))
 
 
-def slice_cluster(slices: int, bytes_per_s: float) -> Cluster:
-    """The hosts of the slices, each with a link to one switch."""
-    host = Host(devices=(Device(kind="slice", memory_bytes=1 << 30),), links=(local_link(),))
+def slice_cluster(slices: int, bytes_per_s: float = LOOPBACK_BYTES_PER_S) -> Cluster:
+    """The hosts of the slices, each with a link to one switch and its part of the card's memory."""
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else slices << 30
+    host = Host(devices=(Device(kind=SLICE, memory_bytes=memory // slices),), links=(local_link(),))
     links = (
         Link(ends=(f"{number}:nic", "net"), kind="NET", bytes_per_s=bytes_per_s, latency_s=0.0)
         for number in range(slices)
