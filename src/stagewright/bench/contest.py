@@ -165,6 +165,9 @@ class Outside:
         return seconds
 
 
+Contender = Clocked | Pass | Outside
+
+
 def awaited(path: Path) -> Any:
     """What a file says, once it is there."""
     until = time.monotonic() + PATIENCE_S
@@ -183,7 +186,7 @@ def wait(world: World) -> None:
         dist.barrier(group=world.control)
 
 
-def make_contender(told: Spec, contest: Contest, world: World) -> Clocked | Pass | Outside:
+def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
     """The contender that an entry of the contest describes."""
     if told["kind"] == "pass":
         return Pass(told, contest)
@@ -218,10 +221,7 @@ def run_worker(contest: Contest) -> None:
 
 def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: dict[str, list[float]]) -> None:
     """Adds the seconds a step of some contenders, round by round."""
-    contenders = {each["name"]: make_contender(each, contest, world) for each in told}
-    torch.set_num_threads(contest.spec.get("threads", 1))
-    first = {name: warmed_up(each, world) for name, each in contenders.items()}
-    contenders = {name: contenders[name] for name in fastest(told, first)}
+    contenders, first = warmed_up_ones(told, contest, world)
     steps = {name: steps_for(first[name], contest.spec["turn_s"]) for name in contenders}
     for _ in range(contest.spec["rounds"]):
         for name, each in contenders.items():
@@ -233,7 +233,25 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: dict
             each.close()
 
 
-def warmed_up(each: Clocked | Pass | Outside, world: World) -> float:
+def warmed_up_ones(
+    told: Sequence[Spec], contest: Contest, world: World
+) -> tuple[dict[str, Contender], dict[str, float]]:
+    """The contenders that stay, and what their first steps took.
+
+    Whoever is out goes at once: eight workers with all of them need more memory than most machines have.
+    """
+    contenders: dict[str, Contender] = {}
+    first: dict[str, float] = {}
+    for one in told:
+        made = contenders[one["name"]] = make_contender(one, contest, world)
+        torch.set_num_threads(contest.spec.get("threads", 1))
+        first[one["name"]] = warmed_up(made, world)
+        for lost in first.keys() - fastest([known for known in told if known["name"] in first], first):
+            del contenders[lost], first[lost]
+    return contenders, first
+
+
+def warmed_up(each: Contender, world: World) -> float:
     """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
 
     Where a step is long, that does not matter, and the first is enough.
