@@ -2,7 +2,8 @@
 
 Forward: a stage whose inputs are finite and whose outputs are not is where it began; its layers are run once more, one
 by one, to name the first. Backward: the parameter nearest to the loss whose gradient is not finite is where it began.
-On a card nothing is looked at until a log line is due, since looking would stop the stream.
+On a card only steps that a log line is due after are looked at, when their numbers have come to the host: a card never
+waits for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import RunError
 from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.later import Later
 from stagewright.runtime.stage import Key
 
 JUMP = 10.0
@@ -29,10 +31,10 @@ class Watch:
     """Looks at one worker's outputs and gradients; raises, or tells and goes on."""
 
     def __init__(
-        self, layer_of: Mapping[str, str], *, stops: bool, looks_always: bool, forgives_overflow: bool,
+        self, layer_of: Mapping[str, str], later: Later, *, stops: bool, looks_always: bool, forgives_overflow: bool,
         tell: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.layer_of, self.tell = layer_of, tell
+        self.layer_of, self.later, self.tell = layer_of, later, tell
         self.stops, self.looks_always, self.forgives_overflow = stops, looks_always, forgives_overflow
         self.is_due: Callable[[int], bool] = lambda batch: True
         self._flags: dict[tuple[int, int], Tensor] = {}
@@ -65,27 +67,34 @@ class Watch:
         if not due or here.replica != 0:
             return
         named = [(name, each) for name, each in zip(here.weights.names, gradients) if each is not None]
-        norms = torch.stack(torch._foreach_norm([each for _, each in named])).tolist() if named else []
-        if flag is not None and bool(flag):
-            self.report(batch, f"stage {here.stage} made numbers that are not finite in batch {batch}")
-        wrong = [name for (name, _), norm in zip(named, norms) if not math.isfinite(norm)]
+        names, stage = [name for name, _ in named], here.stage
+        numbers = [torch.zeros(1, dtype=torch.float64, device=self.later.device) if flag is None else flag.reshape(1)]
+        if named:
+            numbers.append(torch.stack(torch._foreach_norm([each for _, each in named])))
+        self.later.read(torch.cat(numbers), lambda found: self._judge(stage, batch, names, bool(found[0]), found[1:]))
+
+    def _judge(self, stage: int, batch: int, names: Sequence[str], bad: bool, norms: Sequence[float]) -> None:
+        """Says what is wrong with a step: whether its outputs were `bad`, and the norms of its gradients."""
+        if bad:
+            self.report(batch, f"stage {stage} made numbers that are not finite in batch {batch}")
+        wrong = [name for name, norm in zip(names, norms) if not math.isfinite(norm)]
         if wrong and not self.forgives_overflow:
             self.report(
-                batch, f"the gradient of layer {self.layer_of.get(wrong[-1], wrong[-1])} in stage {here.stage} is not "
+                batch, f"the gradient of layer {self.layer_of.get(wrong[-1], wrong[-1])} in stage {stage} is not "
                 f"finite in batch {batch}",
             )  # fmt: skip
         elif not wrong:
-            self._look_for_jump(here, batch, [name for name, _ in named], norms)
+            self._look_for_jump(stage, batch, names, norms)
 
-    def _look_for_jump(self, here: Hosted, batch: int, names: Sequence[str], norms: Sequence[float]) -> None:
-        norm, past = math.hypot(*norms), self._norms.setdefault(here.stage, deque(maxlen=HISTORY))
+    def _look_for_jump(self, stage: int, batch: int, names: Sequence[str], norms: Sequence[float]) -> None:
+        norm, past = math.hypot(*norms), self._norms.setdefault(stage, deque(maxlen=HISTORY))
         usual = median(past) if len(past) >= ENOUGH else math.inf
-        is_high, was_high = norm > JUMP * usual, here.stage in self._high
-        (self._high.add if is_high else self._high.discard)(here.stage)
+        is_high, was_high = norm > JUMP * usual, stage in self._high
+        (self._high.add if is_high else self._high.discard)(stage)
         if is_high and not was_high:
             layer = self.layer_of.get(names[norms.index(max(norms))], "?")
             self.tell(
-                f"the gradient norm of stage {here.stage} jumped from {usual:.3g} to {norm:.3g} in batch {batch}, "
+                f"the gradient norm of stage {stage} jumped from {usual:.3g} to {norm:.3g} in batch {batch}, "
                 f"most of it in layer {layer}"
             )
         past.append(norm)

@@ -8,12 +8,14 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from stagewright.record import Point
 from stagewright.runtime.evaluate import evaluate
 from stagewright.runtime.feed import Feed
+from stagewright.runtime.later import Later
 from stagewright.runtime.numbers import Watch
 from stagewright.runtime.worker import Worker
 from stagewright.training.display import plain_line
@@ -42,6 +44,7 @@ class Listener:
         self._names: list[str] = []
         self._points = array("d")
         self.started = time.perf_counter()
+        self.later = Later(world.device)
         for stage in worker.hosted:
             self.set_rate(stage, run.job.first_step)
         worker.watch, worker.wants_metric = self.watch(), self.is_due
@@ -53,7 +56,7 @@ class Listener:
         layers = range(layered.num_layers)
         names = {name: layered.names[layer] for layer in layers for name in layered.parameter_names(layer, layer + 1)}
         watch = Watch(
-            names, stops=settings.on_nan == "stop", looks_always=device.type == "cpu",
+            names, self.later, stops=settings.on_nan == "stop", looks_always=device.type == "cpu",
             forgives_overflow=settings.precision == "fp16",
             tell=lambda text: self.announce("numbers", text, every=True),
         )  # fmt: skip
@@ -80,6 +83,7 @@ class Listener:
     def after_update(self, batch: int) -> None:
         """What follows a worker's last update of a batch."""
         job = self.run.job
+        self.later.poll()
         if self.checkpointer is not None:
             self.checkpointer.note_worker(batch)
             self.tell_news()
@@ -116,21 +120,25 @@ class Listener:
             return
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
-        figures = (sums / self.run.schedule.plan.batch).tolist()
         if self.speaks:
-            self.point("loss", batch + 1, figures[0])
-            if is_due:
-                self.tell("train", batch + 1, figures)
+            scale = self.worker.scale.current.reshape(1)
+            figures = torch.cat([scale.to(sums.dtype), sums / self.run.schedule.plan.batch])
+            self.later.read(figures, lambda found: self.log(batch + 1, is_due, *found))
 
-    def tell(self, kind: str, step: int, figures: Sequence[float]) -> None:
+    def log(self, step: int, is_due: bool, scale: float, loss: float, *accuracy: float) -> None:
+        """Adds the loss of a step to its curve, and logs it with the accuracy where that is due."""
+        self.point("loss", step, loss)
+        if is_due:
+            self.tell(step, scale, loss, *accuracy)
+
+    def tell(self, step: int, scale: float, loss: float, top_1: float, top_k: float) -> None:
         """Logs loss and accuracy of a step, and the images/s since the last time."""
         now, (before, then) = time.perf_counter(), self.logged_at
         self.logged_at = (now, step)
         rate = self.run.schedule.plan.batch * (step - then) / max(now - before, 1e-9)
-        values = {"loss": figures[0], "top_1": figures[1], "top_k": figures[2], "images_per_s": rate}
-        self.say(kind, step, {**values, "scale": self.worker.scale.value})
-        self.point("top_1", step, figures[1])
-        self.point("top_k", step, figures[2])
+        self.say("train", step, {"loss": loss, "top_1": top_1, "top_k": top_k, "images_per_s": rate, "scale": scale})
+        self.point("top_1", step, top_1)
+        self.point("top_k", step, top_k)
 
     def say(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Tells an event of a step, and prints its line where nobody else watches the events."""

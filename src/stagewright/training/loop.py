@@ -144,6 +144,7 @@ def run_all(run: Run, worker: Worker, listener: Listener) -> int:
     step = run.job.first_step
     for first, stop in run.job.parts():
         run_stretch(worker, first, stop)
+        listener.later.drain()
         last = worker.gate.last if worker.gate is not None else None
         step = stop if last is None else max(first, min(stop, last + 1))
         if step < stop:
