@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
