@@ -301,7 +301,7 @@ def main() -> None:
     groups = parse_placement(f"0:0-{WORKERS - 1}")
     stage = Stage(layers=("all",), devices=groups[0])
     whole = Plan(model="series", stages=(stage,), batch=WORKERS)
-    with TemporaryDirectory() as folder, shared_cards(WORKERS) as shared:
+    with TemporaryDirectory() as folder, shared_cards(WORKERS, "nccl") as shared:
         environment = worker_environment(whole, Path(folder), threads=1, device=arguments.device)
         try:
             launch([sys.executable, *sys.argv], whole, Path(folder), {**environment, **shared})

@@ -107,7 +107,7 @@ def main() -> None:
         return
     stage = Stage(layers=("all",), devices=parse_placement(f"0:0-{WORKERS - 1}")[0])
     whole = Plan(model="wires", stages=(stage,), batch=WORKERS)
-    with TemporaryDirectory() as folder, shared_cards(WORKERS) as shared:
+    with TemporaryDirectory() as folder, shared_cards(WORKERS, "nccl") as shared:
         environment = worker_environment(whole, Path(folder), threads=1, device="cuda")
         try:
             launch([sys.executable, *sys.argv], whole, Path(folder), {**environment, **shared})

@@ -21,6 +21,7 @@ from stagewright.bench.run import Session
 from stagewright.bench.shelf import locked
 from stagewright.bench.suite import make_suite
 from stagewright.bench.task import Choices, Here, Task, make_tasks
+from stagewright.bench.watch import descendants
 from stagewright.errors import UsageError
 from stagewright.record import Record
 from stagewright.report import make_report
@@ -45,7 +46,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     """Runs that pretend, and tell in `begun` what they did."""
     monkeypatch.setenv("PRETEND_LOG", str(tmp_path / "begun"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "src"), str(ROOT))))
-    return Session(facts=FACTS, program=PRETEND)
+    return Session(facts=FACTS, program=PRETEND, loads=())
 
 
 def begun(folder: Path) -> list[str]:
@@ -122,7 +123,7 @@ import sys
 from pathlib import Path
 from tests.bench.test_harness import FACTS, PRETEND, Session, run_suite, tasks_of
 tasks = tasks_of("mlp", "alexnet", "resnet50", "resnet18")
-for one in run_suite("small", tasks, Path(sys.argv[1]), 5, Session(facts=FACTS, program=PRETEND)):
+for one in run_suite("small", tasks, Path(sys.argv[1]), 5, Session(facts=FACTS, program=PRETEND, loads=())):
     print(one.task.case.name, one.number, flush=True)
 """
 
@@ -182,14 +183,31 @@ def test_a_run_does_not_outlive_a_harness_that_is_killed(
     while not begun(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    family = descendants(running.pid)
     running.kill()
     running.wait(timeout=10)
 
-    assert len(children) == 1
-    while Path(f"/proc/{children[0]}/exe").exists():
+    assert len(family) >= 2  # the stem, the run
+    while any(Path(f"/proc/{each}/exe").exists() for each in family):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+def test_real_runs_share_one_load_of_torch_and_every_worker_is_seen(tmp_path: Path) -> None:
+    """Two runs of two workers each, forked: torch is loaded by none of them, and each worker has figures of its own."""
+    keys = {"devices": 2, "steps": 300, "warm_up": 5}
+    tasks = tasks_of("mlp", **keys)
+
+    progress = list(run_suite("small", tasks, tmp_path / "out", 2, Session(facts=FACTS)))
+
+    records = [one.result for one in progress]
+    assert all(isinstance(record, Record) for record in records), records
+    for record in records:
+        assert isinstance(record, Record)
+        assert [use.driver_bytes is not None and use.driver_bytes > 1 << 20 for use in record.devices] == [True, True]
+    logs = [(tmp_path / "out" / "case-mlp" / f"case-mlp.{number}.log").read_text() for number in (1, 2)]
+    assert all('"images_per_s"' in log for log in logs)
 
 
 def test_results_of_another_suite_setting_machine_or_commit_are_not_added_to(tmp_path: Path, session: Session) -> None:
@@ -198,7 +216,7 @@ def test_results_of_another_suite_setting_machine_or_commit_are_not_added_to(tmp
 
     def told(suite: str = "small", facts: dict[str, str] = FACTS, **keys: Any) -> str:
         with pytest.raises(UsageError) as caught:
-            list(run_suite(suite, tasks_of("mlp", **keys), out, 1, Session(facts=facts, program=PRETEND)))
+            list(run_suite(suite, tasks_of("mlp", **keys), out, 1, Session(facts=facts, program=PRETEND, loads=())))
         return caught.value.what
 
     assert told("large").endswith("holds results of the suite small, not of large")

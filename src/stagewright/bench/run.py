@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
-import subprocess
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from stagewright.noun import dump_json
 from stagewright.record import DeviceUse, Record
 from stagewright.report.cases import Failure
 from stagewright.report.figures import size
+from stagewright.runtime.stem import Stem, StemGoneError
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Setting
 
@@ -26,16 +30,14 @@ PATIENCE_S = 10.0
 """How long a run that is told to end may take to do so."""
 LONGEST_REASON = 600
 DOES_NOT_FIT = "does not fit"
-TETHER = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
-        os._exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-"""Asks Linux to end this process with the one that started it, then becomes what it is to run: a run that outlived a
-killed harness would disturb the next one. Python's preexec_fn would do it too, but not beside threads."""
+LAUNCHER = (
+    "torch._dynamo",
+    "stagewright.runtime.checkpoint",
+    "stagewright.cli.train",
+    "stagewright.training.command",
+    "stagewright.runtime.agent",
+)
+"""What a run loads sooner or later, and its workers: loaded once for all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +47,10 @@ class Session:
     facts: Mapping[str, str]
     num_cards: int = 0
     program: tuple[str, ...] = (sys.executable, "-m", "stagewright")
+    loads: tuple[str, ...] = LAUNCHER
 
 
-def run_once(task: Task, place: Place, session: Session) -> Record | Failure:
+def run_once(task: Task, place: Place, session: Session, stem: Stem) -> Record | Failure:
     """Runs a repetition and counts it; the result."""
     run = place.clear()
     facts = {**session.facts, "command": task.command}
@@ -58,7 +61,7 @@ def run_once(task: Task, place: Place, session: Session) -> Record | Failure:
         elif task.mode == "simulate":
             result = simulate(task, place, session)
         else:
-            result = run_process(task, place, run, session)
+            result = run_process(task, place, run, session, stem)
     except StagewrightError as fault:
         result = failure(task, f"{fault.what}: {fault.todo}" if fault.todo else fault.what)
     place.keep(result)
@@ -106,22 +109,48 @@ def overflows(record: Record, cluster: Cluster) -> tuple[str, ...]:
     return (f"{DOES_NOT_FIT}: {size(fullest.peak_bytes)} on {fullest.device}, which has {size(room)}",)
 
 
-def run_process(task: Task, place: Place, run: Path, session: Session) -> Record | Failure:
-    """The case as a process of its own, watched from outside while it runs."""
-    tether = (sys.executable, "-I", "-S", "-c", TETHER, str(os.getpid()))
-    words = [*tether, *session.program, *task.words, "-o", str(run), "--json"]
-    with place.path(".log").open("wb") as log:
-        log.write(f"$ {task.command}\n".encode())
-        log.flush()
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+def run_process(task: Task, place: Place, run: Path, session: Session, stem: Stem) -> Record | Failure:
+    """The case as a process of its own, watched from outside while it runs; none outlives who started it."""
+    words, log = [*session.program, *task.words, "-o", str(run), "--json"], place.path(".log")
+    log.write_text(f"$ {task.command}\n", encoding="utf-8")
+    try:
+        process = Process(stem, words, log)
         with Watch(look_of(task, process.pid, session)) as watch:
-            status = wait(process, task.case.limit_s)
+            status = ended(process, task.case.limit_s)
+    except StemGoneError as fault:
+        return failure(task, str(fault))
     place.path(".samples.csv").write_text(watch.table(), encoding="utf-8")
     saved = run / "record.json"
     if status == 0 and saved.exists():
         return finish(Record.load(saved), task, session, watch.seen())
-    said = place.path(".log").read_text(encoding="utf-8", errors="replace")
+    said = log.read_text(encoding="utf-8", errors="replace")
     return failure(task, reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
+
+
+class Process:
+    """A command that runs, forked of a stem, its output added to a log."""
+
+    def __init__(self, stem: Stem, words: Sequence[str], log: Path) -> None:
+        stem.fork(0, words, os.environ, log, log)
+        self._stem = stem
+        self._status: int | None = None
+        self.pid = next(said["process"] for said in self._told(math.inf))
+
+    def wait(self, limit_s: float) -> int | None:
+        """Its exit status, or None where it has not ended by then."""
+        own = (said["status"] for said in self._told(limit_s) if said["process"] == self.pid and "status" in said)
+        self._status = next(own, None) if self._status is None else self._status
+        return self._status
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def _told(self, limit_s: float) -> Iterator[dict[str, int]]:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            yield from self._stem.hear(min(1.0, deadline - time.monotonic()))
 
 
 def look_of(task: Task, process: int, session: Session) -> Look:
@@ -130,20 +159,18 @@ def look_of(task: Task, process: int, session: Session) -> Look:
     return look_at_cards() if uses_cards else look_at_workers(process, alone=task.num_workers == 1)
 
 
-def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+def ended(process: Process, limit_s: float) -> int | None:
     """The exit status; None for a run that was ended because it took too long."""
+    status = None
     try:
-        return process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return None
+        status = process.wait(limit_s)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if status is None:
+            process.send(signal.SIGTERM)
+            if process.wait(PATIENCE_S) is None:
+                process.send(signal.SIGKILL)
+                process.wait(PATIENCE_S)
+    return status
 
 
 def reason_of(status: int | None, limit_s: float, said: str, run: Path) -> str:

@@ -132,7 +132,7 @@ def by_nvidia_smi() -> Iterator[tuple[int, int, float | None]]:
 def look_at_workers(parent: int, *, alone: bool, clock: Callable[[], float] = time.monotonic) -> Look:
     """Looks at the worker processes that descend from a process: resident memory, and processor time since last time.
 
-    A worker is known by RANK in its environment; a run of one worker is that worker itself.
+    A worker is known by its name, or by RANK in its environment; a run of one worker is that worker itself.
     """
     before: dict[int, tuple[float, float]] = {}
 
@@ -173,7 +173,10 @@ def descendants(parent: int) -> list[int]:
 
 
 def rank_of(process: int) -> int | None:
-    """The rank that a launcher gave a process."""
+    """The rank that a launcher gave a process; forks of a stem have it in their names, and that stem's variables."""
+    name, _, rank = read(Path(f"/proc/{process}/comm")).strip().partition("-")
+    if name in ("worker", "stem"):
+        return int(rank) if rank.isdecimal() else None
     variables = read(Path(f"/proc/{process}/environ")).split("\0")
     ranks = [text.removeprefix("RANK=") for text in variables if text.startswith("RANK=")]
     return int(ranks[0]) if ranks and ranks[0].isdecimal() else None

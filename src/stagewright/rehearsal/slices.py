@@ -57,7 +57,7 @@ class Slices:
 def sliced_card(slices: int) -> Iterator[Slices]:
     """A card that is cut into slices meanwhile."""
     check_card(slices)
-    with shared_cards(slices) as shared:
+    with shared_cards(slices, "nccl") as shared:
         yield Slices(slices, shared)
 
 

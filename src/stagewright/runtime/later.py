@@ -39,7 +39,7 @@ class Later:
 
     def poll(self) -> None:
         """Reads what has arrived."""
-        while self._coming and self._coming[0][0].query():
+        while self._coming and self._coming[0][0].query():  # type: ignore[no-untyped-call]
             self._read_first()
 
     def drain(self) -> None:

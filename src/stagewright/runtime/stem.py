@@ -7,6 +7,11 @@
 Loading torch takes a core some seconds, a fork none: workers share one load, and those that are started again need not
 wait for it. The stem does nothing else, so that it has one thread and no device when it forks.
 
+Whoever runs many launchers forks these of a stem too. Each is then given a stem of its own, forked of it before it
+does anything else, and nothing is loaded twice:
+
+    harness ──▶ stem ── fork ──▶ launcher ── fork ──▶ its stem ── fork ──▶ worker 0, worker 1, …
+
 This file runs as a script and stands on nothing but Python: the package itself is loaded by name, where it can be.
 """
 
@@ -43,11 +48,35 @@ LONGEST = 1 << 20
 # As the launcher sees it
 
 
-class Stem:
-    """A stem that is started when it is first needed, and again when it is gone."""
+class Child:
+    """A process that this one forked, with what is needed of `subprocess.Popen`."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        """Ends it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Its status, once it has ended."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+spare: tuple[Child, socket.socket, dict[str, str]] | None = None
+"""The stem that this process was given when it was forked, and its environment, until it is used."""
+
+
+class Stem:
+    """A stem that is started when it is first needed, and again when it is gone.
+
+    It loads `names`, or what this process has loaded; with `gives_stems`, what it forks has a stem of its own.
+    """
+
+    def __init__(self, names: Sequence[str] | None = None, *, gives_stems: bool = False) -> None:
+        self._names, self._gives_stems = names, gives_stems
+        self._process: subprocess.Popen[bytes] | Child | None = None
         self._channel: socket.socket | None = None
         self._environment: dict[str, str] = {}
 
@@ -71,13 +100,15 @@ class Stem:
         changes = {key: environment.get(key) for key in keys if environment.get(key) != self._environment.get(key)}
         order = {
             "worker": worker, "command": list(command), "environment": changes, "folder": os.getcwd(),
-            "out": str(out), "errors": str(errors),
+            "out": str(out), "errors": str(errors), "gives_stem": self._gives_stems,
         }  # fmt: skip
         with suppress(BrokenPipeError, ConnectionError):  # a stem that is gone is noticed when it is listened to
             channel.send(json.dumps(order).encode())
 
-    def hear(self) -> Iterator[dict[str, int]]:
-        """What the stem has said since the last time; raises StemGoneError when it is gone."""
+    def hear(self, patience_s: float = 0.0) -> Iterator[dict[str, int]]:
+        """What the stem has said since the last time, waiting a while for something; raises StemGoneError when gone."""
+        if self._channel is not None and patience_s > 0:
+            select.select([self._channel], [], [], patience_s)
         while self._channel is not None:
             try:
                 said = self._channel.recv(LONGEST, socket.MSG_DONTWAIT)
@@ -100,6 +131,10 @@ class Stem:
         return status
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> socket.socket:
+        global spare
+        if spare is not None and environment.get(FORK) != "no":
+            (self._process, self._channel, self._environment), spare = spare, None
+            return self._channel
         self._environment = {**environment, **WITHOUT_CARDS}
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, errors.open("ab") as log:
@@ -109,7 +144,8 @@ class Stem:
                 start, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        self._channel.send(json.dumps({"names": to_load(), "path": sys.path}).encode())
+        names = to_load() if self._names is None else self._names
+        self._channel.send(json.dumps({"names": list(names), "path": sys.path}).encode())
         return self._channel
 
 
@@ -134,6 +170,7 @@ def main() -> None:
     """Serves until the launcher is gone; in a fork, goes on as a worker."""
     parent, number = sys.argv[1:3]
     follow_parent(int(parent))
+    be_called("stem")
     channel, forks = socket.socket(fileno=int(number)), os.environ.get(FORK) != "no"
     wanted = channel.recv(LONGEST)
     if forks and wanted:
@@ -142,6 +179,8 @@ def main() -> None:
     order = serve(channel)
     if order is not None:
         become(order)
+        if forks and order["gives_stem"]:
+            order = give_stem() or order
         run_command(order["command"], anew=not forks)
 
 
@@ -192,6 +231,26 @@ def serve(channel: socket.socket) -> dict[str, Any] | None:
             say(channel, worker=workers[process], process=process)
 
 
+def give_stem() -> dict[str, Any] | None:
+    """Forks a stem for this process to use; comes back in each of that one's workers too, there with its order."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher, process = os.getpid(), os.fork()
+    if process:
+        theirs.close()
+        here: Any = importlib.import_module("stagewright.runtime.stem")  # this file, as the package knows it
+        here.spare = (Child(process), ours, dict(os.environ))
+        return None
+    ours.close()
+    os.setsid()
+    follow_parent(launcher)
+    be_called("stem")
+    order = serve(theirs)
+    if order is None:
+        os._exit(0)
+    become(order)
+    return order
+
+
 def tell_ends(channel: socket.socket, workers: dict[int, int]) -> None:
     """Tells of every worker that has ended."""
     while workers:
@@ -213,6 +272,7 @@ def say(channel: socket.socket, **what: int) -> None:
 def become(order: Mapping[str, Any]) -> None:
     """Makes a fork what a process would be that was started for this order alone."""
     os.setsid()
+    be_called(f"worker-{order['worker']}")
     os.chdir(order["folder"])
     for key, value in order["environment"].items():
         os.environ.pop(key, None)
@@ -247,6 +307,12 @@ def follow_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
             os._exit(1)
+
+
+def be_called(name: str) -> None:
+    """Gives this process a name that others see: of forks, Linux shows neither their command nor their variables."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(15, name.encode())
 
 
 def state_of(process: int) -> str:

@@ -184,7 +184,7 @@ def starter(
     """What starts the workers of a plan and waits for them: here, time and again of one stem, or in other hosts."""
 
     def start(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
-        with shared_cards(workers_a_card(plan, settings, share)) as shared:
+        with shared_cards(workers_a_card(plan, settings, share), settings.transport) as shared:
             own = {**environment, **shared}
             if hosts is None:
                 launch(command or this_command(), plan, folder, own, stem=stem, timeout_s=settings.timeout_s)
