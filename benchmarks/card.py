@@ -5,10 +5,15 @@
 
 The plain loop runs with torch's default optimizer and with the fused one, which is ours; the faster of the two is what
 ours is measured against. Letting cuDNN try its algorithms changed nothing for any of them.
+
+fp16 begins with a loss scale that does not overflow: a fused SGD whose first step GradScaler skips goes on with a
+momentum that nobody has set, and soon with nothing but NaN, on which a card is faster. So the losses stand beside the
+times, and one that is not finite ends the benchmark.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -40,8 +45,12 @@ from stagewright.training.optimizers import Recipe
 
 ROUNDS = 7
 TURN_S = 1.0
+LOSS_SCALE = 1024.0
+LOG_EVERY = Job(steps=1).log_every
+"""Turns end with a log line of ours, which is a part of what is timed."""
 
-Step = Callable[[int], None]
+Step = Callable[[int], Tensor]
+"""Runs so many steps; the last one's loss."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,10 @@ class Case:
 
     def settings(self) -> Settings:
         """As a worker takes them."""
-        return Settings(device="cuda", precision=self.precision, channels_last=self.channels_last, compile=self.compile)
+        return Settings(
+            device="cuda", precision=self.precision, channels_last=self.channels_last, compile=self.compile,
+            loss_scale=LOSS_SCALE,
+        )  # fmt: skip
 
 
 CASES = {
@@ -79,7 +91,7 @@ def plain(case: Case, fused: bool) -> Step:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9, fused=fused)
     scaler = torch.amp.GradScaler("cuda", init_scale=settings.loss_scale, enabled=case.precision == "fp16")
 
-    def step(number: int) -> None:
+    def step(number: int) -> Tensor:
         for _ in range(number):
             optimizer.zero_grad(set_to_none=True)
             with autocast(settings):
@@ -87,6 +99,7 @@ def plain(case: Case, fused: bool) -> Step:
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()
+        return loss.detach()
 
     return step
 
@@ -109,47 +122,53 @@ def ours(case: Case, world: World, folder: Path) -> Step:
         num_metrics=len(METRICS), flight=Flight(folder, 0),
     )  # fmt: skip
     warm_up(worker)
-    Listener(run, worker, None, None)
+    listener = Listener(run, worker, None, None)
     done = [0]
 
-    def step(number: int) -> None:
+    def step(number: int) -> Tensor:
         worker.run(number, done[0])
         done[0] += number
+        listener.later.drain()
+        found = [point.value for point in listener.points if (point.name, point.step) == ("loss", done[0])]
+        return torch.tensor(found[0] if found else math.nan)  # what is not finite is in no curve
 
     return step
 
 
-def measure(step: Step, number: int) -> float:
-    """Seconds a step."""
+def measure(step: Step, number: int) -> tuple[float, float]:
+    """Seconds a step, and the loss."""
     torch.cuda.synchronize()
     started = time.perf_counter()
-    step(number)
+    loss = step(number)
     torch.cuda.synchronize()
-    return (time.perf_counter() - started) / number
+    return (time.perf_counter() - started) / number, float(loss)
 
 
-def contend(case: Case, world: World, folder: Path) -> dict[str, list[float]]:
-    """Seconds a step of each contender, round by round."""
+def contend(case: Case, world: World, folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Seconds a step and the loss of each contender, round by round."""
     contenders = {"plain": plain(case, False), "plain, fused": plain(case, True), "ours": ours(case, world, folder)}
     for step in contenders.values():
-        step(5)
-    steps = max(3, round(TURN_S / measure(contenders["plain"], 3)))
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+        step(LOG_EVERY)
+    steps = LOG_EVERY * max(1, round(TURN_S / LOG_EVERY / measure(contenders["plain"], LOG_EVERY)[0]))
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(ROUNDS):
         for name, step in list(contenders.items())[:: 1 if number % 2 else -1]:
             times[name].append(measure(step, steps))
     return times
 
 
-def show(name: str, case: Case, times: dict[str, list[float]]) -> None:
+def show(name: str, case: Case, turns: dict[str, list[tuple[float, float]]]) -> None:
     """All contenders of a case, and the ratio of the best ones."""
-    middle = {who: statistics.median(values) for who, values in times.items()}
-    for who, values in times.items():
-        spread = (max(values) - min(values)) / middle[who]
-        rate = case.batch / middle[who]
+    middle = {who: statistics.median(seconds for seconds, _ in values) for who, values in turns.items()}
+    for who, values in turns.items():
+        seconds, losses = zip(*values)
+        spread, rate = (max(seconds) - min(seconds)) / middle[who], case.batch / middle[who]
         print(
-            f"{name:22} {who:20} {middle[who] * 1e3:8.2f} ms  {rate:9,.0f} images/s  spread {spread:5.1%}", flush=True
-        )
+            f"{name:22} {who:14} {middle[who] * 1e3:8.2f} ms  {rate:9,.0f} images/s  spread {spread:5.1%}  "
+            f"loss {losses[0]:.4f} … {losses[-1]:.4f}", flush=True,
+        )  # fmt: skip
+        if not all(map(math.isfinite, losses)):
+            raise SystemExit(f"{name}: {who} does not learn, its loss is {losses[-1]}")
     own = middle.pop("ours")
     print(f"{name:22} ratio {min(middle.values()) / own:.3f}", flush=True)
 
