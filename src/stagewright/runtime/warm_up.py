@@ -62,8 +62,9 @@ def update_once(here: Hosted, device: torch.device) -> None:
     gradients = [parameter.grad for parameter in weights.parameters[0]]
     present = [gradient for gradient in gradients if gradient is not None]
     sum_of_squares(present, device)
-    torch._foreach_copy_([torch.empty_like(gradient) for gradient in present], present)
-    torch._foreach_mul_(present, 1.0)
+    if present:  # a stage may well have no weights: a loss alone
+        torch._foreach_copy_([torch.empty_like(gradient) for gradient in present], present)
+        torch._foreach_mul_(present, 1.0)
     for slot in weights.parameters:
         for parameter in slot:
             parameter.grad = None
