@@ -9,6 +9,8 @@ ours is measured against. Letting cuDNN try its algorithms changed nothing for a
 fp16 begins with a loss scale that does not overflow: a fused SGD whose first step GradScaler skips goes on with a
 momentum that nobody has set, and soon with nothing but NaN, on which a card is faster. So the losses stand beside the
 times, and one that is not finite ends the benchmark.
+
+A last turn has events on the card between forward, backward and update, and tells where the time goes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,6 +39,7 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
+from stagewright.schedule import Action, Kind
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
@@ -79,6 +83,36 @@ CASES = {
 }
 
 
+class Phases:
+    """Moments on the card, by the name of what ends there; nothing is noted until it is asked for."""
+
+    def __init__(self) -> None:
+        self.moments: list[tuple[str, torch.cuda.Event]] | None = None
+
+    def mark(self, ended: str) -> None:
+        """Notes that something ends here."""
+        if self.moments is not None:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self.moments.append((ended, event))
+
+    def of(self, step: Step, number: int) -> dict[str, float]:
+        """Milliseconds a step of each phase of so many steps; the first one, before which nothing ran, is left out."""
+        self.moments = []
+        step(number + 1)
+        torch.cuda.synchronize()
+        found: dict[str, float] = {}
+        later = self.moments[len(self.moments) // (number + 1) - 1 :]
+        for (_, before), (name, after) in pairwise(later):
+            found[name] = found.get(name, 0.0) + before.elapsed_time(after) / number
+        self.moments = None
+        return found
+
+
+PHASES = Phases()
+ENDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+
+
 def plain(case: Case, fused: bool) -> Step:
     """The ordinary loop, with autocast and GradScaler where the case is in fp16."""
     settings = case.settings()
@@ -96,9 +130,12 @@ def plain(case: Case, fused: bool) -> Step:
             optimizer.zero_grad(set_to_none=True)
             with autocast(settings):
                 loss = mean_loss(run(inputs), labels)
+            PHASES.mark("forward")
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            PHASES.mark("backward")
             scaler.step(optimizer)
             scaler.update()
+            PHASES.mark("update")
         return loss.detach()
 
     return step
@@ -122,6 +159,7 @@ def ours(case: Case, world: World, folder: Path) -> Step:
         num_metrics=len(METRICS), flight=Flight(folder, 0),
     )  # fmt: skip
     warm_up(worker)
+    worker.handlers |= {kind: marked(worker.handlers[kind], ended) for kind, ended in ENDS.items()}
     listener = Listener(run, worker, None, None)
     done = [0]
 
@@ -135,6 +173,16 @@ def ours(case: Case, world: World, folder: Path) -> Step:
     return step
 
 
+def marked(handler: Callable[[Action], None], ended: str) -> Callable[[Action], None]:
+    """The same, with a mark where it ends."""
+
+    def handle(action: Action) -> None:
+        handler(action)
+        PHASES.mark(ended)
+
+    return handle
+
+
 def measure(step: Step, number: int) -> tuple[float, float]:
     """Seconds a step, and the loss."""
     torch.cuda.synchronize()
@@ -144,7 +192,7 @@ def measure(step: Step, number: int) -> tuple[float, float]:
     return (time.perf_counter() - started) / number, float(loss)
 
 
-def contend(case: Case, world: World, folder: Path) -> dict[str, list[tuple[float, float]]]:
+def contend(name: str, case: Case, world: World, folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Seconds a step and the loss of each contender, round by round."""
     contenders = {"plain": plain(case, False), "plain, fused": plain(case, True), "ours": ours(case, world, folder)}
     for step in contenders.values():
@@ -152,8 +200,11 @@ def contend(case: Case, world: World, folder: Path) -> dict[str, list[tuple[floa
     steps = LOG_EVERY * max(1, round(TURN_S / LOG_EVERY / measure(contenders["plain"], LOG_EVERY)[0]))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(ROUNDS):
-        for name, step in list(contenders.items())[:: 1 if number % 2 else -1]:
-            times[name].append(measure(step, steps))
+        for who, step in list(contenders.items())[:: 1 if number % 2 else -1]:
+            times[who].append(measure(step, steps))
+    for who, step in contenders.items():
+        spent = ", ".join(f"{phase} {spent:.2f} ms" for phase, spent in PHASES.of(step, steps).items())
+        print(f"{name:22} {who:14} {spent}", flush=True)
     return times
 
 
@@ -177,7 +228,7 @@ def main(names: list[str]) -> None:
     """The cases, one after the other."""
     with open_world(Settings(device="cuda")) as world, TemporaryDirectory() as folder:
         for name in names or list(CASES):
-            show(name, CASES[name], contend(CASES[name], world, Path(folder)))
+            show(name, CASES[name], contend(name, CASES[name], world, Path(folder)))
             torch.cuda.empty_cache()
 
 
