@@ -18,7 +18,7 @@ from stagewright.runtime.folding import Folding
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
-from stagewright.runtime.sums import StagedSum
+from stagewright.runtime.sums import make_sum
 from stagewright.runtime.transport import is_staged
 from stagewright.runtime.weights import OptimizerMaker, Weights
 from stagewright.runtime.world import World
@@ -131,7 +131,7 @@ def host_stages(
     for number, stage in enumerate(plan.stages):
         last = first + len(stage.layers)
         group = world.group("reduce", plan.workers[number])
-        add_up = StagedSum(world, plan.workers[number]) if group and is_staged(world, settings) else None
+        add_up = make_sum(world, number, plan.workers[number], staged=is_staged(world, settings))
         norms = world.group("batch norm", plan.workers[number]) if settings.sync_batch_norm else None
         if world.worker in plan.workers[number]:
             module = place(layered.stage(first, last), settings, world.device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.runtime.sums import CollectiveSum, Pending, Sum
+from stagewright.runtime.sums import Pending, Sum
 
 
 @dataclass
@@ -55,16 +55,18 @@ class Reducer:
         parameters: Sequence[Sequence[nn.Parameter]],
         num_buckets: int,
         group: dist.ProcessGroup | None,
-        add_up: Sum | None = None,
+        add_up: Sum | None,
     ) -> None:
         self.parameters = parameters
         self.group = group
-        self._add_up = add_up or (CollectiveSum(group) if group else None)
+        self._add_up = add_up
         self._armed: int | None = None
         """The slot whose buckets start by themselves."""
         self._next = [0] * len(parameters)
         """For each slot the first bucket that has not started."""
-        self.buckets: list[list[Bucket]] = [make_buckets(slot, num_buckets) if group else [] for slot in parameters]
+        self.buckets: list[list[Bucket]] = [
+            make_buckets(slot, num_buckets, add_up) if add_up is not None else [] for slot in parameters
+        ]
         for slot, members in enumerate(self.buckets):
             for bucket in members:
                 for index in bucket.members:
@@ -129,7 +131,7 @@ class Reducer:
     def finish(self, slot: int) -> list[Tensor | None]:
         """The gradients of a slot, summed over the replicas, one for each parameter."""
         parameters = self.parameters[slot]
-        if self.group is None:
+        if self._add_up is None:
             gradients = [parameter.grad for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
@@ -152,14 +154,14 @@ class Reducer:
             self._add_up.close()
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int) -> list[Bucket]:
+def make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: Sum) -> list[Bucket]:
     """The buckets of one slot; parameters of another type than the first are an error of the model's."""
     sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     made = []
     for members in cut_into_buckets(sizes, num_buckets):
         numel = sum(parameters[index].numel() for index in members)
         like = parameters[members[0]] if members else (parameters[0] if parameters else torch.zeros(0))
-        flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        flat = add_up.memory(numel, like)
         pieces = torch.split(flat, [parameters[index].numel() for index in members]) if members else ()
         views = [shaped_like(piece, parameters[index]) for piece, index in zip(pieces, members)]
         made.append(Bucket(members, flat, views))

@@ -1,9 +1,16 @@
 """Adding up one tensor over the replicas of a stage, in the background.
 
-Replicas on cards of their own, or on CPUs, leave that to NCCL or gloo. Replicas that share a card leave it to their
-hosts, so that no multiprocessor is kept from computing:
+Replicas on cards of their own, or on CPUs of several hosts, leave that to NCCL or gloo. Replicas that share a card
+leave it to their hosts, so that no multiprocessor is kept from computing:
 
     card ──copy──▶ pinned memory ──▶ gloo's all-reduce ──▶ pinned memory ──copy──▶ card
+
+Replicas on the CPUs of one host add up in memory that they have in common. Nothing travels:
+
+    replica 0   a0 b0 c0        a0+a1+a2   ·        ·               all of it, copied
+    replica 1   a1 b1 c1   ──▶     ·    b0+b1+b2    ·       ──▶     from those
+    replica 2   a2 b2 c2           ·       ·     c0+c1+c2           who added
+              all are there     all have added                 all have copied
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.errors import RunError
+from stagewright.runtime.common_memory import common_parts, is_common
 from stagewright.runtime.transport.channel import Errands, Promise
 from stagewright.runtime.transport.staged import Copied, new_event, new_stream
 from stagewright.runtime.world import World
@@ -25,6 +33,9 @@ STRANDS = 4
 
 PIECE_BYTES = 16 << 20
 """What a strand adds up at a time."""
+
+CACHED = 1 << 16
+"""Numbers that are added up at a time where memory is common."""
 
 
 class Pending(Protocol):
@@ -40,11 +51,21 @@ class Sum(Protocol):
     def start(self, tensor: Tensor) -> Pending:
         """Starts to add up a tensor, in place."""
 
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        """A flat tensor of zeros to add up, of the type and on the device of another. All replicas must ask."""
+
     def close(self) -> None:
         """Ends what runs in the background."""
 
 
-class CollectiveSum:
+class AnyMemory:
+    """What adds up wherever tensors are."""
+
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+
+class CollectiveSum(AnyMemory):
     """The group's own all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -60,7 +81,51 @@ class CollectiveSum:
         return None
 
 
-class StagedSum:
+class CommonSum:
+    """Adds up tensors in memory that the replicas have in common: each adds one part of all, and copies the others."""
+
+    def __init__(self, world: World, members: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        self._group, self._size, self._own = group, len(members), members.index(world.worker)
+        self._timeout_s = world.timeout.total_seconds()
+        self._errands = Errands("sums")
+        self._all: dict[int, list[tuple[Tensor, ...]]] = {}
+        """For each tensor, by its address, that of every replica in parts, one for each replica to add."""
+
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        whole = common_parts(max(numel, 1) * like.element_size(), self._group, self._size)
+        tensors = [bytes_.view(like.dtype)[:numel] for bytes_ in whole]
+        own = tensors[self._own]
+        self._all[own.data_ptr()] = [tensor.tensor_split(self._size) for tensor in tensors]
+        return own
+
+    def start(self, tensor: Tensor) -> Pending:
+        replicas = self._all[tensor.data_ptr()]
+        return Promise(self._errands, lambda: self._add_up(replicas), self._timeout_s)
+
+    def _add_up(self, replicas: list[tuple[Tensor, ...]]) -> None:
+        own = replicas[self._own]
+        others = [replica for replica in replicas if replica is not own]
+        self._meet()
+        for number, piece in enumerate(
+            torch.split(own[self._own], CACHED)
+        ):  # it stays in a cache while all are added to it
+            for replica in others:
+                piece.add_(replica[self._own][number * CACHED : number * CACHED + len(piece)])
+        self._meet()
+        for part, replica in enumerate(replicas):
+            if replica is not own:
+                own[part].copy_(replica[part])
+        self._meet()
+
+    def _meet(self) -> None:
+        """Waits until all replicas are here."""
+        dist.all_reduce(torch.zeros(1), group=self._group)
+
+    def close(self) -> None:
+        self._errands.close(self._timeout_s)
+
+
+class StagedSum(AnyMemory):
     """Adds up tensors of cards by way of pinned memory, several pieces at once."""
 
     def __init__(self, world: World, members: tuple[int, ...]) -> None:
@@ -133,3 +198,19 @@ class _Strand:
         if key not in self._mirrors:
             self._mirrors[key] = torch.empty_like(piece, device="cpu", pin_memory=True)
         return self._mirrors[key]
+
+
+def make_sum(world: World, stage: int, members: tuple[int, ...], *, staged: bool) -> Sum | None:
+    """How the replicas of a stage add up; None for who is not one of several. All workers must ask, in one order."""
+    if len(members) < 2:
+        return None
+    if staged:
+        return StagedSum(world, members)
+    group = world.group("reduce", members)
+    # Threads of two stages must not meet each other, so that their groups are not the same where their members are.
+    adding = world.group(f"sums of stage {stage}", members) if world.device.type == "cpu" else None
+    if group is None or world.worker not in members:
+        return None
+    if adding is not None and is_common(adding, len(members)):
+        return CommonSum(world, members, adding)
+    return CollectiveSum(group)
