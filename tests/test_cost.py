@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, find_cluster, make_cluster
 from stagewright.cost import (
+    ADD_SHARE,
     COPY_SHARE,
     Costs,
+    Handled,
     Wires,
     crossing_bytes,
     crossings,
+    handled_by_each,
     interpolate,
     num_buckets,
-    num_folded,
     ring_s,
 )
 from stagewright.profile import LayerProfile
@@ -31,6 +33,12 @@ def ids(count: int) -> tuple[DeviceId, ...]:
 @pytest.mark.parametrize(("rows", "seconds"), [(0, 0.0), (5, 2.0), (10, 3.0), (15, 4.0), (20, 5.0), (40, 9.0)])
 def test_seconds_lie_on_the_lines_between_and_beyond_the_measured_sizes(rows, seconds):
     assert interpolate((10, 20), (3.0, 5.0), rows) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 0.5), (2, 1.0), (4, 5.0), (8, 13.0)])
+def test_below_the_smallest_size_seconds_do_not_fall_faster_than_rows(rows, seconds):
+    # The line through 2 and 8 rows meets zero at 1.5 rows.
+    assert interpolate((2, 8), (1.0, 13.0), rows) == pytest.approx(seconds)
 
 
 def test_one_measured_size_means_proportion():
@@ -57,19 +65,61 @@ def test_a_linear_layer_folds_while_its_rows_take_half_of_its_weights():
     wide = LayerProfile(name="l0", forward_s=(1.0, 1.0), backward_s=(10.0, 10.0), **fixed)
     costs = Costs(replace(profile(layer("l0")), batch_sizes=(1, 64), layers=(wide,)), make_cluster(1))
     assert costs.backward_s(0, 1, rows=10) == 10.0
-    assert costs.backward_s(0, 1, rows=10, folded=8) == pytest.approx(5.0 + 5.0 / 2)
-    assert costs.backward_s(0, 1, rows=5, folded=8) == pytest.approx(5.0 + 5.0 / 5)
-    assert costs.backward_s(0, 1, rows=5, folded=3) == pytest.approx(5.0 + 5.0 / 3)
-    assert costs.backward_s(0, 1, rows=40, folded=8) == 10.0
+    assert costs.backward_s(0, 1, rows=10, handled=Handled(8)) == pytest.approx(5.0 + 5.0 / 2)
+    assert costs.backward_s(0, 1, rows=5, handled=Handled(8)) == pytest.approx(5.0 + 5.0 / 5)
+    assert costs.backward_s(0, 1, rows=5, handled=Handled(3)) == pytest.approx(5.0 + 5.0 / 3)
+    assert costs.backward_s(0, 1, rows=40, handled=Handled(8)) == 10.0
     conv = replace(wide, kind="conv")
     plain = Costs(replace(profile(layer("l0")), batch_sizes=(1, 64), layers=(conv,)), make_cluster(1))
-    assert plain.backward_s(0, 1, rows=5, folded=8) == 10.0
+    assert plain.backward_s(0, 1, rows=5, handled=Handled(8)) == 10.0
 
 
-def test_what_may_fold_is_what_one_replica_handles_whole():
-    assert num_folded("1f1b", "split", 8, 3) == 8
-    assert num_folded("1f1b", "rotate", 8, 3) == 3
-    assert num_folded("zero-bubble", "split", 8, 3) == 1
+def test_what_a_replica_handles_folds_unless_backward_is_in_halves():
+    assert handled_by_each("1f1b", "split", 8, 3) == Handled(8, folds=True)
+    assert handled_by_each("1f1b", "rotate", 8, 3) == Handled(3, folds=True)
+    assert handled_by_each("zero-bubble", "split", 8, 3) == Handled(8, folds=False)
+
+
+def adding_costs(kind: str) -> Costs:
+    """Two layers of 3 and 1 parts of a step of 4 s; backward takes 10 s a layer, half of it for the weights."""
+    layers = [
+        replace(layer(name, 1.0, 10.0, parameter_bytes=size, output_bytes=1.0), kind=kind, weight_share=0.5)
+        for name, size in (("l0", 30), ("l1", 10))
+    ]
+    return Costs(profile(*layers, optimizer_s=4.0), make_cluster(1))
+
+
+def test_every_microbatch_but_a_batchs_first_adds_its_weight_gradients_to_those_before():
+    costs = adding_costs("conv")
+    two, many = Handled(2), Handled(100)
+    assert 2 * costs.backward_s(0, 1, rows=1, handled=two) == pytest.approx(2 * 10.0 + ADD_SHARE * 3.0)
+    assert 2 * costs.backward_s(1, 2, rows=1, handled=two) == pytest.approx(2 * 10.0 + ADD_SHARE * 1.0)
+    assert costs.backward_s(0, 2, 1, 2.0, handled=many) == pytest.approx((20.0 + 0.99 * ADD_SHARE * 4.0) / 2)
+
+
+@pytest.mark.parametrize("kind", ["conv", "matmul"])
+@pytest.mark.parametrize("folds", [True, False])
+def test_one_microbatch_adds_nothing(kind, folds):
+    assert adding_costs(kind).backward_s(0, 2, rows=1, handled=Handled(1, folds)) == pytest.approx(20.0)
+
+
+def test_a_layer_that_folds_adds_inside_its_product():
+    assert adding_costs("matmul").backward_s(0, 2, rows=1, handled=Handled(4)) == pytest.approx(20.0)
+
+
+def test_a_backward_in_halves_adds_in_the_weights_half():
+    costs, halves = adding_costs("matmul"), Handled(2, folds=False)
+    whole = costs.backward_s(1, 2, rows=1, handled=halves)
+    weight = costs.weight_gradient_s(1, 2, rows=1, handled=halves)
+    assert weight == pytest.approx(5.0 + ADD_SHARE * 1.0 / 2)
+    assert whole - weight == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_all_of_the_first_stages_backward_is_for_its_weights(recompute):
+    costs = adding_costs("conv")
+    whole = costs.backward_s(0, 1, rows=1, recompute=recompute)
+    assert costs.weight_gradient_s(0, 1, rows=1, recompute=recompute) == whole == pytest.approx(10.0 + recompute)
 
 
 def test_a_skip_connection_crosses_every_cut_that_it_spans():

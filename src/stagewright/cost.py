@@ -38,6 +38,10 @@ COPY_SHARE = 0.4
 """A copy of the weights against an SGD-with-momentum step: two passes over memory (read, write) against five
 (read weight, gradient and momentum, write weight and momentum)."""
 
+ADD_SHARE = 0.6
+"""Adding a microbatch's weight gradients to those before, against an SGD-with-momentum step: three passes over memory
+(read both, write the sum) against five."""
+
 KEPT_SHARE = 0.5
 """Of a linear layer's weights, what the rows that it keeps for later weight gradients may take beside them."""
 
@@ -53,7 +57,8 @@ Number = TypeVar("Number", int, float)
 def interpolate(sizes: Sequence[int], seconds: Sequence[float], rows: float) -> float:
     """Seconds at `rows`: on the lines between the measured sizes, and on the outermost lines beyond them.
 
-    One measured size alone means time in proportion to rows.
+    Below the smallest size it is no less than in proportion to rows: where large sizes fall out of a cache, the line
+    would meet zero before the rows do. One measured size alone means proportion.
     """
     if rows <= 0:
         return 0.0
@@ -62,7 +67,7 @@ def interpolate(sizes: Sequence[int], seconds: Sequence[float], rows: float) -> 
     upper = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
     low, high = sizes[upper - 1], sizes[upper]
     slope = (seconds[upper] - seconds[upper - 1]) / (high - low)
-    return max(seconds[upper - 1] + slope * (rows - low), 0.0)
+    return max(seconds[upper - 1] + slope * (rows - low), seconds[0] * rows / sizes[0] if rows < sizes[0] else 0.0)
 
 
 def forward_s(profile: Profile, first: int, last: int, rows: float) -> float:
@@ -102,14 +107,22 @@ def _last_readers(profile: Profile) -> list[int]:
     return last
 
 
-def num_folded(policy: Policy, route: Route, num_microbatches: int, num_replicas: int) -> int:
-    """How many microbatches a replica may fold into one weight gradient: all of a batch that it handles.
+class Handled(NamedTuple):
+    """How many microbatches of a batch one replica of a stage handles, and how it makes their weight gradients."""
 
-    A backward in halves asks for the weights' half of each, so that nothing folds.
-    """
-    if policy == "zero-bubble":
-        return 1
-    return -(-num_microbatches // num_replicas) if route == "rotate" else num_microbatches
+    microbatches: int = 1
+    folds: bool = True
+    """Whether linear layers may make those of several at once. A backward in halves asks for the weights' half of each
+    microbatch, so that nothing folds."""
+
+
+ONE = Handled()
+
+
+def handled_by_each(policy: Policy, route: Route, num_microbatches: int, num_replicas: int) -> Handled:
+    """What a replica of a stage handles: all microbatches of a batch, or those that come round to it."""
+    count = -(-num_microbatches // num_replicas) if route == "rotate" else num_microbatches
+    return Handled(count, policy != "zero-bubble")
 
 
 def folded_backward_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
@@ -119,7 +132,7 @@ def folded_backward_s(profile: Profile, layer: LayerProfile, rows: float, num_mi
     """
     whole = interpolate(profile.batch_sizes, layer.backward_s, rows)
     kept = rows * (layer.saved_bytes + layer.output_bytes)
-    if layer.kind != "matmul" or num_microbatches == 1 or not kept:
+    if num_microbatches == 1 or not kept:
         return whole
     count = max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept)))
     together = interpolate(profile.batch_sizes, layer.backward_s, rows * count) / count
@@ -391,7 +404,7 @@ class Costs:
         self._parameters = _sums([layer.parameter_bytes for layer in layers])
         self._buffers = _sums([layer.buffer_bytes for layer in layers])
         self._saved = _sums([layer.saved_bytes for layer in layers])
-        self._rows: dict[tuple[float, int], RowSums] = {}
+        self._rows: dict[tuple[float, Handled], RowSums] = {}
         self._buckets: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._workspaces = [layer.workspace_bytes for layer in layers]
 
@@ -401,16 +414,32 @@ class Costs:
         """A device's speed while all others compute as well; only cores that hosts share make that differ."""
         return self.cluster.device(id).speed * self.wires.cores.crowded(id)
 
-    def row_sums(self, rows: float, folded: int = 1) -> RowSums:
+    def row_sums(self, rows: float, handled: Handled = ONE) -> RowSums:
         """Sums of all layers' seconds at this number of rows, made at the first call."""
-        found = self._rows.get((rows, folded))
+        found = self._rows.get((rows, handled))
         if found is None:
             sizes, layers = self.profile.batch_sizes, self.profile.layers
             forward = [interpolate(sizes, layer.forward_s, rows) for layer in layers]
-            backward = [folded_backward_s(self.profile, layer, rows, folded) for layer in layers]
-            weight = [seconds * layer.weight_share for seconds, layer in zip(backward, layers)]
-            found = self._rows[rows, folded] = RowSums(_sums(forward), _sums(backward), _sums(weight))
+            backward, weight = zip(*(self._backward_halves(layer, rows, handled) for layer in layers))
+            found = self._rows[rows, handled] = RowSums(_sums(forward), _sums(backward), _sums(weight))
         return found
+
+    def _backward_halves(self, layer: LayerProfile, rows: float, handled: Handled) -> tuple[float, float]:
+        """A layer's backward, and what of it only the weights' gradients need; of a microbatch, on average.
+
+        All but a batch's first microbatch add their weight gradients to those before. A layer that folds does that
+        inside its product, which writes them anyway.
+        """
+        if handled.folds and layer.kind == "matmul":
+            whole = folded_backward_s(self.profile, layer, rows, handled.microbatches)
+            return whole, whole * layer.weight_share
+        whole = interpolate(self.profile.batch_sizes, layer.backward_s, rows)
+        adding = self._step_s(layer.parameter_bytes) * ADD_SHARE * (handled.microbatches - 1) / handled.microbatches
+        return whole + adding, whole * layer.weight_share + adding
+
+    def _step_s(self, num_bytes: float) -> float:
+        """The optimizer step of so many bytes of parameters."""
+        return self.profile.optimizer_s * num_bytes / self._parameters[-1] if self._parameters[-1] else 0.0
 
     def forward_s(self, first: int, last: int, rows: float, speed: float = 1.0) -> float:
         """Forward."""
@@ -418,16 +447,37 @@ class Costs:
         return (sums[last] - sums[first]) / speed
 
     def backward_s(
-        self, first: int, last: int, rows: float, speed: float = 1.0, *, recompute: bool = False, folded: int = 1
+        self,
+        first: int,
+        last: int,
+        rows: float,
+        speed: float = 1.0,
+        *,
+        recompute: bool = False,
+        handled: Handled = ONE,
     ) -> float:
-        """Backward, with forward once more before it where the stage recomputes; `folded` is of `num_folded`."""
-        sums = self.row_sums(rows, folded).backward
+        """Backward, with forward once more before it where the stage recomputes."""
+        sums = self.row_sums(rows, handled).backward
         again = self.forward_s(first, last, rows, speed) if recompute else 0.0
         return (sums[last] - sums[first]) / speed + again
 
-    def weight_gradient_s(self, first: int, last: int, rows: float, speed: float = 1.0) -> float:
-        """The part of backward that only the weights' gradients need (action W; I is the rest)."""
-        sums = self.row_sums(rows).weight
+    def weight_gradient_s(
+        self,
+        first: int,
+        last: int,
+        rows: float,
+        speed: float = 1.0,
+        *,
+        recompute: bool = False,
+        handled: Handled = ONE,
+    ) -> float:
+        """The part of backward that only the weights' gradients need (action W; I is the rest).
+
+        In the first stage that is all of it: nobody asks for gradients of the model's inputs.
+        """
+        if first == 0:
+            return self.backward_s(first, last, rows, speed, recompute=recompute, handled=handled)
+        sums = self.row_sums(rows, handled).weight
         return (sums[last] - sums[first]) / speed
 
     def optimizer_s(self, first: int, last: int, speed: float = 1.0, *, versions: int = 1) -> float:
@@ -435,11 +485,8 @@ class Costs:
 
         With several versions the new one begins as a copy of the newest: COPY_SHARE of a step more.
         """
-        total = self._parameters[-1]
-        if not total:
-            return 0.0
-        share = self.parameter_bytes(first, last) / total
-        return self.profile.optimizer_s * share * (1.0 if versions == 1 else 1.0 + COPY_SHARE) / speed
+        copying = 1.0 if versions == 1 else 1.0 + COPY_SHARE
+        return self._step_s(self.parameter_bytes(first, last)) * copying / speed
 
     def ready_shares(self, first: int, last: int, rows: float, num_buckets: int) -> tuple[float, ...]:
         """For each bucket the share of backward after which its gradients are complete.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
-from stagewright.bench.contest import PASS, fastest, steps_for
+from stagewright.bench.contest import PASS, Contest, Ours, fastest, steps_for
 from stagewright.bench.rehearsed import (
     RehearsalCase,
     RehearsalSuite,
@@ -34,6 +35,7 @@ from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.rehearsal.slices import Slices, sliced_card
+from stagewright.runtime.world import World
 
 SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
 
@@ -121,6 +123,21 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     assert {"single", PASS, "exact", "stale", "ddp"} < set(times)
     assert len(times) == 7, "of a family the fastest stays"
     assert all(len(values) == 2 and min(values) > 0 for values in times.values())
+
+
+def test_no_plan_of_a_contest_leaves_its_hooks_on_anothers_layers(tmp_path: Path) -> None:
+    spec = {"model": "tiny-cnn", "options": {}, "batch": 8}
+    contest, names = Contest(tmp_path, spec), build_model("tiny-cnn", device="meta").names
+    whole = Stage(layers=names, devices=(DeviceId(0, 0),))
+    plan = Plan(model="tiny-cnn", stages=(whole,), batch=8, num_microbatches=2)
+    world = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
+    both = [Ours(plan, contest, world) for _ in range(2)]
+    foldings = [each.worker.hosted[0].foldings[0] for each in both]
+    parameters = [set(each.worker.hosted[0].weights.newest().parameters()) for each in both]
+    for each in both:
+        each.close()
+    assert all(folding.layers for folding in foldings), "each folds, as it would alone"
+    assert not parameters[0] & parameters[1]
 
 
 def test_everyone_minimises_the_same_loss() -> None:

@@ -68,8 +68,12 @@ class Contest:
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = build_model(self.spec["model"], **self.spec["options"])
+        self.model = self.new_model()
         self.rows = make_rows(self.model, self.spec["batch"]).to(torch.device(self.device))
+
+    def new_model(self) -> Layered:
+        """The model once more: workers put hooks on its layers, and where there are others' they can no longer fold."""
+        return build_model(self.spec["model"], **self.spec["options"])
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -107,7 +111,8 @@ class Ours(Clocked):
         used = replace(world, size=len(plan.devices))
         self.takes_part = world.worker < used.size
         settings = Settings(device=contest.device)
-        self.worker = Worker(schedule, contest.model, used, settings, make_optimizer=make_optimizer, feed=feed)
+        model = contest.new_model()
+        self.worker = Worker(schedule, model, used, settings, make_optimizer=make_optimizer, feed=feed)
         if self.takes_part:
             warm_up(self.worker)
         self.worker.on_update = lambda batch: self.worker.clock.mark()

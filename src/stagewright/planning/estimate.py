@@ -150,13 +150,13 @@ class Estimator:
         forward = backward = 0.0
         for rows, _, _, speed in group.kinds:
             forward = max(forward, self.costs.forward_s(first, last, rows, speed))
-            own = self.costs.backward_s(first, last, rows, speed, recompute=recompute, folded=group.folded)
+            own = self.costs.backward_s(first, last, rows, speed, recompute=recompute, handled=group.handled)
             backward = max(backward, own)
         reduce_s = self.reduce_s(first, last, devices, buckets)
         return Part(
             forward_s=forward,
             backward_s=backward,
-            busy_s=group.microbatches * (forward + backward),
+            busy_s=group.handled.microbatches * (forward + backward),
             reduce_s=reduce_s,
             exposed_s=self.exposed_s(first, last, reduce_s, backward, group, buckets),
             update_s=self.costs.optimizer_s(first, last, group.slowest, versions=versions),

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from stagewright.cluster import Device, DeviceId
-from stagewright.cost import Costs, num_folded
+from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.plan import Policy, Route, parse_staleness, split_edges
 
 
@@ -66,10 +66,8 @@ class Group:
     """The distinct ones, the most rows first; devices without rows are left out."""
     edges: tuple[float, ...]
     """Where the rows are cut, as shares of a microbatch."""
-    microbatches: int
-    """How many microbatches of a batch one replica handles."""
-    folded: int
-    """How many of them may share a weight gradient."""
+    handled: Handled
+    """The microbatches of a batch that one replica handles."""
     slowest: float
 
 
@@ -82,12 +80,10 @@ def make_group(
     weights = weights or speeds
     if setting.route == "rotate":
         rows: list[int] = [setting.rows] * len(devices)
-        share = -(-setting.num_microbatches // len(devices))
     else:
         cut = split_edges(setting.rows, weights)
         rows = [high - low for low, high in zip(cut, cut[1:])]
-        share = setting.num_microbatches
-    folded = num_folded(setting.policy, setting.route, setting.num_microbatches, len(devices))
+    handled = handled_by_each(setting.policy, setting.route, setting.num_microbatches, len(devices))
     kinds: dict[tuple[int, Device], DeviceId] = {}
     for count, id, device in zip(rows, devices, found):
         if count:
@@ -96,7 +92,7 @@ def make_group(
     total = sum(weights)
     edges = tuple([passed / total for passed in accumulate(weights, initial=0)])
     distinct = tuple(Kind(count, id, device, costs.speed(id)) for (count, device), id in ordered)
-    return Group(kinds=distinct, edges=edges, microbatches=share, folded=folded, slowest=min(speeds))
+    return Group(kinds=distinct, edges=edges, handled=handled, slowest=min(speeds))
 
 
 class Shared:

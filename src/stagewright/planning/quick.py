@@ -131,10 +131,10 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
     costs, setting, group = estimator.costs, estimator.setting, estimator.group(devices)
     forward, backward = np.zeros((len(cuts),) * 2), np.zeros((len(cuts),) * 2)
     for rows, _, _, speed in group.kinds:
-        sums = costs.row_sums(rows, group.folded)
+        sums = costs.row_sums(rows, group.handled)
         forward = np.maximum(forward, _between(np.array([sums.forward[cut] for cut in cuts])) / speed)
         backward = np.maximum(backward, _between(np.array([sums.backward[cut] for cut in cuts])) / speed)
-    seconds = group.microbatches * (forward + backward)
+    seconds = group.handled.microbatches * (forward + backward)
     weights = _between(np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float))
     if len(devices) > 1:
         reduction = weights * costs.reduce_s(2**30, estimator.twins.lowest(devices), 64) / 2**30

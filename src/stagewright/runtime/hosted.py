@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from stagewright.cost import num_folded
+from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
@@ -161,7 +161,7 @@ def folds(plan: Plan, stage: int, settings: Settings) -> bool:
     if settings.compile or plan.policy == "zero-bubble":  # compiled code and backward in halves have their own ways
         return False
     replicas = plan.replicas[stage]
-    return replicas > 1 or num_folded(plan.policy, plan.route, plan.num_microbatches, replicas) > 1
+    return replicas > 1 or handled_by_each(plan.policy, plan.route, plan.num_microbatches, replicas).microbatches > 1
 
 
 def place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:

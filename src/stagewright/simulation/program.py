@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from stagewright.cluster import Cluster, Device
-from stagewright.cost import Collective, Costs, num_folded
+from stagewright.cost import Collective, Costs, handled_by_each
 from stagewright.errors import SimulationError
 from stagewright.plan import Plan, microbatch_rows
 from stagewright.profile import Profile
@@ -304,9 +304,9 @@ class Compiler:
         if kind is Kind.FORWARD:
             return self.costs.forward_s(first, last, rows, speed)
         plan, recompute = self.plan, self.plan.stages[stage].recompute
-        folded = num_folded(plan.policy, plan.route, plan.num_microbatches, plan.replicas[stage])
-        whole = self.costs.backward_s(first, last, rows, speed, recompute=recompute, folded=folded)
-        weight = self.costs.weight_gradient_s(first, last, rows, speed)
+        handled = handled_by_each(plan.policy, plan.route, plan.num_microbatches, plan.replicas[stage])
+        whole = self.costs.backward_s(first, last, rows, speed, recompute=recompute, handled=handled)
+        weight = self.costs.weight_gradient_s(first, last, rows, speed, recompute=recompute, handled=handled)
         return {Kind.BACKWARD: whole, Kind.BACKWARD_INPUT: whole - weight, Kind.BACKWARD_WEIGHT: weight}[kind]
 
     def update_s(self, stage: int, speed: float) -> float:
