@@ -4,7 +4,9 @@
     python benchmarks/peers.py pipeline    an even tower in 2 and 4 stages, against Schedule1F1B
     python benchmarks/peers.py single      one worker, against the plain loop
 
-Both contenders live in the same processes and take turns; the ratio is that of the medians of the rounds.
+Both contenders live in the same processes and take turns. The ratio is the median of those of the rounds, in each of
+which they follow one another. Beside it stands that of the CPU time of all workers, which other work on the machine
+disturbs less.
 """
 
 from __future__ import annotations
@@ -79,19 +81,26 @@ class Tower(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 
 
-def take_turns(contenders: dict[str, Step], steps: int, world: World) -> dict[str, list[float]]:
-    """Seconds a step of each contender, round by round."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+Turns = dict[str, list[tuple[float, float]]]
+
+
+def take_turns(contenders: dict[str, Step], steps: int, world: World) -> Turns:
+    """Seconds a step of each contender, round by round, and those of all workers' CPUs."""
+    times: Turns = {name: [] for name in contenders}
     for step in contenders.values():
         step(2)
     for number in range(ROUNDS):
         # Who comes second finds the caches and the clock as the first left them: so they change places.
         for name, step in list(contenders.items())[:: 1 if number % 2 else -1]:
             wait(world)
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             step(steps)
+            own = torch.tensor([time.process_time() - used], dtype=torch.float64)
             wait(world)
-            times[name].append((time.perf_counter() - started) / steps)
+            seconds = time.perf_counter() - started
+            if world.control is not None:
+                dist.all_reduce(own, group=world.control)
+            times[name].append((seconds / steps, own.item() / steps))
     return times
 
 
@@ -101,14 +110,17 @@ def wait(world: World) -> None:
         dist.barrier(group=world.control)
 
 
-def show(title: str, times: dict[str, list[float]], world: World) -> None:
+def show(title: str, times: Turns, world: World) -> None:
     """One line: medians, spreads, and the peer's time over ours."""
     if world.worker:
         return
-    middle = {name: statistics.median(values) for name, values in times.items()}
-    parts = [f"{name} {middle[name] * 1e3:8.2f} ms ±{spread(values):5.1%}" for name, values in times.items()]
-    peer, own = middle.values()
-    print(f"{title:34} {'   '.join(parts)}   ratio {peer / own:5.3f}", flush=True)
+    seconds = {name: [turn[0] for turn in turns] for name, turns in times.items()}
+    parts = [
+        f"{name} {statistics.median(values) * 1e3:8.2f} ms ±{spread(values):5.1%}" for name, values in seconds.items()
+    ]
+    peer, own = times.values()
+    wall, cpu = (statistics.median(one[what] / other[what] for one, other in zip(peer, own)) for what in (0, 1))
+    print(f"{title:34} {'   '.join(parts)}   ratio {wall:5.3f}, of CPU time {cpu:5.3f}", flush=True)
 
 
 def spread(values: list[float]) -> float:
@@ -126,7 +138,7 @@ def compare_dp(world: World) -> None:
             "DDP": data_parallel(model, Rows((data[0],), data[1]), world),
             "ours": ours(model, world, [(0, model.num_layers)], world.size, data, 1),
         }
-        show(f"dp, {name}, {world.size} workers", take_turns(contenders, 2, world), world)
+        show(f"dp, {name}, {world.size} workers", take_turns(contenders, 3, world), world)
 
 
 def compare_pipeline(world: World) -> None:

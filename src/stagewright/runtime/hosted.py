@@ -14,7 +14,7 @@ from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
-from stagewright.runtime.folding import Folding
+from stagewright.runtime.folding import Folding, has_large
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
@@ -144,7 +144,7 @@ def host_stages(
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
             weights = Weights(module, stage.versions, make_optimizer)
-            foldings = [Folding(slot) for slot in weights.modules] if folds(plan, number, settings) else []
+            foldings = [Folding(slot) for slot in weights.modules] if folds(plan, number, settings, module) else []
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
             for slot, folding in enumerate(foldings):
                 folding.put(reducer.places(slot))
@@ -156,12 +156,13 @@ def host_stages(
     return hosted
 
 
-def folds(plan: Plan, stage: int, settings: Settings) -> bool:
-    """Whether linear layers make their weight gradients themselves: for several microbatches at once, or in buckets."""
+def folds(plan: Plan, stage: int, settings: Settings, module: StageModule) -> bool:
+    """Whether linear layers make their weight gradients themselves: of several microbatches, or in a place of theirs."""
     if settings.compile or plan.policy == "zero-bubble":  # compiled code and backward in halves have their own ways
         return False
     replicas = plan.replicas[stage]
-    return replicas > 1 or handled_by_each(plan.policy, plan.route, plan.num_microbatches, replicas).microbatches > 1
+    handled = handled_by_each(plan.policy, plan.route, plan.num_microbatches, replicas)
+    return replicas > 1 or handled.microbatches > 1 or has_large(module)
 
 
 def place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:
