@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from stagewright.models import build_model
 from stagewright.profiling.links import bounce, bounce_pairs
+from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.measured import make_profile
 
 ALL_PAIRS = 4
@@ -94,6 +95,7 @@ def main(folder: str) -> None:
     where, rank, size = Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     asked = json.loads((where / "inside.json").read_text(encoding="utf-8"))
     torch.set_num_threads(asked["threads"])
+    keep_freed_memory()  # as workers do
     dist.init_process_group("gloo")
     found = measure(where, asked, rank, size)
     (where / f"inside-{rank}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.cost import KEPT_SHARE
-from stagewright.runtime.heap import LARGEST_ON_THE_HEAP
+from stagewright.profiling.heap import LARGEST_ON_THE_HEAP
 
 
 class Folding:

@@ -157,7 +157,7 @@ def host_stages(
 
 
 def folds(plan: Plan, stage: int, settings: Settings, module: StageModule) -> bool:
-    """Whether linear layers make their weight gradients themselves: of several microbatches, or in a place of theirs."""
+    """Whether linear layers make their weight gradients themselves: of several microbatches, or in a known place."""
     if settings.compile or plan.policy == "zero-bubble":  # compiled code and backward in halves have their own ways
         return False
     replicas = plan.replicas[stage]

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  #
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
-from stagewright.runtime.heap import keep_freed_memory
+from stagewright.profiling.heap import keep_freed_memory
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
 

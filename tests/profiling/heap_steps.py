@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from stagewright.runtime.heap import keep_freed_memory
+from stagewright.profiling.heap import keep_freed_memory
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from tests.runtime.running import ROOT
 
 
 def run(*words: str) -> list[str]:
-    command = [sys.executable, "-m", "tests.runtime.heap_steps", *words]
+    command = [sys.executable, "-m", "tests.profiling.heap_steps", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     return done.stdout.splitlines()
 
