@@ -284,7 +284,7 @@ def fastest(told: Sequence[Spec], seconds: Mapping[str, float]) -> list[str]:
 
 
 def steps_for(seconds: float, turn_s: float) -> int:
-    """How many steps fill a turn: two at least where they are not long, for the first finds other data in the caches."""
+    """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches."""
     return max(1 + (seconds < turn_s), min(20, round(turn_s / max(seconds, 1e-6))))
 
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from stagewright.models import build_model
-from stagewright.profiling.links import bounce, bounce_pairs
 from stagewright.profiling.heap import keep_freed_memory
+from stagewright.profiling.links import bounce, bounce_pairs
 from stagewright.profiling.measured import make_profile
 
 ALL_PAIRS = 4
