@@ -215,11 +215,14 @@ def test_buckets_are_several_and_of_sixteen_mebibytes_at_most():
     assert [num_buckets(size << 20) for size in (0, 1, 9, 16, 100, 129, 528)] == [1, 1, 4, 8, 8, 9, 33]
 
 
-def test_devices_that_share_cores_are_slower_while_all_compute():
+def test_devices_that_share_cores_are_slower_while_others_compute():
     cluster = replace(find_cluster("hosts-4"), cores=2.0)
-    assert [Costs(even_profile(2), cluster).speed(id) for id in cluster.device_ids] == [0.5] * 4
+    costs, all_four = Costs(even_profile(2), cluster), cluster.device_ids
+    assert [costs.speed(id, all_four) for id in all_four] == [0.5] * 4
+    assert [costs.speed(all_four[0], all_four[:number]) for number in (1, 2, 3)] == [1.0, 1.0, pytest.approx(2 / 3)]
+    assert [costs.wires.cores.share(all_four[:number]) for number in (1, 2, 3)] == [0.5, 1.0, 1.0]
     mixed = find_cluster("hosts-4-mixed")
-    assert [Costs(even_profile(2), mixed).speed(id) for id in mixed.device_ids] == [1.0] * 4
+    assert [Costs(even_profile(2), mixed).speed(id, mixed.device_ids) for id in mixed.device_ids] == [1.0] * 4
 
 
 def test_a_transfer_between_hosts_that_share_cores_costs_both_ends():

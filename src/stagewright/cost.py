@@ -238,11 +238,11 @@ class Cores:
         ends = tuple((self.of_host[id.host], 1) for id in (source, target) if id.host in self.of_host)
         return (*ends, (self.of_all, 2))
 
-    def crowded(self, id: DeviceId) -> float:
-        """A device's speed while all compute, against its speed alone: 0.5 where four share two cores."""
+    def crowded(self, id: DeviceId, computing: Sequence[DeviceId]) -> float:
+        """A device's speed while some compute, itself among them, against its speed alone: 0.5 where four share two."""
         if self.of_all is None or self.cluster.cores is None:
             return 1.0
-        wants = sorted(map(self.wanted, self.cluster.device_ids))
+        wants = sorted(map(self.wanted, computing))
         left, level = self.cluster.cores, 0.0
         for number, want in enumerate(wants):
             level = left / (len(wants) - number)
@@ -250,6 +250,12 @@ class Cores:
                 break
             left, level = left - want, want
         return min(1.0, level / self.wanted(id))
+
+    def share(self, computing: Sequence[DeviceId]) -> float:
+        """The share of the machine's cores that some devices keep busy, at most 1; 0 where no cores are shared."""
+        if self.of_all is None or self.cluster.cores is None:
+            return 0.0
+        return min(1.0, sum(map(self.wanted, computing)) / self.cluster.cores)
 
 
 class Wires:
@@ -410,9 +416,9 @@ class Costs:
 
     # seconds
 
-    def speed(self, id: DeviceId) -> float:
-        """A device's speed while all others compute as well; only cores that hosts share make that differ."""
-        return self.cluster.device(id).speed * self.wires.cores.crowded(id)
+    def speed(self, id: DeviceId, computing: Sequence[DeviceId]) -> float:
+        """A device's speed while some compute; only cores that hosts share make that differ."""
+        return self.cluster.device(id).speed * self.wires.cores.crowded(id, computing)
 
     def row_sums(self, rows: float, handled: Handled = ONE) -> RowSums:
         """Sums of all layers' seconds at this number of rows, made at the first call."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.cluster import Cluster, Device, Host, Link, make_cluster
+from stagewright.cluster import Cluster, Device, Host, Link, find_cluster, make_cluster
 from stagewright.cost import Costs
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
@@ -29,6 +29,20 @@ def costs_of(profile: object, num_devices: int, bytes_per_s: float = 1e12) -> Co
 def test_one_device_takes_its_layers_one_after_the_other() -> None:
     costs = costs_of(chain((1.0, 2.0, 3.0)), 1)
     assert step_s(fixed_plan(costs.profile, PlanOptions(batch=8), costs.cluster), costs) == pytest.approx(6.0)
+
+
+def test_hosts_that_share_cores_wait_for_them_and_not_for_hosts_that_wait() -> None:
+    """Four hosts on two cores, four even stages of one second a batch: one after the other, or all at once."""
+    cluster = replace(find_cluster("hosts-4"), cores=2.0)
+    costs = Costs(chain((1.0, 1.0, 1.0, 1.0)), cluster)
+
+    def seconds(count: int, **options: str) -> float:
+        wanted = PlanOptions(batch=8, num_microbatches=count, **options)
+        return step_s(fixed_plan(costs.profile, wanted, cluster), costs)
+
+    assert seconds(1, placement="0:0.1:0.2:0.3:0") == pytest.approx(4.0, rel=0.01)  # each has a core to itself
+    assert seconds(1) == pytest.approx(2.0, rel=0.01)  # a quarter of the rows each, at half the speed
+    assert seconds(8, placement="0:0.1:0.2:0.3:0", staleness="ssp") == pytest.approx(2.0, rel=0.01)  # all the work
 
 
 def test_a_flushed_pipeline_fills_and_drains() -> None:

@@ -23,6 +23,8 @@ NUM_SCORED = 8
 MORE_BUCKETS_GAIN = 0.01
 """How much faster a plan must be with its gradients in more pieces, for each piece costs something everywhere."""
 OTHER_POLICIES: tuple[Policy, ...] = ("zero-bubble", "gpipe")
+OTHER_ORDER_GAIN = 0.03
+"""How much faster than in 1f1b a plan must be in another order, which holds more, or folds nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,7 @@ def refined(best: Choice, problem: Problem, score: Score | None) -> Choice:
         return best
     if len(best.plan.stages) > 1:
         best = better(best, _variants(best.plan, problem), problem, score, gain=1e-3)
+        best = better(best, _orders(best.plan, problem), problem, score, gain=OTHER_ORDER_GAIN)
     return better(best, _in_more_buckets(best.plan, problem), problem, score, gain=MORE_BUCKETS_GAIN)
 
 
@@ -150,7 +153,12 @@ def _variants(plan: Plan, problem: Problem) -> Iterator[Plan]:
             if route != plan.route:
                 other = normal_form(replace(plan, route=route))
                 yield from () if other == plan else (other,)
-        for policy in OTHER_POLICIES if problem.options.policy is None else ():
+
+
+def _orders(plan: Plan, problem: Problem) -> Iterator[Plan]:
+    """The plan in other orders, where the order is open."""
+    if plan.num_microbatches > 1 and problem.options.policy is None:
+        for policy in OTHER_POLICIES:
             yield replace(plan, policy=policy)
 
 

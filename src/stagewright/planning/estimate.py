@@ -7,6 +7,7 @@ f, b for one microbatch, n of them a replica, x for a boundary, and g + u for re
     rest = max((n − 1)(f + b), x of the batch − x)    the other microbatches, at the pace of the slowest
     flush      step = pass + rest + tail,        tail = max over stages of g + u − what earlier stages still run
     no flush   step = max over stages of n (f + b) + u, the reduction, x of the batch, and (pass + rest + g + u) / K
+    cores      step ≥ Σ over stages of (n (f + b) + u) · the share of the cores it keeps busy, where hosts share them
 
 Fill and drain as in Huang et al., "GPipe", 2019, section 2.3; K batches under way as in PipeDream-2BW, 2021, section 3.
 """
@@ -37,6 +38,8 @@ class Part(NamedTuple):
     recompute: bool
     peak_bytes: int
     """On the device that is fullest against its memory."""
+    work_s: float
+    """For how long it keeps all cores of the machine busy, where hosts share them."""
 
 
 class Crossing(NamedTuple):
@@ -53,6 +56,7 @@ class Label(NamedTuple):
     rest_s: float
     tail_s: float
     bound_s: float
+    work_s: float = 0.0
 
 
 class Shortage(NamedTuple):
@@ -153,16 +157,19 @@ class Estimator:
             own = self.costs.backward_s(first, last, rows, speed, recompute=recompute, handled=group.handled)
             backward = max(backward, own)
         reduce_s = self.reduce_s(first, last, devices, buckets)
+        busy_s = group.handled.microbatches * (forward + backward)
+        update_s = self.costs.optimizer_s(first, last, group.slowest, versions=versions)
         return Part(
             forward_s=forward,
             backward_s=backward,
-            busy_s=group.handled.microbatches * (forward + backward),
+            busy_s=busy_s,
             reduce_s=reduce_s,
             exposed_s=self.exposed_s(first, last, reduce_s, backward, group, buckets),
-            update_s=self.costs.optimizer_s(first, last, group.slowest, versions=versions),
+            update_s=update_s,
             versions=versions,
             recompute=recompute,
             peak_bytes=peak_bytes,
+            work_s=group.core_share * (busy_s + update_s),
         )
 
     def group(self, devices: tuple[DeviceId, ...], weights: tuple[float, ...] | None = None) -> Group:
@@ -221,7 +228,7 @@ class Estimator:
 
     def extend(self, label: Label, crossing: Crossing, part: Part) -> Label:
         """The label with one stage more in front."""
-        forward_s, backward_s, busy_s, reduce_s, exposed_s, update_s, versions, _, _ = part
+        forward_s, backward_s, busy_s, reduce_s, exposed_s, update_s, versions, _, _, work_s = part
         one_s, all_s = crossing
         own, turn_s = exposed_s + update_s, forward_s + backward_s
         pass_s = turn_s + 2 * one_s + label.pass_s
@@ -230,7 +237,7 @@ class Estimator:
         steady = busy_s + update_s + (exposed_s if versions == 1 else 0.0)
         round_s = (pass_s + rest_s + own) / self.depth(versions)
         bound_s = max(label.bound_s, steady, reduce_s, all_s, round_s)
-        return Label(pass_s, rest_s, tail_s, bound_s)
+        return Label(pass_s, rest_s, tail_s, bound_s, label.work_s + work_s)
 
     def depth(self, versions: int) -> int:
         """How many batches may be under way in a stage."""
@@ -242,7 +249,7 @@ class Estimator:
         if num_stages not in self._flushed:
             self._flushed[num_stages] = self.setting.is_flushed(num_stages)
         flushed = label.pass_s + label.rest_s + label.tail_s if self._flushed[num_stages] else 0.0
-        return max(label.bound_s, flushed)
+        return max(label.bound_s, label.work_s, flushed)
 
 
 def _ratio(shortage: Shortage) -> float:

@@ -55,7 +55,7 @@ class Kind(NamedTuple):
     id: DeviceId
     device: Device
     speed: float
-    """While all others compute as well."""
+    """While the other devices of its stage compute as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,8 @@ class Group:
     handled: Handled
     """The microbatches of a batch that one replica handles."""
     slowest: float
+    core_share: float
+    """The share of the cores that the devices keep busy, where hosts share any."""
 
 
 def make_group(
@@ -91,8 +93,10 @@ def make_group(
     ordered = sorted(kinds.items(), key=lambda kind: (-kind[0][0], kind[1]))
     total = sum(weights)
     edges = tuple([passed / total for passed in accumulate(weights, initial=0)])
-    distinct = tuple(Kind(count, id, device, costs.speed(id)) for (count, device), id in ordered)
-    return Group(kinds=distinct, edges=edges, handled=handled, slowest=min(speeds))
+    distinct = tuple(Kind(count, id, device, costs.speed(id, devices)) for (count, device), id in ordered)
+    return Group(
+        kinds=distinct, edges=edges, handled=handled, slowest=min(speeds), core_share=costs.wires.cores.share(devices)
+    )
 
 
 class Shared:
