@@ -1,7 +1,8 @@
-"""Sums over replicas: those that share a card have them made by their hosts."""
+"""Sums over replicas: those that share a card have them made by their hosts, those of one host in common memory."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Literal
 
@@ -39,4 +40,11 @@ def test_workers_that_share_a_card_stage_unless_told(
 @pytest.mark.timeout(180)
 def test_sums_of_a_shared_card_are_those_of_the_cpu() -> None:
     done = run_workers(2, "tests.runtime.adding_on_a_card")
+    assert "equal" in done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name (memfd)")
+@pytest.mark.timeout(120)
+def test_replicas_of_one_host_add_up_in_common_memory() -> None:
+    done = run_workers(3, "tests.runtime.adding_in_common")
     assert "equal" in done.stdout
