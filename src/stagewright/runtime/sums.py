@@ -104,13 +104,11 @@ class CommonSum:
 
     def _add_up(self, replicas: list[tuple[Tensor, ...]]) -> None:
         own = replicas[self._own]
-        others = [replica for replica in replicas if replica is not own]
+        others = [torch.split(each[self._own], CACHED) for each in replicas if each is not own]
         self._meet()
-        for number, piece in enumerate(
-            torch.split(own[self._own], CACHED)
-        ):  # it stays in a cache while all are added to it
-            for replica in others:
-                piece.add_(replica[self._own][number * CACHED : number * CACHED + len(piece)])
+        for number, piece in enumerate(torch.split(own[self._own], CACHED)):
+            for other in others:  # a piece stays in a cache until all are added to it
+                piece.add_(other[number])
         self._meet()
         for part, replica in enumerate(replicas):
             if replica is not own:
