@@ -249,6 +249,7 @@ def warmed_up_ones(
     first: dict[str, float] = {}
     for one in told:
         made = contenders[one["name"]] = make_contender(one, contest, world)
+        gc.collect()  # of its model a worker needs its own layers alone
         torch.set_num_threads(contest.spec.get("threads", 1))
         first[one["name"]] = warmed_up(made, world)
         for lost in first.keys() - fastest([known for known in told if known["name"] in first], first):

@@ -48,7 +48,7 @@ from stagewright.simulation import simulate
 
 TURN_S = 2.0
 SHORT_ROUNDS = 3
-PASS_SIZE = 1
+PASS_SIZE = 2
 """Which of a profile's batch sizes a pass over the model has: enough rows to tell, and few enough to be quick."""
 
 
