@@ -48,7 +48,8 @@ from stagewright.training.metrics import METRICS, accuracy_sums
 from stagewright.training.optimizers import Recipe
 
 ROUNDS = 7
-TURN_S = 1.0
+TURN_S = 3.0
+"""So long that what a turn does once, until its first kernel runs and after its last, is not seen."""
 LOSS_SCALE = 1024.0
 LOG_EVERY = Job(steps=1).log_every
 """Turns end with a log line of ours, which is a part of what is timed."""

@@ -171,7 +171,7 @@ def place(module: StageModule, settings: Settings, device: torch.device) -> Stag
     if settings.channels_last:
         for parameter in module.parameters():
             if parameter.dim() == 4:
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
     change = {torch.float32: torch.float64} if settings.precision == "fp64" else {}
     module.inputs = with_dtypes(module.inputs, change)
     module.outputs = with_dtypes(module.outputs, change)

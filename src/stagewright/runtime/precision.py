@@ -42,7 +42,7 @@ class LossScale:
     def note(self, overflowed: Tensor) -> None:
         """Moves the scale on after one step; `overflowed` is 1 or 0."""
         if self.is_on:
-            self.current, self._num_finite = self.current.clone(), self._num_finite.clone()
+            self.current = self.current.clone()
             torch._amp_update_scale_(self.current, self._num_finite, overflowed, GROWTH, BACKOFF, self.growth_steps)
 
     def saved(self) -> tuple[float, int]:
@@ -61,7 +61,7 @@ class Verdict:
     def __init__(self, squares: Tensor, scale: Tensor, clip_norm: float | None) -> None:
         self.norm = squares.sqrt() / scale
         """The norm of the gradients of all stages, unscaled."""
-        self.overflowed = self.norm.isfinite().logical_not().float()
+        self.overflowed = (self.norm - self.norm).ne(0).float()  # ∞ − ∞ is NaN; isfinite takes twice the kernels
         """1 where any gradient of any stage was infinite or NaN, else 0."""
         # As torch.nn.utils.clip_grad_norm_, which multiplies with min(1, clip / (norm + 1e-6)).
         self.divisor = scale if clip_norm is None else scale * ((self.norm + 1e-6) / clip_norm).clamp(min=1.0)
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """That of a stage's gradients, on the device; one that is not finite makes it so too."""
+    """That of some gradients, on the device; one that is not finite makes it so too."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

@@ -300,12 +300,13 @@ class Worker:
 
     def agree(self, action: Action) -> None:
         """Adds up the squares of all gradients over all workers; a stage counts once."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        counted: list[Tensor] = []
         for here in self.hosted.values():
             gradients = here.finish(action.batch)
             here.reduced[action.batch] = gradients
             if here.replica == 0:
-                squares += sum_of_squares([each for each in gradients if each is not None], self.world.device)
+                counted += [each for each in gradients if each is not None]
+        squares = sum_of_squares(counted, self.world.device)
         self.verdicts[action.batch] = agree(squares, self.scale.current, self.settings.clip_norm, self.world.everyone)
 
     def update(self, action: Action) -> None:
