@@ -107,6 +107,9 @@ class Cluster(Saved):
     """How many CPU cores all hosts share, where one machine emulates them; None: each device has its own."""
     core_s_per_byte: float = Field(default=0.0, ge=0)
     """What a core spends on a byte at each end of a transfer; matters where hosts share cores."""
+    crowding: float = Field(default=1.0, ge=1)
+    """How many times as much work it is, caches being cold at every turn, where devices want twice the cores there are;
+    matters where hosts share cores."""
     notes: tuple[str, ...] = ()
     """Where the figures come from: one sentence a fact."""
 

@@ -16,15 +16,15 @@ import torch
 
 from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
-from stagewright.bench.contest import PASS, Contest, Ours, fastest, steps_for
+from stagewright.bench.contest import Contest, Ours, fastest, in_groups, steps_for
 from stagewright.bench.rehearsed import (
+    Prediction,
     RehearsalCase,
     RehearsalSuite,
     Wanted,
     add,
     limit,
     on_first_hosts,
-    predicted,
     slowed,
     title,
 )
@@ -103,7 +103,6 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     plans = {"exact": two_workers(), "stale": two_workers(versions=2)}
     contenders = [
         {"kind": "alone", "name": "single"},
-        {"kind": "pass", "name": PASS, "hosts": [0], "rows": 4},
         *({"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()),
         {"kind": "ddp", "name": "ddp"},
         {"kind": "each alone", "name": "each alone"},
@@ -111,7 +110,8 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
         {"kind": "pipelining", "name": "1F1B of 4", "family": "1F1B", "cuts": [2], "microbatches": 4},
     ]
     spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 2, "turn_s": 0.05, "cores": 1}
-    (tmp_path / "contest.json").write_text(json.dumps({**spec, "contenders": contenders}))
+    passes = {"hosts": [0], "rows": 4, "times": 1}
+    (tmp_path / "contest.json").write_text(json.dumps({**spec, "contenders": contenders, "pass": passes}))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     module = ["-m", "stagewright.bench.contest", str(tmp_path)]
@@ -120,9 +120,17 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     subprocess.run([*launcher, *module], env=environment, check=True, timeout=110, capture_output=True)
     assert alone.wait(30) == 0
     times = json.loads((tmp_path / "times.json").read_text())
-    assert {"single", PASS, "exact", "stale", "ddp"} < set(times)
-    assert len(times) == 7, "of a family the fastest stays"
-    assert all(len(values) == 2 and min(values) > 0 for values in times.values())
+    assert {"single", "exact", "stale", "ddp"} < set(times["step_s"])
+    assert len(times["step_s"]) == 6, "of a family the fastest stays"
+    assert set(times["pass_s"]) == set(plans), "passes stand around plans alone"
+    assert all(len(values) == 2 and min(values) > 0 for kind in times.values() for values in kind.values())
+
+
+def test_plans_and_peers_of_many_workers_are_not_in_memory_at_once() -> None:
+    told = [{"kind": kind} for kind in ("alone", "plan", "plan", "ddp", "pipelining")]
+    assert in_groups(told, "cpu", 4) == [told]
+    assert in_groups(told, "cpu", 8) == [told[:3], told[3:]]
+    assert in_groups(told, "cuda", 8) == [[each] for each in told]
 
 
 def test_no_plan_of_a_contest_leaves_its_hooks_on_anothers_layers(tmp_path: Path) -> None:
@@ -179,8 +187,8 @@ def test_a_slower_machine_is_predicted_to_take_as_many_times_as_long() -> None:
     """Compute alone: what crosses a wire takes as long as before."""
     plan, cluster = replace(two_workers(), num_microbatches=1), find_cluster("hosts-4")
     profile = chain_profile(plan)
-    once, thrice = (predicted(plan, each, cluster).median_step_s for each in (profile, slowed(profile, 3.0)))
-    assert thrice == pytest.approx(3 * once, rel=1e-3)
+    told = Prediction(plan, profile, cluster, [3.0, 1.0])
+    assert told.round_s == pytest.approx((3 * told.profiled_s, told.profiled_s), rel=1e-3)
     assert slowed(profile, 3.0).model_s == (6.0,)
 
 
@@ -202,8 +210,8 @@ def result() -> CaseResult:
         Entry(name="single", step_s=(1.0, 1.0, 9.0)),
         Entry(name="torch DDP", step_s=(8.0,)),
         Entry(name="torch pipelining", step_s=(4.0,)),
-        Entry(name="3-1", step_s=(1.25,), predicted_s=1.0, is_chosen=True),
-        Entry(name="2-2", step_s=(1.0,), predicted_s=1.1),
+        Entry(name="3-1", step_s=(1.25,), predicted_s=(1.0,), profiled_s=1.0, is_chosen=True),
+        Entry(name="2-2", step_s=(1.0,), predicted_s=(1.1,), profiled_s=1.1),
     )
     return CaseResult(case="alexnet", batch=64, rounds=1, seconds=60.0, entries=entries)
 
@@ -215,6 +223,14 @@ def test_the_table_says_how_everyone_stands() -> None:
     assert "Predicted steps are 15.0% off on average and 20.0% at most (2 plans)." in made
     assert "reaches 80% or more of the best measured plan" in made
     assert "never below 3.20 (alexnet)" in made
+
+
+def test_each_round_is_set_against_the_prediction_for_its_own_speed() -> None:
+    """The machine is twice as slow in the second round, and plans compare as if it were not."""
+    one = Entry(name="one", step_s=(1.0, 2.0, 1.0), predicted_s=(1.1, 2.2, 1.1), profiled_s=1.1)
+    assert one.error == pytest.approx(0.1)
+    assert one.steady_s == pytest.approx(1.0)
+    assert replace(one, step_s=(2.0, 4.0, 2.0), predicted_s=(2.2, 4.4, 2.2)).steady_s == pytest.approx(1.0)
 
 
 def test_hosts_with_fewer_cores_have_a_lower_limit() -> None:

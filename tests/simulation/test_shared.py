@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stagewright.cluster import Cluster, Device, Host, Link
+from stagewright.cost import Costs
 from stagewright.plan import Plan, Policy, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.scheduling import make_schedule
@@ -61,6 +62,15 @@ def step_s(plan: Plan, cluster: Cluster, of: Profile) -> float:
 def test_four_workers_on_fewer_cores_share_them_evenly(cores: float | None, expected: float) -> None:
     cluster = hosts(4, cores)
     assert step_s(data_parallel(cluster), cluster, profile()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2, 6.0), (3, 9.0 * 1.05), (4, 12.0 * 1.1), (8, 24.0 * 1.1)])
+def test_taking_turns_costs_work_of_its_own(count: int, expected: float) -> None:
+    """Twice as many workers as cores: a tenth more; planner and simulator have one formula for it."""
+    cluster = replace(hosts(count, 2.0), crowding=1.1)
+    assert step_s(data_parallel(cluster), cluster, profile()) == pytest.approx(expected)
+    speed = Costs(profile(), cluster).speed(cluster.device_ids[0], cluster.device_ids)
+    assert 6.0 / speed == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "dynamic"])

@@ -4,7 +4,9 @@
     python -m stagewright.bench.contest FOLDER alone  the single process, which takes its turns outside of the hosts
 
 FOLDER/contest.json says what to run; worker 0 leaves FOLDER/times.json with each contender's seconds a step, round by
-round.
+round, and for each plan those of the passes over the model around its turns, which tell how fast the machine was then:
+
+    single  pass  plan  pass  plan  pass … pass  peer  peer        one round
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ from stagewright.scheduling import make_schedule
 
 ALONE = "single"
 """The contender that runs outside of the hosts."""
-PASS = "pass over the model"
-"""No contender, though it takes turns: it tells how fast the hosts compute against when they were profiled."""
+TOGETHER = 4
+"""With more workers than this, our plans and the peers are not in memory at once."""
+PASS_S = 1.0
+"""About how long the hosts pass over the model between turns."""
 DRAIN = 3
 """Steps more of a run without a flush: those in which it fills and drains are left out."""
 LONG_STEP_S = 5.0
@@ -139,18 +143,20 @@ class Ours(Clocked):
 
 
 class Pass:
-    """The whole model forward and backward on each host that profiled it, all at once."""
+    """The whole model forward and backward on each host that profiled it, all at once, as often as it is told."""
 
-    def __init__(self, told: Spec, contest: Contest) -> None:
-        self.hosts, self.rows, self.model = told["hosts"], told["rows"], contest.model
-        if contest.device == "cuda":
-            self.model = build_model(contest.spec["model"], device="cuda", **contest.spec["options"])
+    def __init__(self, told: Spec, model: Layered) -> None:
+        self.hosts, self.rows, self.times, self.model = told["hosts"], told["rows"], told["times"], model
 
-    def turn(self, steps: int, world: World) -> float:
+    def turn(self, world: World) -> float:
+        """Seconds of one, the mean over the hosts."""
         wait(world)
-        seconds = time_model(self.model, self.rows, steps) if world.worker in self.hosts else 0.0
-        wait(world)
-        return seconds
+        takes_part = world.worker in self.hosts
+        told = torch.tensor([time_model(self.model, self.rows, self.times) if takes_part else 0.0, float(takes_part)])
+        self.model.model.zero_grad(set_to_none=True)
+        if world.control is not None:
+            dist.all_reduce(told, group=world.control)
+        return float(told[0] / told[1])
 
 
 class Outside:
@@ -170,7 +176,7 @@ class Outside:
         return seconds
 
 
-Contender = Clocked | Pass | Outside
+Contender = Clocked | Outside
 
 
 def awaited(path: Path) -> Any:
@@ -193,8 +199,6 @@ def wait(world: World) -> None:
 
 def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
     """The contender that an entry of the contest describes."""
-    if told["kind"] == "pass":
-        return Pass(told, contest)
     if told["kind"] == "plan":
         return Ours(Plan.from_dict(told["plan"]), contest, world)
     if told["kind"] == "each alone":
@@ -208,14 +212,23 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
     return Outside(contest.folder)
 
 
+@dataclass
+class Times:
+    """What worker 0 saw: by contender its seconds a step, and for plans those of a pass over the model meanwhile."""
+
+    step_s: dict[str, list[float]] = field(default_factory=dict)
+    pass_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Writes them down."""
+        write_json(path, {"step_s": self.step_s, "pass_s": self.pass_s})
+
+
 def run_worker(contest: Contest) -> None:
     """Takes part in all rounds; worker 0 writes the times down after each."""
-    told = contest.spec["contenders"]
     with open_world(Settings(device=contest.device, timeout_s=PATIENCE_S)) as world:
-        # A card has not the memory for all of them at once, and keeps its speed: there they come one after the other.
-        groups = [told] if contest.device == "cpu" else [[each] for each in told]
-        times: dict[str, list[float]] = {}
-        for group in groups:
+        times = Times()
+        for group in in_groups(contest.spec["contenders"], contest.device, world.size):
             take_turns(group, contest, world, times)
             gc.collect()
             torch.cuda.empty_cache()
@@ -224,15 +237,39 @@ def run_worker(contest: Contest) -> None:
         wait(world)
 
 
-def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: dict[str, list[float]]) -> None:
+def in_groups(told: Sequence[Spec], device: str, num_workers: int) -> list[list[Spec]]:
+    """The contenders that are in memory together.
+
+    A card has not the memory for all of them, and keeps its speed: there they come one after the other. Nor has a
+    machine with many workers, but there plans and the single process take turns, then the peers.
+    """
+    if device == "cuda":
+        return [[each] for each in told]
+    if num_workers <= TOGETHER:
+        return [list(told)]
+    ours = [each for each in told if each["kind"] in ("alone", "plan")]
+    return [ours, [each for each in told if each not in ours]]
+
+
+def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Times) -> None:
     """Adds the seconds a step of some contenders, round by round."""
     contenders, first = warmed_up_ones(told, contest, world)
     steps = {name: steps_for(first[name], contest.spec["turn_s"]) for name in contenders}
+    passes = Pass(contest.spec["pass"], contest.model) if contest.spec.get("pass") else None
     for _ in range(contest.spec["rounds"]):
+        before = None
         for name, each in contenders.items():
-            times.setdefault(name, []).append(each.turn(steps[name], world))
+            if passes is not None and isinstance(each, Ours) and before is None:
+                before = passes.turn(world)
+            times.step_s.setdefault(name, []).append(each.turn(steps[name], world))
+            if passes is None or not isinstance(each, Ours) or before is None:
+                before = None
+                continue
+            after = passes.turn(world)
+            times.pass_s.setdefault(name, []).append((before + after) / 2)
+            before = after
         if world.worker == 0:
-            write_json(contest.folder / "times.json", times)
+            times.save(contest.folder / "times.json")
     for each in contenders.values():
         if isinstance(each, Clocked):
             each.close()

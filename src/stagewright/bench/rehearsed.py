@@ -3,9 +3,9 @@
     python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out DIR [--short] [--case NAME …] [--results FILE]
 
 For each case hosts are emulated, the model's layers and the links are measured inside them, plans are searched with
-that, and all contenders take turns. Machines drift: between the turns the hosts pass over the model as they did when
-they were profiled, and predictions are for the speed of that time. DIR keeps everything; a case that is there already
-is not run again.
+that, and all contenders take turns. Machines drift: before and after each turn of a plan the hosts pass over the model
+as they did when they were profiled, and its prediction is for the speed of that time. DIR keeps everything; a case that
+is there already is not run again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from stagewright.bench.baselines import has_deepspeed
-from stagewright.bench.contest import ALONE, PASS
+from stagewright.bench.contest import ALONE, PASS_S
 from stagewright.bench.verdict import DDP, CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, DeviceId, count, find_cluster
 from stagewright.cost import Costs
@@ -38,6 +38,7 @@ from stagewright.planning.ratio import cut_by_ratio, table_of
 from stagewright.planning.reasons import shape
 from stagewright.planning.search import make_plan
 from stagewright.profile import Profile
+from stagewright.profiling.inside import pass_rows
 from stagewright.record import Record
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.measuring import Request, busy_together, measure_hosts
@@ -48,8 +49,6 @@ from stagewright.simulation import simulate
 
 TURN_S = 2.0
 SHORT_ROUNDS = 3
-PASS_SIZE = 2
-"""Which of a profile's batch sizes a pass over the model has: enough rows to tell, and few enough to be quick."""
 
 
 @noun(error=UsageError)
@@ -149,12 +148,14 @@ class Bench:
         with emulated_hosts(case.hosts()) if case.slices is None else sliced_card(case.slices) as hosts:
             profile, cluster = self.measured(case, hosts, folder)
             plans, chosen = candidates(case, profile, cluster)
-            others = [pass_over(profile, cluster), *peers(case, profile, cluster)]
-            times = self.contest(case, hosts, plans, others, folder)
-        drift = median(times.pop(PASS)) / profile.model_s[PASS_SIZE]
-        later = slowed(profile, drift), replace(cluster, core_s_per_byte=cluster.core_s_per_byte * drift)
-        records = {name: predicted(plan, *later) for name, plan in plans.items()}
-        result = make_result(case, cluster, records, plans, chosen, times, drift, perf_counter() - started)
+            passes = pass_over(profile, cluster) if case.slices is None else None
+            times = self.contest(case, hosts, plans, peers(case, profile, cluster), passes, folder)
+        drifts = drifts_of(times["pass_s"], passes, profile)
+        predictions = {
+            name: Prediction(plan, profile, cluster, drifts.get(name, [1.0] * self.rounds))
+            for name, plan in plans.items()
+        }
+        result = make_result(case, cluster, predictions, chosen, times["step_s"], perf_counter() - started)
         result.save(done)
         return result
 
@@ -170,7 +171,8 @@ class Bench:
         if profile is None:
             assert known is not None
             profile = known[0]
-            found = replace(found, hosts=tuple(map(same_devices, found.hosts, known[1].hosts)))
+            devices = tuple(map(same_devices, found.hosts, known[1].hosts))
+            found = replace(found, hosts=devices, crowding=known[1].crowding)
         self.profiles[key] = (profile, found)
         profile.save(folder / "profile.json")
         found.save(folder / "cluster.yaml")
@@ -182,21 +184,23 @@ class Bench:
         hosts: Hosts,
         plans: Mapping[str, Plan],
         others: Sequence[Mapping[str, Any]],
+        passes: Mapping[str, Any] | None,
         folder: Path,
-    ) -> dict[str, list[float]]:
-        """Each contender's seconds a step, round by round."""
+    ) -> dict[str, dict[str, list[float]]]:
+        """Each contender's seconds a step, and those of the passes around it, round by round."""
         cores = num_cores(case.hosts())
         ours = [{"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()]
         spec = {
             "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
             "turn_s": TURN_S, "cores": cores, "contenders": [limit(case), *ours, *others], "device": case.device,
+            "pass": passes,
         }  # fmt: skip
         (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
         command = ["-m", "stagewright.bench.contest", str(folder)]
         with single_process(command, folder) if case.slices is None else nullcontext():
             commands = host_commands(command, hosts, [1] * len(hosts.addresses), PORT)
             launch_hosts(commands, folder, {**hosts.environment(), "OMP_NUM_THREADS": "1"})
-        times: dict[str, list[float]] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
+        times: dict[str, dict[str, list[float]]] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
         return times
 
 
@@ -279,9 +283,19 @@ def title(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def predicted(plan: Plan, profile: Profile, cluster: Cluster) -> Record:
-    """What the simulator says."""
-    return simulate(make_schedule(plan), profile, cluster, detail=False)
+class Prediction:
+    """What the simulator says of a plan: at the speed of the profile, and at that of each round."""
+
+    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, drifts: Sequence[float]) -> None:
+        schedule = make_schedule(plan)
+
+        def at(drift: float) -> float:
+            later = replace(cluster, core_s_per_byte=cluster.core_s_per_byte * drift)
+            return simulate(schedule, slowed(profile, drift), later, detail=False).median_step_s
+
+        self.plan, self.drifts = plan, drifts
+        self.profiled_s = at(1.0)
+        self.round_s = tuple(map(at, drifts))
 
 
 def limit(case: RehearsalCase) -> dict[str, str]:
@@ -290,8 +304,20 @@ def limit(case: RehearsalCase) -> dict[str, str]:
 
 
 def pass_over(profile: Profile, cluster: Cluster) -> dict[str, Any]:
-    """A pass over the model between the turns, on the hosts that made the profile."""
-    return {"kind": "pass", "name": PASS, "hosts": busy_together(cluster), "rows": profile.batch_sizes[PASS_SIZE]}
+    """Passes over the model between the turns, on the hosts that made the profile: with how many rows, how often."""
+    rows = pass_rows(profile, PASS_S)
+    times = max(1, round(PASS_S / profile.model_s[profile.batch_sizes.index(rows)]))
+    return {"hosts": busy_together(cluster), "rows": rows, "times": times}
+
+
+def drifts_of(
+    pass_s: Mapping[str, Sequence[float]], passes: Mapping[str, Any] | None, profile: Profile
+) -> dict[str, list[float]]:
+    """For each plan, round by round, how many times as long as in the profile a pass took around its turn."""
+    if passes is None:
+        return {}
+    usual_s = profile.model_s[profile.batch_sizes.index(passes["rows"])]
+    return {name: [seconds / usual_s for seconds in rounds] for name, rounds in pass_s.items()}
 
 
 def slowed(profile: Profile, drift: float) -> Profile:
@@ -340,25 +366,24 @@ def pipelines(
 
 
 def make_result(
-    case: RehearsalCase, cluster: Cluster, records: Mapping[str, Record], plans: Mapping[str, Plan],
-    chosen: Sequence[str], times: Mapping[str, Sequence[float]], drift: float, seconds: float,
+    case: RehearsalCase, cluster: Cluster, predictions: Mapping[str, Prediction], chosen: Sequence[str],
+    times: Mapping[str, Sequence[float]], seconds: float,
 ) -> CaseResult:  # fmt: skip
     """What a case came to."""
-    entries = tuple(
-        Entry(
-            name=name,
-            step_s=tuple(values),
-            predicted_s=records[name].median_step_s if name in records else None,
-            is_chosen=name in chosen,
-            is_exact=name not in plans or plans[name].is_synchronous,
-        )
-        for name, values in times.items()
-    )
+    entries = []
+    for name, values in times.items():
+        told = predictions.get(name)
+        entry = Entry(name=name, step_s=tuple(values), is_chosen=name in chosen)
+        if told is not None:
+            is_exact = told.plan.is_synchronous
+            entry = replace(entry, predicted_s=told.round_s, profiled_s=told.profiled_s, is_exact=is_exact)
+        entries.append(entry)
     shares = [host.cpu_share for host in cluster.hosts]
     used = sum(share for share in shares if share is not None) if all(shares) else num_cores(cluster)
     return CaseResult(
-        case=case.name, batch=case.batch, entries=entries, seconds=seconds, rounds=len(next(iter(times.values()))),
-        core_share=used / num_cores(cluster) if case.slices is None else 1.0, drift=drift,
+        case=case.name, batch=case.batch, entries=tuple(entries), seconds=seconds,
+        rounds=len(next(iter(times.values()))), core_share=used / num_cores(cluster) if case.slices is None else 1.0,
+        drift=median(drift for told in predictions.values() for drift in told.drifts),
     )  # fmt: skip
 
 

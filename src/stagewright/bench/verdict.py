@@ -27,8 +27,10 @@ class Entry:
 
     name: str
     step_s: tuple[float, ...] = Field(min_length=1)
-    predicted_s: float | None = None
-    """None for peers, which are not predicted."""
+    predicted_s: tuple[float, ...] = ()
+    """Round by round, for the speed that the machine had then; none for peers, which are not predicted."""
+    profiled_s: float | None = None
+    """What is predicted for the speed that the machine had when it was profiled."""
     is_chosen: bool = False
     """Whether it is the planner's own plan."""
     is_exact: bool = True
@@ -36,7 +38,7 @@ class Entry:
     @property
     def is_ours(self) -> bool:
         """Whether it is one of our plans."""
-        return self.predicted_s is not None
+        return bool(self.predicted_s)
 
     @property
     def median_s(self) -> float:
@@ -45,8 +47,17 @@ class Entry:
 
     @property
     def error(self) -> float | None:
-        """The prediction against the measurement, as a share of it."""
-        return None if self.predicted_s is None else self.predicted_s / self.median_s - 1
+        """The prediction against the measurement, as a share of it: the median of the rounds."""
+        if not self.predicted_s:
+            return None
+        return median(predicted / step for predicted, step in zip(self.predicted_s, self.step_s)) - 1
+
+    @property
+    def steady_s(self) -> float:
+        """The step of a plan as it would be at one speed of the machine, so that plans compare."""
+        if self.profiled_s is None or self.error is None:
+            return self.median_s
+        return self.profiled_s / (1 + self.error)
 
 
 @noun(error=RecordError)
@@ -81,10 +92,10 @@ class CaseResult(Saved):
         return min(entry.median_s for entry in self.entries if not entry.is_ours and entry.name != ALONE)
 
     def lead(self, is_exact: bool) -> float | None:
-        """The planner's choice against the best measured plan of its kind: 1 is the best itself."""
+        """The planner's choice against the best measured plan of its kind, at one speed: 1 is the best itself."""
         own = [entry for entry in self.entries if entry.is_ours and entry.is_exact == is_exact]
-        chosen = [entry.median_s for entry in own if entry.is_chosen]
-        return min(entry.median_s for entry in own) / chosen[0] if chosen else None
+        chosen = [entry.steady_s for entry in own if entry.is_chosen]
+        return min(entry.steady_s for entry in own) / chosen[0] if chosen else None
 
 
 def rows(result: CaseResult) -> Iterator[str]:
@@ -92,7 +103,7 @@ def rows(result: CaseResult) -> Iterator[str]:
     ddp = result.named(DDP).median_s
     for entry in sorted(result.entries, key=lambda entry: entry.median_s):
         step = entry.median_s
-        predicted = "" if entry.predicted_s is None else f"{result.batch / entry.predicted_s:,.1f}"
+        predicted = f"{result.batch / median(entry.predicted_s):,.1f}" if entry.predicted_s else ""
         error = "" if entry.error is None else f"{entry.error:+.1%}".replace("-", "−").replace("%", " %")
         name = f"**{entry.name}**" if entry.is_chosen else entry.name
         cells = (
@@ -129,8 +140,8 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     yield f"Against the best peer: never below {best_against_peers(worst):.2f} ({worst.case})."
     drifts = [result.drift for result in results]
     yield (
-        f"Between the turns a pass over the model took {min(drifts):.2f} to {max(drifts):.2f} times as long as in the "
-        "profile; predictions are for that speed."
+        f"Around the turns of plans a pass over the model took {min(drifts):.2f} to {max(drifts):.2f} times as long as "
+        "in the profile (medians of the cases); each round's prediction is for the speed that it had."
     )
     yield f"{sum(result.seconds for result in results) / 60:.0f} minutes in all."
 

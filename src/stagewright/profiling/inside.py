@@ -20,16 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagewright.models import build_model
+from stagewright.models import Layered, build_model
+from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.links import bounce, bounce_pairs
-from stagewright.profiling.measured import make_profile
+from stagewright.profiling.measured import make_profile, time_model
 
 ALL_PAIRS = 4
 """Up to so many hosts every pair is measured; beyond, each host and the two after it."""
 LARGE_S = 0.15
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
+CROWD_ROUNDS = 7
+CROWD_S = 0.5
+"""About how long a pass over the model is that tells what taking turns costs."""
 
 
 def chosen_pairs(num_hosts: int) -> list[tuple[int, int]]:
@@ -69,19 +73,44 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
         found["pairs"] = bounce_pairs(rank, chosen_pairs(size), num_bytes)
         found["core_s_per_byte"] = core_s_per_byte(rank, size, num_bytes)
     dist.barrier()
-    if asked["batch_sizes"] and rank in asked["profiles"]:
+    if not asked["batch_sizes"]:
+        return found
+    model = build_model(asked["model"], device=asked["device"], **asked["options"])
+    if rank in asked["profiles"]:
         started = perf_counter()
-        profile_here(folder, asked, rank)
+        profile_here(folder, asked, rank, model)
         found["seconds"] = perf_counter() - started
     dist.barrier()
+    if len(asked["profiles"]) < size:
+        found["turns"] = take_turns(folder, asked, rank, model)
     return found
 
 
-def profile_here(folder: Path, asked: Mapping[str, Any], rank: int) -> None:
+def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> None:
     """Profiles the model while the other hosts of the list do the same, so that all see full cores."""
-    model = build_model(asked["model"], device=asked["device"], **asked["options"])
     profile = make_profile(model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"])
     profile.save(folder / f"inside-{rank}.profile.json")
+
+
+def take_turns(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> list[tuple[float, float]]:
+    """Seconds of a pass over the model by the hosts that profile, 0 for others, and by all hosts, round by round."""
+    known = Profile.load(folder / f"inside-{asked['profiles'][0]}.profile.json")
+    rows = pass_rows(known, CROWD_S)
+    found = []
+    for number in range(1 + CROWD_ROUNDS):
+        few_s = time_model(model, rows) if rank in asked["profiles"] else 0.0
+        dist.barrier()
+        all_s = time_model(model, rows)
+        dist.barrier()
+        if number:  # the first time takes memory
+            found.append((few_s, all_s))
+    return found
+
+
+def pass_rows(profile: Profile, seconds: float) -> int:
+    """The largest of a profile's batch sizes with which a pass over the model takes no longer, or the smallest."""
+    fitting = [rows for rows, spent in zip(profile.batch_sizes, profile.model_s) if spent <= seconds]
+    return max(fitting, default=profile.batch_sizes[0])
 
 
 def middle(values: Sequence[float]) -> float:

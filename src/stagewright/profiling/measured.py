@@ -102,17 +102,16 @@ def make_profile(
     device = model.sample[0].device
     facts = find_facts(pieces)
     total, done = len(batch_sizes) * (WARM_UP + repeats), 0
-    timings = []
+    timings = [Timing([], [], []) for _ in batch_sizes]
     with undisturbed(pieces):
-        for rows in batch_sizes:
-            timing = Timing([], [], [])
-            for number in range(WARM_UP + repeats):
+        for number in range(WARM_UP + repeats):
+            # All sizes in every round: a machine that is slow for a while is so for all of them.
+            for rows, timing in zip(batch_sizes, timings):
                 kept = timing if number >= WARM_UP else Timing([], [], [])
                 time_once(pieces, whole, rows, device, kept)
                 done += 1
                 if progress is not None:
                     progress(done, total)
-            timings.append(timing)
         optimizer_s = time_optimizer(model, device, repeats)
     forward = [[_middle(t.forward, unit) for t in timings] for unit in range(len(facts))]
     backward = [[_middle(t.backward, unit) for t in timings] for unit in range(len(facts))]

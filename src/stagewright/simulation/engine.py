@@ -101,7 +101,8 @@ class Engine:
         self.workers = [Worker(number, *lists) for number, lists in enumerate(zip(program.orders, program.ops))]
         self.moved: list[PlainMoved] = []
         self.reductions: list[Reduced] = []
-        self.network = network = Network(program.costs.wires.rates, self.at)
+        wires = program.costs.wires
+        self.network = network = Network(wires.rates, self.at, wires.cores.crowding)
         # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
         self.missing: dict[int, int] = {}
         self.landing: dict[int, tuple[float, int]] = {}
