@@ -135,7 +135,7 @@ def compare_dp(world: World) -> None:
         data = rows((3, size, size), 1000, batch)
         model = build_model(name, image_size=size)
         contenders = {
-            "DDP": data_parallel(model, Rows((data[0],), data[1]), world),
+            "DDP": data_parallel(build_model(name, image_size=size), Rows((data[0],), data[1]), world),
             "ours": ours(model, world, [(0, model.num_layers)], world.size, data, 1),
         }
         show(f"dp, {name}, {world.size} workers", take_turns(contenders, 3, world), world)
@@ -146,11 +146,11 @@ def compare_pipeline(world: World) -> None:
     batch, microbatches = 512, 8
     data = rows((1024,), 1024, batch)
     sample = (data[0][:2],)
-    model = make_layered(Tower(), sample, loss=cross_entropy_sum(), targets=(data[1][:2],))
+    model, other = (make_layered(Tower(), sample, loss=cross_entropy_sum(), targets=(data[1][:2],)) for _ in range(2))
     count, inner = world.size, model.num_layers - 1
     edges = [inner * number // count for number in range(count)] + [model.num_layers]
     contenders = {
-        "Schedule1F1B": pipelining(model, Rows((data[0],), data[1]), world, edges[1:-1], microbatches),
+        "Schedule1F1B": pipelining(other, Rows((data[0],), data[1]), world, edges[1:-1], microbatches),
         "ours": ours(model, world, list(zip(edges, edges[1:])), 1, data, microbatches),
     }
     show(f"1f1b, {count} even stages, 8 microbatches", take_turns(contenders, 4, world), world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import torch
 
 from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
-from stagewright.bench.contest import Contest, Ours, fastest, in_groups, steps_for
+from stagewright.bench.contest import Contest, Ours, fastest, steps_for
+from stagewright.bench.memory import free_memory, in_groups
 from stagewright.bench.rehearsed import (
     Prediction,
     RehearsalCase,
@@ -110,8 +112,8 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
         {"kind": "pipelining", "name": "1F1B of 4", "family": "1F1B", "cuts": [2], "microbatches": 4},
     ]
     spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 2, "turn_s": 0.05, "cores": 1}
-    passes = {"hosts": [0], "rows": 4, "times": 1}
-    (tmp_path / "contest.json").write_text(json.dumps({**spec, "contenders": contenders, "pass": passes}))
+    groups = {"groups": [{"contenders": contenders, "passes": True}], "pass": {"hosts": [0], "rows": 4, "times": 1}}
+    (tmp_path / "contest.json").write_text(json.dumps({**spec, **groups}))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     module = ["-m", "stagewright.bench.contest", str(tmp_path)]
@@ -126,11 +128,24 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     assert all(len(values) == 2 and min(values) > 0 for kind in times.values() for values in kind.values())
 
 
-def test_plans_and_peers_of_many_workers_are_not_in_memory_at_once() -> None:
-    told = [{"kind": kind} for kind in ("alone", "plan", "plan", "ddp", "pipelining")]
-    assert in_groups(told, "cpu", 4) == [told]
-    assert in_groups(told, "cpu", 8) == [told[:3], told[3:]]
-    assert in_groups(told, "cuda", 8) == [[each] for each in told]
+def test_as_many_contenders_are_in_memory_as_fit() -> None:
+    """Two hosts and a model of 1 GB: passes take 4 GB, the plan 3, DDP 6, the single process its own 3."""
+    plan = two_workers()
+    profile = replace(chain_profile(plan), layers=tuple(
+        replace(layer, parameter_bytes=int(1e9 / len(chain_profile(plan).layers)))
+        for layer in chain_profile(plan).layers
+    ))  # fmt: skip
+    told = [{"kind": "alone"}, {"kind": "plan", "plan": plan.to_dict()}, {"kind": "ddp"}]
+
+    def split(free_bytes: float) -> list[tuple[int, bool]]:
+        made = in_groups(told, profile, 2, free_bytes)
+        return [(len(group["contenders"]), group["passes"]) for group in made]
+
+    assert split(math.inf) == [(3, True)]
+    assert split(16e9) == [(2, True), (1, True)]
+    assert split(13e9) == [(2, True), (1, False)]
+    assert split(1e9) == [(1, False)] * 3
+    assert free_memory() > 0
 
 
 def test_no_plan_of_a_contest_leaves_its_hooks_on_anothers_layers(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ All train the same model on the same rows with the same optimizer.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -89,15 +88,15 @@ def plain_loop(module: nn.Module, rows: Rows) -> Step:
 
 
 def data_parallel(model: Layered, rows: Rows, world: World) -> Step:
-    """torch DDP over all workers; it listens to its parameters' gradients, so they are its own."""
-    own = copy.deepcopy(model.model).to(world.device)
+    """torch DDP over all workers; it listens to its parameters' gradients, so the model is its own from here on."""
+    own = model.model.to(world.device)
     module = nn.parallel.DistributedDataParallel(own, process_group=world.everyone, gradient_as_bucket_view=True)
     return plain_loop(module, rows.part(world.worker, world.size))
 
 
 def each_alone(model: Layered, rows: Rows, world: World) -> Step:
     """The ordinary loop of each worker on its own rows, and not a word between them: what their devices could do."""
-    return plain_loop(copy.deepcopy(model.model).to(world.device), rows.part(world.worker, world.size))
+    return plain_loop(model.model.to(world.device), rows.part(world.worker, world.size))
 
 
 class OneTensor(nn.Module):
@@ -121,7 +120,7 @@ def pipelining(model: Layered, rows: Rows, world: World, cuts: Sequence[int], nu
     replicas = world.size // num_stages
     stage, replica = divmod(world.worker, replicas)
     layers = model.stage(edges[stage], edges[stage + 1])
-    own = OneTensor(copy.deepcopy(layers))
+    own = OneTensor(layers)
     module, group = grouped(own, world, num_stages, replicas)
     pipe = PipelineStage(module, stage, num_stages, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(pipe, num_microbatches, loss_fn=mean_loss)

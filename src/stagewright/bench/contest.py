@@ -48,8 +48,6 @@ from stagewright.scheduling import make_schedule
 
 ALONE = "single"
 """The contender that runs outside of the hosts."""
-TOGETHER = 4
-"""With more workers than this, our plans and the peers are not in memory at once."""
 PASS_S = 1.0
 """About how long the hosts pass over the model between turns."""
 DRAIN = 3
@@ -68,15 +66,14 @@ class Contest:
 
     folder: Path
     spec: Spec
-    model: Layered = field(init=False)
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = self.new_model()
-        self.rows = make_rows(self.model, self.spec["batch"]).to(torch.device(self.device))
+        shapes = build_model(self.spec["model"], device="meta", **self.spec["options"])
+        self.rows = make_rows(shapes, self.spec["batch"]).to(torch.device(self.device))
 
     def new_model(self) -> Layered:
-        """The model once more: workers put hooks on its layers, and where there are others' they can no longer fold."""
+        """The model, each time anew: contenders put hooks on its layers, and where others' are they can not fold."""
         return build_model(self.spec["model"], **self.spec["options"])
 
     @property
@@ -202,13 +199,13 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
     if told["kind"] == "plan":
         return Ours(Plan.from_dict(told["plan"]), contest, world)
     if told["kind"] == "each alone":
-        return Clocked(each_alone(contest.model, contest.rows, world))
+        return Clocked(each_alone(contest.new_model(), contest.rows, world))
     if told["kind"] == "ddp":
-        return Clocked(data_parallel(contest.model, contest.rows, world))
+        return Clocked(data_parallel(contest.new_model(), contest.rows, world))
     if told["kind"] == "pipelining":
-        return Clocked(pipelining(contest.model, contest.rows, world, told["cuts"], told["microbatches"]))
+        return Clocked(pipelining(contest.new_model(), contest.rows, world, told["cuts"], told["microbatches"]))
     if told["kind"] == "deepspeed":
-        return Clocked(deepspeed_pipeline(contest.model, contest.rows, world, told["cuts"], told["microbatches"]))
+        return Clocked(deepspeed_pipeline(contest.new_model(), contest.rows, world, told["cuts"], told["microbatches"]))
     return Outside(contest.folder)
 
 
@@ -228,8 +225,8 @@ def run_worker(contest: Contest) -> None:
     """Takes part in all rounds; worker 0 writes the times down after each."""
     with open_world(Settings(device=contest.device, timeout_s=PATIENCE_S)) as world:
         times = Times()
-        for group in in_groups(contest.spec["contenders"], contest.device, world.size):
-            take_turns(group, contest, world, times)
+        for group in contest.spec["groups"]:
+            take_turns(group["contenders"], contest, world, times, passes=group["passes"])
             gc.collect()
             torch.cuda.empty_cache()
         if world.worker == 0:
@@ -237,35 +234,21 @@ def run_worker(contest: Contest) -> None:
         wait(world)
 
 
-def in_groups(told: Sequence[Spec], device: str, num_workers: int) -> list[list[Spec]]:
-    """The contenders that are in memory together.
-
-    A card has not the memory for all of them, and keeps its speed: there they come one after the other. Nor has a
-    machine with many workers, but there plans and the single process take turns, then the peers.
-    """
-    if device == "cuda":
-        return [[each] for each in told]
-    if num_workers <= TOGETHER:
-        return [list(told)]
-    ours = [each for each in told if each["kind"] in ("alone", "plan")]
-    return [ours, [each for each in told if each not in ours]]
-
-
-def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Times) -> None:
+def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Times, *, passes: bool) -> None:
     """Adds the seconds a step of some contenders, round by round."""
     contenders, first = warmed_up_ones(told, contest, world)
     steps = {name: steps_for(first[name], contest.spec["turn_s"]) for name in contenders}
-    passes = Pass(contest.spec["pass"], contest.model) if contest.spec.get("pass") else None
+    sensor = Pass(contest.spec["pass"], contest.new_model()) if passes else None
     for _ in range(contest.spec["rounds"]):
         before = None
         for name, each in contenders.items():
-            if passes is not None and isinstance(each, Ours) and before is None:
-                before = passes.turn(world)
+            if sensor is not None and isinstance(each, Ours) and before is None:
+                before = sensor.turn(world)
             times.step_s.setdefault(name, []).append(each.turn(steps[name], world))
-            if passes is None or not isinstance(each, Ours) or before is None:
+            if sensor is None or not isinstance(each, Ours) or before is None:
                 before = None
                 continue
-            after = passes.turn(world)
+            after = sensor.turn(world)
             times.pass_s.setdefault(name, []).append((before + after) / 2)
             before = after
         if world.worker == 0:
@@ -329,7 +312,7 @@ def steps_for(seconds: float, turn_s: float) -> int:
 def run_alone(contest: Contest) -> None:
     """Takes the turns of the single process until the contest is over."""
     torch.set_num_threads(contest.spec["cores"])
-    step, number = plain_loop(contest.model.model, contest.rows), 0
+    step, number = plain_loop(contest.new_model().model, contest.rows), 0
     while not (contest.folder / "over.json").exists():
         asked = contest.folder / f"asked-{number}.json"
         if not asked.exists():

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from stagewright.bench.baselines import has_deepspeed
 from stagewright.bench.contest import ALONE, PASS_S
+from stagewright.bench.memory import free_memory, in_groups
 from stagewright.bench.verdict import DDP, CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, DeviceId, count, find_cluster
 from stagewright.cost import Costs
@@ -149,11 +150,13 @@ class Bench:
             profile, cluster = self.measured(case, hosts, folder)
             plans, chosen = candidates(case, profile, cluster)
             passes = pass_over(profile, cluster) if case.slices is None else None
-            times = self.contest(case, hosts, plans, peers(case, profile, cluster), passes, folder)
+            ours = [{"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()]
+            all_told = [limit(case), *ours, *peers(case, profile, cluster)]
+            times = self.contest(case, hosts, groups(case, all_told, profile), passes, folder)
         drifts = drifts_of(times["pass_s"], passes, profile)
+        usual = [median(drift for rounds in drifts.values() for drift in rounds) if drifts else 1.0] * self.rounds
         predictions = {
-            name: Prediction(plan, profile, cluster, drifts.get(name, [1.0] * self.rounds))
-            for name, plan in plans.items()
+            name: Prediction(plan, profile, cluster, drifts.get(name, usual)) for name, plan in plans.items()
         }
         result = make_result(case, cluster, predictions, chosen, times["step_s"], perf_counter() - started)
         result.save(done)
@@ -182,18 +185,15 @@ class Bench:
         self,
         case: RehearsalCase,
         hosts: Hosts,
-        plans: Mapping[str, Plan],
-        others: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
         passes: Mapping[str, Any] | None,
         folder: Path,
     ) -> dict[str, dict[str, list[float]]]:
         """Each contender's seconds a step, and those of the passes around it, round by round."""
         cores = num_cores(case.hosts())
-        ours = [{"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()]
         spec = {
             "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
-            "turn_s": TURN_S, "cores": cores, "contenders": [limit(case), *ours, *others], "device": case.device,
-            "pass": passes,
+            "turn_s": TURN_S, "cores": cores, "groups": groups, "device": case.device, "pass": passes,
         }  # fmt: skip
         (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
         command = ["-m", "stagewright.bench.contest", str(folder)]
@@ -301,6 +301,13 @@ class Prediction:
 def limit(case: RehearsalCase) -> dict[str, str]:
     """What nobody can beat: one process with all cores, or each slice of a card alone with its rows."""
     return {"kind": "alone" if case.slices is None else "each alone", "name": ALONE}
+
+
+def groups(case: RehearsalCase, told: Sequence[Mapping[str, Any]], profile: Profile) -> list[dict[str, Any]]:
+    """Who is in memory at once; a card has not the memory for two, and keeps its speed without anyone looking."""
+    if case.slices is not None:
+        return [{"contenders": [each], "passes": False} for each in told]
+    return list(in_groups(told, profile, len(case.hosts().hosts), free_memory()))
 
 
 def pass_over(profile: Profile, cluster: Cluster) -> dict[str, Any]:

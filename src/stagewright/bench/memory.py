@@ -1,0 +1,72 @@
+"""Which contenders of a comparison are in memory at once: as many as fit, in their order.
+
+passes, plan, plan, data parallel │ DDP, pipelining, pipelining        two groups, one after the other
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stagewright.plan import Plan
+from stagewright.profile import Profile
+
+Told = Mapping[str, Any]
+"""A contender as contest.json has it."""
+
+FRAMEWORK_BYTES = 350e6
+"""What a process has in memory before it has a model."""
+USED_SHARE = 0.9
+"""The share of a machine's free memory that a comparison takes."""
+COPIES = 3
+"""Of each weight: itself, its gradient and its momentum."""
+
+
+def in_groups(
+    contenders: Sequence[Told], profile: Profile, num_hosts: int, free_bytes: float
+) -> Iterator[dict[str, Any]]:
+    """The groups, each with its contenders and whether there is room for passes over the model between them.
+
+    Passes need a model and its gradients on every host. Whoever finds no room beside them goes without, and whoever
+    is too large for any group is one by itself.
+    """
+    model_bytes = sum(layer.parameter_bytes for layer in profile.layers)
+    left = USED_SHARE * free_bytes - FRAMEWORK_BYTES * (num_hosts + 1) - COPIES * model_bytes
+    group: list[Told] = []
+    passes, held = True, 2.0 * num_hosts * model_bytes
+    for told in contenders:
+        own = held_bytes(told, profile, num_hosts)
+        if group and held + own > left:
+            yield {"contenders": group, "passes": passes}
+            group, passes, held = [], True, 2.0 * num_hosts * model_bytes
+        if not group and held + own > left:
+            passes, held = False, 0.0
+        group.append(told)
+        held += own
+    if group:
+        yield {"contenders": group, "passes": passes}
+
+
+def held_bytes(told: Told, profile: Profile, num_hosts: int) -> float:
+    """What a contender keeps on all hosts together; the single process is counted elsewhere."""
+    parameters = {layer.name: layer.parameter_bytes for layer in profile.layers}
+    if told["kind"] == "alone":
+        return 0.0
+    if told["kind"] == "plan":
+        return sum(
+            len(stage.devices) * (COPIES - 1 + stage.versions) * sum(parameters[name] for name in stage.layers)
+            for stage in Plan.from_dict(told["plan"]).stages
+        )
+    num_stages = 1 + len(told.get("cuts", ()))
+    return COPIES * num_hosts / num_stages * sum(parameters.values())
+
+
+def free_memory() -> float:
+    """Bytes that this machine can give out, as Linux counts them; no limit where it is not told."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    except OSError:
+        found = None
+    return int(found[1]) * 1024.0 if found else float("inf")
