@@ -11,6 +11,7 @@ round, and for each plan those of the passes over the model around its turns, wh
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import sys
@@ -52,10 +53,12 @@ PASS_S = 1.0
 """About how long the hosts pass over the model between turns."""
 DRAIN = 3
 """Steps more of a run without a flush: those in which it fills and drains are left out."""
-LONG_STEP_S = 5.0
+LONG_STEP_S = 3.0
 """A step that takes longer is not spoilt by what its first run does once."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
+CARD_PATIENCE_S = 120.0
+"""How long one contender on a card may take: NCCL between workers that share one can hang, and the rest shall count."""
 
 Spec = Mapping[str, Any]
 
@@ -226,7 +229,10 @@ def run_worker(contest: Contest) -> None:
     with open_world(Settings(device=contest.device, timeout_s=PATIENCE_S)) as world:
         times = Times()
         for group in contest.spec["groups"]:
+            if contest.device == "cuda":
+                faulthandler.dump_traceback_later(CARD_PATIENCE_S, exit=True)
             take_turns(group["contenders"], contest, world, times, passes=group["passes"])
+            faulthandler.cancel_dump_traceback_later()
             gc.collect()
             torch.cuda.empty_cache()
         if world.worker == 0:

@@ -39,14 +39,19 @@ def in_groups(
     for told in contenders:
         own = held_bytes(told, profile, num_hosts)
         if group and held + own > left:
-            yield {"contenders": group, "passes": passes}
+            yield made(group, passes)
             group, passes, held = [], True, 2.0 * num_hosts * model_bytes
         if not group and held + own > left:
             passes, held = False, 0.0
         group.append(told)
         held += own
     if group:
-        yield {"contenders": group, "passes": passes}
+        yield made(group, passes)
+
+
+def made(contenders: list[Told], has_room: bool) -> dict[str, Any]:
+    """A group; passes stand around plans alone."""
+    return {"contenders": contenders, "passes": has_room and any(each["kind"] == "plan" for each in contenders)}
 
 
 def held_bytes(told: Told, profile: Profile, num_hosts: int) -> float:

@@ -87,9 +87,16 @@ class CaseResult(Saved):
         return self.named(ALONE).median_s / self.core_share
 
     @property
-    def peer_s(self) -> float:
-        """The fastest peer's step; the single process is no peer but the limit."""
-        return min(entry.median_s for entry in self.entries if not entry.is_ours and entry.name != ALONE)
+    def peer_s(self) -> float | None:
+        """The fastest peer's step, None where none came through; the single process is no peer but the limit."""
+        return min(
+            (entry.median_s for entry in self.entries if not entry.is_ours and entry.name != ALONE), default=None
+        )
+
+    @property
+    def ddp_s(self) -> float | None:
+        """DDP's step, None where it did not come through."""
+        return next((entry.median_s for entry in self.entries if entry.name == DDP), None)
 
     def lead(self, is_exact: bool) -> float | None:
         """The planner's choice against the best measured plan of its kind, at one speed: 1 is the best itself."""
@@ -100,17 +107,21 @@ class CaseResult(Saved):
 
 def rows(result: CaseResult) -> Iterator[str]:
     """The lines of one case, the fastest first."""
-    ddp = result.named(DDP).median_s
     for entry in sorted(result.entries, key=lambda entry: entry.median_s):
         step = entry.median_s
         predicted = f"{result.batch / median(entry.predicted_s):,.1f}" if entry.predicted_s else ""
         error = "" if entry.error is None else f"{entry.error:+.1%}".replace("-", "−").replace("%", " %")
         name = f"**{entry.name}**" if entry.is_chosen else entry.name
         cells = (
-            result.case, name, predicted, f"{result.batch / step:,.1f}", error, f"{ddp / step:.2f}",
-            f"{result.peer_s / step:.2f}", f"{result.limit_s / step:.0%}".replace("%", " %"),
+            result.case, name, predicted, f"{result.batch / step:,.1f}", error, against(result.ddp_s, step),
+            against(result.peer_s, step), f"{result.limit_s / step:.0%}".replace("%", " %"),
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
+
+
+def against(other_s: float | None, step_s: float) -> str:
+    """Another's step over one, or a dash where the other hung."""
+    return "–" if other_s is None else f"{other_s / step_s:.2f}"
 
 
 def table(results: Sequence[CaseResult]) -> str:
@@ -136,8 +147,10 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     yield f"Predicted steps are {mean(errors):.1%} off on average and {max(errors):.1%} at most ({len(errors)} plans)."
     leads = [lead for result in results for exact in (True, False) if (lead := result.lead(exact)) is not None]
     yield f"The planner's choice reaches {min(leads):.0%} or more of the best measured plan of its kind in every case."
-    worst = min(results, key=lambda each: best_against_peers(each))
-    yield f"Against the best peer: never below {best_against_peers(worst):.2f} ({worst.case})."
+    stands = [(stand, each.case) for each in results if (stand := best_against_peers(each)) is not None]
+    if stands:
+        yield f"Against the best peer: never below {min(stands)[0]:.2f} ({min(stands)[1]})."
+    yield from (f"No peer came through in {each.case}: it hung." for each in results if each.peer_s is None)
     drifts = [result.drift for result in results]
     yield (
         f"Around the turns of plans a pass over the model took {min(drifts):.2f} to {max(drifts):.2f} times as long as "
@@ -146,10 +159,10 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     yield f"{sum(result.seconds for result in results) / 60:.0f} minutes in all."
 
 
-def best_against_peers(result: CaseResult) -> float:
+def best_against_peers(result: CaseResult) -> float | None:
     """How the planner's exact choice stands to the fastest peer."""
     chosen = [entry.median_s for entry in result.entries if entry.is_chosen and entry.is_exact]
-    return result.peer_s / min(chosen)
+    return None if result.peer_s is None else result.peer_s / min(chosen)
 
 
 def section(results: Sequence[CaseResult], command: str) -> str:

@@ -151,6 +151,12 @@ def search_quickly(problem: Problem, leaders: Leaders) -> None:
         improve(_candidate(entry), problem.estimator, problem.cuts, problem.settings(), leaders)
     for entry in leaders.found[:NUM_SLID]:
         slide(_candidate(entry), entry[2], problem.cuts, leaders)
+    for entry in leaders.found[:NUM_SLID]:
+        # A cut and a number of microbatches may be better together, though neither is alone.
+        here = _candidate(entry)
+        for setting in problem.settings():
+            if setting != here.setting and setting.staleness == here.setting.staleness:
+                slide(here._replace(setting=setting), problem.estimator(setting), cuts, leaders)
 
 
 def _pipedream_starts(problem: Problem) -> list[Candidate]:
