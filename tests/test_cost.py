@@ -14,15 +14,14 @@ from stagewright.cost import (
     COPY_SHARE,
     Costs,
     Handled,
-    Wires,
     crossing_bytes,
     crossings,
     handled_by_each,
     interpolate,
     num_buckets,
-    ring_s,
 )
 from stagewright.profile import LayerProfile
+from stagewright.wires import Wires, ring_s
 from tests.simulation.cases import even_profile, layer, profile, star
 
 

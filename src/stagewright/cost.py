@@ -1,4 +1,4 @@
-"""Profile × cluster → seconds and bytes: the only formulas of the project.
+"""Profile × cluster → seconds and bytes: the only formulas of the project, those of wires and cores in `wires`.
 
 The planner's bounds, the simulator's durations and the reports' limits all come from here. docs/cost-model.md
 explains each of them. `Costs` answers for any run of layers from sums that are made once:
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar
@@ -21,6 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from stagewright.cluster import Cluster, Device, DeviceId
 from stagewright.plan import Plan, Policy, Route
 from stagewright.profile import LayerProfile, Profile
+from stagewright.wires import Wires
 
 BUCKET_BYTES = 16 << 20
 """Gradients are reduced in pieces of at most about this size, so that the first can start while backward still runs."""
@@ -44,9 +44,6 @@ ADD_SHARE = 0.6
 
 KEPT_SHARE = 0.5
 """Of a linear layer's weights, what the rows that it keeps for later weight gradients may take beside them."""
-
-MAX_TWO_OPT = 16
-"""Rings of more devices on one host are not improved: the search is cubic."""
 
 Number = TypeVar("Number", int, float)
 
@@ -164,247 +161,6 @@ class StageBytes(NamedTuple):
     def total(self) -> int:
         """All of it."""
         return sum(self)
-
-
-# ── wires ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def ring_s(num_bytes: float, num_replicas: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
-    """A ring all-reduce: 2 (n − 1) / n of the bytes over the slowest link, in 2 (n − 1) rounds.
-
-    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, eq. 3.
-    """
-    if num_replicas < 2:
-        return 0.0
-    rounds = 2 * (num_replicas - 1)
-    return rounds / num_replicas * num_bytes / bytes_per_s + rounds * latency_s
-
-
-class Collective(NamedTuple):
-    """How an all-reduce loads the wires: `passes` times its bytes over each of `loads`.
-
-    A load is (directed link, how many of the collective's edges cross it); the edges of one link share its rate.
-    """
-
-    kind: str
-    passes: float
-    loads: tuple[tuple[int, int], ...]
-    bytes_per_s: float
-    """What one edge gets when the collective has the wires to itself."""
-    latency_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        """How long it takes when it has the wires to itself."""
-        return self.passes * num_bytes / self.bytes_per_s + self.latency_s
-
-
-class Cores:
-    """CPU cores that hosts share, as links: a byte on them is the work that moving a byte costs at one end.
-
-    Where one machine emulates several hosts, what they compute and what they send use the same cores. Work of one
-    core-second is 1 / `core_s_per_byte` such bytes, so that cores are shared out as wires are:
-
-        host 0, 0.25 cores ──┐                 a transfer 0 → 1 loads both hosts' links once, the machine's twice;
-        host 1, 0.25 cores ──┴── machine, 2    a device that computes loads its host's and the machine's once
-    """
-
-    UNIT_S = 1e-9
-    """A byte's work where transfers cost no core anything."""
-
-    def __init__(self, cluster: Cluster, first: int) -> None:
-        self.unit_s = cluster.core_s_per_byte or self.UNIT_S
-        self.moving = int(cluster.core_s_per_byte > 0)
-        shares = [host.cpu_share for host in cluster.hosts] if cluster.cores is not None else []
-        limited = [host for host, share in enumerate(shares) if share is not None]
-        self.of_host = {host: first + number for number, host in enumerate(limited)}
-        self.of_all = first + len(limited) if cluster.cores is not None else None
-        self.rates = tuple((shares[host] or 0.0) / self.unit_s for host in limited)
-        self.rates += () if cluster.cores is None else (cluster.cores / self.unit_s,)
-        self.crowding = {self.of_all: cluster.crowding} if self.of_all is not None and cluster.crowding > 1 else {}
-        """By link how many times as much work it has where twice as much is wanted as it can do."""
-        self.cluster = cluster
-
-    def wanted(self, id: DeviceId) -> float:
-        """How many cores a device keeps busy when nobody else wants them."""
-        return min(self.cluster.device(id).cores, self.cluster.hosts[id.host].cpu_share or math.inf)
-
-    def computing(self, id: DeviceId) -> tuple[tuple[int, int], ...]:
-        """What a device that computes loads."""
-        own = ((self.of_host[id.host], 1),) if id.host in self.of_host else ()
-        return own if self.of_all is None else (*own, (self.of_all, 1))
-
-    def transfer(self, source: DeviceId, target: DeviceId) -> tuple[tuple[int, int], ...]:
-        """What a transfer loads: work at both of its ends."""
-        if self.of_all is None or not self.moving or source.host == target.host:
-            return ()
-        ends = tuple((self.of_host[id.host], 1) for id in (source, target) if id.host in self.of_host)
-        return (*ends, (self.of_all, 2))
-
-    def crowded(self, id: DeviceId, computing: Sequence[DeviceId]) -> float:
-        """A device's speed while some compute, itself among them, against its speed alone: 0.5 where four share two."""
-        if self.of_all is None or self.cluster.cores is None:
-            return 1.0
-        wants = sorted(map(self.wanted, computing))
-        left, level = self.cluster.cores, 0.0
-        for number, want in enumerate(wants):
-            level = left / (len(wants) - number)
-            if want > level:
-                break
-            left, level = left - want, want
-        strained = strain(self.cluster.crowding, sum(wants) / self.cluster.cores)
-        return min(1.0, level / self.wanted(id) / strained)
-
-    def share(self, computing: Sequence[DeviceId]) -> float:
-        """The share of the machine's cores that some devices keep busy, at most 1; 0 where no cores are shared."""
-        if self.of_all is None or self.cluster.cores is None:
-            return 0.0
-        return min(1.0, sum(map(self.wanted, computing)) / self.cluster.cores)
-
-
-def strain(crowding: float, wanted: float) -> float:
-    """How many times as much work it is where `wanted` times the cores are wanted that there are.
-
-    1 up to the cores there are, `crowding` from twice as many on, in between in proportion.
-    """
-    return 1.0 + (crowding - 1.0) * min(max(wanted - 1.0, 0.0), 1.0)
-
-
-class Wires:
-    """Paths, rings and trees of a cluster, over directed links: link 2 w is wire w along its ends, 2 w + 1 against.
-
-    After the wires come the cores that hosts share, where they do.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.cores = Cores(cluster, first=2 * len(cluster.wires))
-        self.rates = (*(link.bytes_per_s for link in cluster.wires for _ in range(2)), *self.cores.rates)
-        self.latencies = tuple(link.latency_s for link in cluster.wires for _ in range(2))
-        self._paths: dict[tuple[DeviceId, DeviceId], tuple[int, ...]] = {}
-        self._collectives: dict[tuple[DeviceId, ...], tuple[Collective, ...]] = {}
-        self._orders: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
-
-    def path(self, source: DeviceId, target: DeviceId) -> tuple[int, ...]:
-        """The directed links from one device to another."""
-        found = self._paths.get((source, target))
-        if found is None:
-            steps = self.cluster.path(source, target)
-            found = self._paths[source, target] = tuple(2 * wire + (not along) for wire, along in steps)
-        return found
-
-    def latency_s(self, source: DeviceId, target: DeviceId) -> float:
-        """The latencies of all links on the path."""
-        return sum(self.latencies[link] for link in self.path(source, target))
-
-    def loads(self, source: DeviceId, target: DeviceId) -> tuple[tuple[int, int], ...]:
-        """What a transfer loads, as (link, how often): the links on its path, and the cores at its ends."""
-        return (*((link, 1) for link in self.path(source, target)), *self.cores.transfer(source, target))
-
-    def rate(self, source: DeviceId, target: DeviceId) -> float:
-        """The rate of the slowest link on the path; infinite inside one device."""
-        return min((self.rates[link] / times for link, times in self.loads(source, target)), default=math.inf)
-
-    def exchange_s(self, moves: Iterable[tuple[DeviceId, DeviceId, float]]) -> float:
-        """Transfers that start together, as (source, target, bytes): the fullest link decides, max Σ bytes / rate."""
-        loads: dict[int, float] = {}
-        latency = 0.0
-        for source, target, num_bytes in moves:
-            latency = max(latency, self.latency_s(source, target))
-            for link, times in self.loads(source, target):
-                loads[link] = loads.get(link, 0.0) + times * num_bytes
-        return latency + max((load / self.rates[link] for link, load in loads.items()), default=0.0)
-
-    def collective(self, devices: Sequence[DeviceId], num_bytes: float) -> Collective | None:
-        """A ring, or a tree where latency is most of the ring's time and the tree is faster; None for one device."""
-        if len(devices) < 2:
-            return None
-        key = tuple(devices)
-        if key not in self._collectives:
-            self._collectives[key] = (self._ring(key), self._tree(key))
-        ring, tree = self._collectives[key]
-        is_small = ring.latency_s > ring.passes * num_bytes / ring.bytes_per_s
-        return tree if is_small and tree.seconds(num_bytes) < ring.seconds(num_bytes) else ring
-
-    def _ring(self, devices: tuple[DeviceId, ...]) -> Collective:
-        order = self.ring_order(devices)
-        edges = tuple(zip(order, (*order[1:], order[0])))
-        count = len(devices)
-        return self._collect("ring", 2 * (count - 1) / count, edges, 2 * (count - 1))
-
-    def _tree(self, devices: tuple[DeviceId, ...]) -> Collective:
-        """Sums climb a binary tree over the hosts and in each host, and the result comes down again, pipelined."""
-        hosts: dict[int, list[DeviceId]] = {}
-        for id in self.ring_order(devices):
-            hosts.setdefault(id.host, []).append(id)
-        groups = [[members[0] for members in hosts.values()], *hosts.values()]
-        edges = [(group[(child - 1) // 2], group[child]) for group in groups for child in range(1, len(group))]
-        depth = len(groups[0]).bit_length() - 1 + max(len(members).bit_length() - 1 for members in hosts.values())
-        return self._collect("tree", 1.0, [*edges, *((child, parent) for parent, child in edges)], 2 * depth)
-
-    def _collect(self, kind: str, passes: float, edges: Sequence[tuple[DeviceId, DeviceId]], rounds: int) -> Collective:
-        loads: Counter[int] = Counter()
-        for source, target in edges:
-            loads.update(dict(self.loads(source, target)))
-        rate = min(self.rates[link] / load for link, load in loads.items())
-        latency = max(self.latency_s(source, target) for source, target in edges)
-        return Collective(kind, passes, tuple(sorted(loads.items())), rate, rounds * latency)
-
-    def ring_order(self, devices: Sequence[DeviceId]) -> tuple[DeviceId, ...]:
-        """The devices in the order of a good ring: host by host, each next one near and over fast links.
-
-        0 1 2 3 4 5 6 7  over NVLinks becomes  0 3 2 1 5 6 7 4: double links all the way round
-        """
-        key = tuple(devices)
-        if key not in self._orders:
-            self._orders[key] = self._find_order(key)
-        return self._orders[key]
-
-    def _find_order(self, devices: tuple[DeviceId, ...]) -> tuple[DeviceId, ...]:
-        hosts: dict[int, list[DeviceId]] = {}
-        for id in devices:
-            hosts.setdefault(id.host, []).append(id)
-        order = [id for members in hosts.values() for id in self._walk(members)]
-        return self._two_opt(order) if len(hosts) == 1 and 3 < len(order) <= MAX_TWO_OPT else tuple(order)
-
-    def _walk(self, members: Sequence[DeviceId]) -> list[DeviceId]:
-        walk, left = [members[0]], list(members[1:])
-        while left:
-            here = walk[-1]
-            near = min(left, key=lambda id: (len(self.path(here, id)), -self.rate(here, id), id))
-            left.remove(near)
-            walk.append(near)
-        return walk
-
-    def _ring_score(self, order: Sequence[DeviceId]) -> tuple[float, int]:
-        loads: Counter[int] = Counter()
-        for source, target in zip(order, (*order[1:], order[0])):
-            loads.update(self.path(source, target))
-        return -min(self.rates[link] / load for link, load in loads.items()), sum(loads.values())
-
-    def _best_ring_score(self, devices: Sequence[DeviceId]) -> tuple[float, int]:
-        """What no ring can be better than: each device sends to the nearest, over links that are all its own."""
-        rates, hops = [], 0
-        for source in devices:
-            paths = [self.path(source, target) for target in devices if target != source]
-            rates.append(max(min((self.rates[link] for link in path), default=math.inf) for path in paths))
-            hops += min(map(len, paths))
-        return -min(rates), hops
-
-    def _two_opt(self, order: Sequence[DeviceId]) -> tuple[DeviceId, ...]:
-        """The order after turning round every stretch that makes the ring faster, or shorter at the same rate."""
-        best, score = tuple(order), self._ring_score(order)
-        if score <= self._best_ring_score(order):
-            return best
-        pairs = [(low, high) for low in range(1, len(best)) for high in range(low + 2, len(best) + 1)]
-        better = True
-        while better:
-            better = False
-            for low, high in pairs:
-                turned = (*best[:low], *best[low:high][::-1], *best[high:])
-                found = self._ring_score(turned)
-                if found < score:
-                    best, score, better = turned, found, True
-        return best
 
 
 # ── both ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from stagewright.cluster import Cluster, Device, DeviceId, find_cluster, ready_made_clusters
-from stagewright.cost import Costs, Wires
+from stagewright.cost import Costs
 from stagewright.errors import ClusterError
 from stagewright.profiling.drawing import draw_cluster
 from stagewright.profiling.kinds import find_kind
 from stagewright.profiling.topology import num_threads, parse_table, read_topology, with_rates
+from stagewright.wires import Wires
 from tests.planning.cases import SHARED, chain
 
 CARD = Device(kind="card", memory_bytes=1 << 30)

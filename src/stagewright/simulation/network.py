@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from stagewright.cost import strain
+from stagewright.wires import strain
 
 Loads = tuple[tuple[int, int], ...]
 """(directed link, edges on it), link by link."""

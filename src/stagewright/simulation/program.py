@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from stagewright.cluster import Cluster, Device
-from stagewright.cost import Collective, Costs, handled_by_each
+from stagewright.cost import Costs, handled_by_each
 from stagewright.errors import SimulationError
 from stagewright.plan import Plan, microbatch_rows
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
 from stagewright.simulation.network import Loads, shared_loads
+from stagewright.wires import Collective
 
 COMPUTES, RECEIVE, SEND, GATHER, AGREE, UPDATE, NOTHING = range(7)
 """What the engine tells apart: an action that computes, a receipt, a sending, a reduction …"""
