@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "data"),
     ("record",),
     ("schedule", "cost"),
-    ("plan",),
+    ("plan", "wires"),
     ("profile", "cluster"),
     ("noun",),
     ("errors",),
