@@ -27,6 +27,7 @@ from stagewright.bench.rehearsed import (
     add,
     limit,
     on_first_hosts,
+    pass_over,
     slowed,
     title,
 )
@@ -39,6 +40,7 @@ from stagewright.profile import LayerProfile, Profile
 from stagewright.rehearsal.slices import Slices, sliced_card
 from stagewright.runtime.world import World
 
+PASSES = {"hosts": [0, 1], "counted": [0], "rows": 4, "times": 1}
 SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
 
 
@@ -112,7 +114,7 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
         {"kind": "pipelining", "name": "1F1B of 4", "family": "1F1B", "cuts": [2], "microbatches": 4},
     ]
     spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 2, "turn_s": 0.05, "cores": 1}
-    groups = {"groups": [{"contenders": contenders, "passes": True}], "pass": {"hosts": [0], "rows": 4, "times": 1}}
+    groups = {"groups": [{"contenders": contenders, "passes": True}], "pass": PASSES}
     (tmp_path / "contest.json").write_text(json.dumps({**spec, **groups}))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -126,6 +128,11 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     assert len(times["step_s"]) == 6, "of a family the fastest stays"
     assert set(times["pass_s"]) == set(plans), "passes stand around plans alone"
     assert all(len(values) == 2 and min(values) > 0 for kind in times.values() for values in kind.values())
+
+
+def test_a_slower_host_passes_too_but_does_not_count() -> None:
+    profile, cluster = chain_profile(two_workers()), find_cluster("hosts-4-mixed")
+    assert pass_over(profile, cluster) == {"hosts": [0, 1, 2, 3], "counted": [0, 1, 2], "rows": 8, "times": 1}
 
 
 def test_as_many_contenders_are_in_memory_as_fit() -> None:

@@ -146,14 +146,15 @@ class Pass:
     """The whole model forward and backward on each host that profiled it, all at once, as often as it is told."""
 
     def __init__(self, told: Spec, model: Layered) -> None:
-        self.hosts, self.rows, self.times, self.model = told["hosts"], told["rows"], told["times"], model
+        self.hosts, self.counted, self.rows, self.times = (told[key] for key in ("hosts", "counted", "rows", "times"))
+        self.model = model
 
     def turn(self, world: World) -> float:
-        """Seconds of one, the mean over the hosts."""
+        """Seconds of one, the mean over the hosts that count: those like the one whose profile is used."""
         wait(world)
-        takes_part = world.worker in self.hosts
-        told = torch.tensor([time_model(self.model, self.rows, self.times) if takes_part else 0.0, float(takes_part)])
+        seconds = time_model(self.model, self.rows, self.times) if world.worker in self.hosts else 0.0
         self.model.model.zero_grad(set_to_none=True)
+        told = torch.tensor([seconds, 1.0]) * float(world.worker in self.counted)
         if world.control is not None:
             dist.all_reduce(told, group=world.control)
         return float(told[0] / told[1])

@@ -42,7 +42,7 @@ from stagewright.profile import Profile
 from stagewright.profiling.inside import pass_rows
 from stagewright.record import Record
 from stagewright.rehearsal import emulated_hosts
-from stagewright.rehearsal.measuring import Request, busy_together, measure_hosts
+from stagewright.rehearsal.measuring import Request, alike, busy_together, measure_hosts
 from stagewright.rehearsal.slices import slice_cluster, sliced_card
 from stagewright.runtime.hosts import PORT, HostError, Hosts, host_commands, launch_hosts
 from stagewright.scheduling import make_schedule
@@ -333,7 +333,8 @@ def pass_over(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """Passes over the model between the turns, on the hosts that made the profile: with how many rows, how often."""
     rows = pass_rows(profile, PASS_S)
     times = max(1, round(PASS_S / profile.model_s[profile.batch_sizes.index(rows)]))
-    return {"hosts": busy_together(cluster), "rows": rows, "times": times}
+    hosts = busy_together(cluster)
+    return {"hosts": hosts, "counted": [n for n in hosts if n in alike(cluster, 0)], "rows": rows, "times": times}
 
 
 def drifts_of(
