@@ -247,16 +247,15 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
     steps = {name: steps_for(first[name], contest.spec["turn_s"]) for name in contenders}
     sensor = Pass(contest.spec["pass"], contest.new_model()) if passes else None
     for _ in range(contest.spec["rounds"]):
-        before = None
+        before: float | None = None
         for name, each in contenders.items():
-            if sensor is not None and isinstance(each, Ours) and before is None:
-                before = sensor.turn(world)
+            looks = sensor if isinstance(each, Ours) else None
+            if looks is not None and before is None:
+                before = looks.turn(world)
             times.step_s.setdefault(name, []).append(each.turn(steps[name], world))
-            if sensor is None or not isinstance(each, Ours) or before is None:
-                before = None
-                continue
-            after = sensor.turn(world)
-            times.pass_s.setdefault(name, []).append((before + after) / 2)
+            after = None if looks is None else looks.turn(world)
+            if before is not None and after is not None:
+                times.pass_s.setdefault(name, []).append((before + after) / 2)
             before = after
         if world.worker == 0:
             times.save(contest.folder / "times.json")
