@@ -183,7 +183,8 @@ def test_of_a_family_the_fastest_stays() -> None:
 
 
 def test_a_turn_is_as_many_steps_as_fit() -> None:
-    assert [steps_for(seconds, 2.0) for seconds in (10.0, 1.0, 0.3, 1e-5)] == [1, 2, 7, 20]
+    assert [steps_for(seconds, 2.0) for seconds in (10.0, 1.5, 1.0, 0.3, 1e-5)] == [1, 2, 2, 7, 20]
+    assert [steps_for(seconds, 2.0, drains=True) for seconds in (10.0, 1.5, 1.0)] == [1, 1, 2]
 
 
 def test_equal_plans_are_in_the_table_once() -> None:

@@ -88,6 +88,9 @@ class Contest:
 class Clocked:
     """A contender with the seconds of its last turn."""
 
+    drains = False
+    """Whether a turn has steps more than it counts, in which a pipeline fills and drains."""
+
     def __init__(self, step: Step) -> None:
         self.step, self.seconds = step, 0.0
 
@@ -120,7 +123,7 @@ class Ours(Clocked):
         if self.takes_part:
             warm_up(self.worker)
         self.worker.on_update = lambda batch: self.worker.clock.mark()
-        self.done, self.flushes = 0, plan.is_synchronous
+        self.done, self.drains = 0, not plan.is_synchronous
 
     def run(self, number: int) -> None:
         """Runs a number of batches."""
@@ -130,7 +133,7 @@ class Ours(Clocked):
         self.worker.figures.clear()
 
     def turn(self, steps: int, world: World) -> float:
-        if self.flushes:
+        if not self.drains:
             return super().turn(steps, world)
         number = steps + DRAIN
         super().turn(number, world)
@@ -162,6 +165,8 @@ class Pass:
 
 class Outside:
     """The single process, seen from the workers: worker 0 asks it for a turn through files."""
+
+    drains = False
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, 0
@@ -244,7 +249,8 @@ def run_worker(contest: Contest) -> None:
 def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Times, *, passes: bool) -> None:
     """Adds the seconds a step of some contenders, round by round."""
     contenders, first = warmed_up_ones(told, contest, world)
-    steps = {name: steps_for(first[name], contest.spec["turn_s"]) for name in contenders}
+    turn_s = contest.spec["turn_s"]
+    steps = {name: steps_for(first[name], turn_s, drains=each.drains) for name, each in contenders.items()}
     sensor = Pass(contest.spec["pass"], contest.new_model()) if passes else None
     for _ in range(contest.spec["rounds"]):
         before: float | None = None
@@ -286,10 +292,10 @@ def warmed_up_ones(
 def warmed_up(each: Contender, world: World) -> float:
     """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
 
-    Where a step is long, that does not matter, and the first is enough.
+    Where a step is long, that does not matter, and the first is enough; so it is where a turn has several anyway.
     """
     first = agreed(each.turn(1, world), world)
-    return first if first > LONG_STEP_S else agreed(each.turn(1, world), world)
+    return first if first > LONG_STEP_S or each.drains else agreed(each.turn(1, world), world)
 
 
 def agreed(seconds: float, world: World) -> float:
@@ -310,9 +316,12 @@ def fastest(told: Sequence[Spec], seconds: Mapping[str, float]) -> list[str]:
     return list(best.values())
 
 
-def steps_for(seconds: float, turn_s: float) -> int:
-    """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches."""
-    return max(1 + (seconds < turn_s), min(20, round(turn_s / max(seconds, 1e-6))))
+def steps_for(seconds: float, turn_s: float, *, drains: bool = False) -> int:
+    """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches.
+
+    A run that drains has some more anyway.
+    """
+    return max(1 + (seconds < turn_s and not drains), min(20, round(turn_s / max(seconds, 1e-6))))
 
 
 def run_alone(contest: Contest) -> None:

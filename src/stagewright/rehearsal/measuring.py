@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ from stagewright.profiling.links import Pair, with_pairs
 from stagewright.rehearsal.slices import SLICE
 from stagewright.runtime.hosts import PORT, Hosts, host_commands, launch_hosts
 
-REPEATS = 3
+SAMPLES = 6
+"""How often each layer is timed, by all hosts that are like the first together."""
 CARD_CORES = 0.1
 """About what a worker's card keeps busy of the host's cores: handing work over."""
 
@@ -33,7 +35,6 @@ class Request:
     device: str = "cpu"
     threads: int = 1
     links: bool = True
-    repeats: int = REPEATS
 
 
 def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path) -> tuple[Profile | None, Cluster]:
@@ -46,7 +47,8 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     profiled = busy_together(cluster)
     asked = {
         "model": request.model, "options": dict(request.options), "batch_sizes": request.batch_sizes,
-        "threads": request.threads, "links": request.links, "repeats": request.repeats, "profiles": profiled,
+        "threads": request.threads, "links": request.links, "profiles": profiled,
+        "repeats": math.ceil(SAMPLES / sum(number in profiled for number in alike(cluster, 0))),
         "bytes_per_s": min(link.bytes_per_s for link in cluster.links), "device": request.device,
     }  # fmt: skip
     (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
