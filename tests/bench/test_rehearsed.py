@@ -142,7 +142,10 @@ def test_as_many_contenders_are_in_memory_as_fit() -> None:
         replace(layer, parameter_bytes=int(1e9 / len(chain_profile(plan).layers)))
         for layer in chain_profile(plan).layers
     ))  # fmt: skip
-    told = [{"kind": "alone"}, {"kind": "plan", "plan": plan.to_dict()}, {"kind": "ddp"}]
+    told = [
+        {"kind": "alone", "name": "single"}, {"kind": "plan", "name": "plan", "plan": plan.to_dict()},
+        {"kind": "ddp", "name": "ddp"},
+    ]  # fmt: skip
 
     def split(free_bytes: float) -> list[tuple[int, bool]]:
         made = in_groups(told, profile, 2, free_bytes)
@@ -151,6 +154,10 @@ def test_as_many_contenders_are_in_memory_as_fit() -> None:
     assert split(math.inf) == [(3, True)]
     assert split(16e9) == [(2, True), (1, False)], "passes stand around plans alone"
     assert split(1e9) == [(1, False)] * 3
+    pipes = [
+        {"kind": "pipelining", "name": f"of {n}", "family": "pipe", "cuts": [1], "microbatches": n} for n in (2, 4)
+    ]
+    assert [len(group["contenders"]) for group in in_groups(pipes, profile, 2, 1e9)] == [2], "a family is not parted"
     assert free_memory() > 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,22 @@ def in_groups(
     """The groups, each with its contenders and whether there is room for passes over the model between them.
 
     Passes need a model and its gradients on every host. Whoever finds no room beside them goes without, and whoever
-    is too large for any group is one by itself.
+    is too large for any group is one by itself. A peer with several numbers of microbatches is a family, never parted.
     """
     model_bytes = sum(layer.parameter_bytes for layer in profile.layers)
     left = USED_SHARE * free_bytes - FRAMEWORK_BYTES * (num_hosts + 1) - COPIES * model_bytes
     group: list[Told] = []
     passes, held = True, 2.0 * num_hosts * model_bytes
-    for told in contenders:
-        own = held_bytes(told, profile, num_hosts)
+    for _, members in groupby(contenders, key=lambda told: told.get("family", told["name"])):
+        # Of a family the fastest stays: at most two are there at once.
+        family = list(members)
+        own = sum(held_bytes(told, profile, num_hosts) for told in family[:2])
         if group and held + own > left:
             yield made(group, passes)
             group, passes, held = [], True, 2.0 * num_hosts * model_bytes
         if not group and held + own > left:
             passes, held = False, 0.0
-        group.append(told)
+        group += family
         held += own
     if group:
         yield made(group, passes)
