@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
+from stagewright.runtime.compiling import compiled
 from stagewright.runtime.folding import Folding, has_large
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
@@ -151,7 +152,8 @@ def host_stages(
             replica = plan.workers[number].index(world.worker)
             hosted[number] = Hosted(number, replica, plan, runner, weights, reducer, foldings)
             if settings.compile:
-                weights.modules = [compiled(slot) for slot in weights.modules]
+                combines = world.device.type == "cuda"
+                weights.modules = [compiled(slot, combines=combines) for slot in weights.modules]
         first = last
     return hosted
 
@@ -182,13 +184,6 @@ def place(module: StageModule, settings: Settings, device: torch.device) -> Stag
 def with_dtypes(specs: Iterable[TensorSpec], change: dict[torch.dtype, torch.dtype]) -> tuple[TensorSpec, ...]:
     """The specs with some number formats exchanged."""
     return tuple(replace(spec, dtype=change.get(spec.dtype, spec.dtype)) for spec in specs)
-
-
-def compiled(module: nn.Module) -> nn.Module:
-    """The module, compiled by torch when it first runs."""
-    result = torch.compile(module)
-    assert isinstance(result, nn.Module)
-    return result
 
 
 def rows_of(tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:

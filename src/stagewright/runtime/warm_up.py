@@ -6,9 +6,12 @@ is one of those, and two workers could wait for each other for ever. So everythi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from stagewright.runtime.compiling import run_or_compile_again
 from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.precision import sum_of_squares
 from stagewright.runtime.worker import Worker
@@ -27,7 +30,8 @@ def warm_up(worker: Worker) -> None:
         buffers = [buffer.clone() for buffer in here.weights.modules[0].buffers()]
         for slot in range(here.weights.num_versions):
             for rows in sorted(sizes) * TIMES:
-                run_once(worker, here, slot, rows)
+                run = partial(run_once, worker, here, slot, rows)
+                run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
         update_once(here, worker.world.device)
