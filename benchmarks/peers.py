@@ -33,6 +33,9 @@ from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
 
 ROUNDS = 10
+MAKINGS, SHORT_ROUNDS = 8, 20
+"""How often contenders on one device are made anew, for where weights lie in memory matters; and their turns of one
+step each, for neighbours on the same cores come and go."""
 
 
 def rows(shape: tuple[int, ...], num_classes: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -84,12 +87,12 @@ class Tower(nn.Sequential):
 Turns = dict[str, list[tuple[float, float]]]
 
 
-def take_turns(contenders: dict[str, Step], steps: int, world: World) -> Turns:
+def take_turns(contenders: dict[str, Step], steps: int, world: World, rounds: int = ROUNDS) -> Turns:
     """Seconds a step of each contender, round by round, and those of all workers' CPUs."""
     times: Turns = {name: [] for name in contenders}
     for step in contenders.values():
         step(2)
-    for number in range(ROUNDS):
+    for number in range(rounds):
         # Who comes second finds the caches and the clock as the first left them: so they change places.
         for name, step in list(contenders.items())[:: 1 if number % 2 else -1]:
             wait(world)
@@ -161,12 +164,20 @@ def compare_single(world: World) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for name, size, batch in (("alexnet", 64, 32), ("resnet18", 64, 32)):
         data = rows((3, size, size), 1000, batch)
-        model = build_model(name, image_size=size)
-        contenders = {
-            "plain loop": plain_loop(build_model(name, image_size=size).model, Rows((data[0],), data[1])),
-            "ours": ours(model, world, [(0, model.num_layers)], 1, data, 1),
-        }
-        show(f"one device, {name}", take_turns(contenders, 4, world), world)
+        times: Turns = {"plain loop": [], "ours": []}
+        for number in range(MAKINGS):
+            order = list(times)[:: 1 if number % 2 else -1]
+            contenders = {each: alone(each, build_model(name, image_size=size), world, data) for each in order}
+            for each, turns in take_turns(contenders, 1, world, rounds=SHORT_ROUNDS).items():
+                times[each] += turns
+        show(f"one device, {name}", times, world)
+
+
+def alone(which: str, model: Layered, world: World, data: tuple[Tensor, Tensor]) -> Step:
+    """All of a model on one device: in the plain loop, or as our one stage."""
+    if which == "ours":
+        return ours(model, world, [(0, model.num_layers)], 1, data, 1)
+    return plain_loop(model.model, Rows((data[0],), data[1]))
 
 
 COMPARE = {"dp": (compare_dp, (4,)), "pipeline": (compare_pipeline, (2, 4)), "single": (compare_single, (1,))}

@@ -73,16 +73,6 @@ def test_a_linear_layer_folds_while_its_rows_take_half_of_its_weights():
     assert plain.backward_s(0, 1, rows=5, handled=Handled(8)) == 10.0
 
 
-def test_a_linear_layer_that_keeps_its_memory_does_not_wait_for_new_pages():
-    # 10 s, 4 of them for pages of the gradient; a backward in halves makes it in new memory every time.
-    fixed = {"kind": "matmul", "saved_bytes": 1.0, "output_bytes": 1.0, "parameter_bytes": 100, "weight_share": 0.5}
-    wide = LayerProfile(name="l0", forward_s=(1.0, 1.0), backward_s=(10.0, 10.0), fresh_s=4.0, **fixed)
-    costs = Costs(replace(profile(layer("l0")), batch_sizes=(1, 64), layers=(wide,)), make_cluster(1))
-    assert costs.backward_s(0, 1, rows=10) == 6.0
-    assert costs.backward_s(0, 1, rows=5, handled=Handled(3)) == pytest.approx(3.0 + 3.0 / 3)
-    assert costs.backward_s(0, 1, rows=5, handled=Handled(1, folds=False)) == 10.0
-
-
 def test_what_a_replica_handles_folds_unless_backward_is_in_halves():
     assert handled_by_each("1f1b", "split", 8, 3) == Handled(8, folds=True)
     assert handled_by_each("1f1b", "rotate", 8, 3) == Handled(3, folds=True)

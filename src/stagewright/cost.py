@@ -125,18 +125,14 @@ def handled_by_each(policy: Policy, route: Route, num_microbatches: int, num_rep
 def folded_backward_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
     """Backward of a layer, a microbatch, where it makes the weight gradients of several microbatches at once.
 
-    It keeps their rows while these take no more than KEPT_SHARE of its weights, and the memory of large gradients.
+    It keeps their rows while these take no more than KEPT_SHARE of its weights.
     """
-
-    def product_s(of_rows: float) -> float:
-        return max(interpolate(profile.batch_sizes, layer.backward_s, of_rows) - layer.fresh_s, 0.0)
-
-    whole = product_s(rows)
+    whole = interpolate(profile.batch_sizes, layer.backward_s, rows)
     kept = rows * (layer.saved_bytes + layer.output_bytes)
     if num_microbatches == 1 or not kept:
         return whole
     count = max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept)))
-    together = product_s(rows * count) / count
+    together = interpolate(profile.batch_sizes, layer.backward_s, rows * count) / count
     return whole + layer.weight_share * min(together - whole, 0.0)
 
 

@@ -27,9 +27,6 @@ class LayerProfile:
     """Half the distance of the quartiles, as a share of the median."""
     weight_share: float = Field(default=0.5, ge=0, le=1)
     """The share of backward that only the weights' gradients need, which zero-bubble orders put off."""
-    fresh_s: float = Field(default=0.0, ge=0)
-    """What of backward goes into memory that the system gives out anew, page by page, for the gradients of large
-    weights; a linear layer that keeps this memory saves it."""
     output_bytes: float = Field(ge=0)
     """Bytes of its output, a row."""
     saved_bytes: float = Field(ge=0)

@@ -59,17 +59,6 @@ def test_a_users_own_model_can_be_profiled() -> None:
     assert sum(layer.parameter_bytes for layer in profile.layers) == 4 * (8 * 8 + 8 + 8 * 4 + 4)
 
 
-def test_large_linear_layers_know_what_new_memory_costs_them() -> None:
-    """Gradients of more than 32 MiB are pieces of their own, which the C library gives back and takes anew."""
-    body = nn.Sequential(nn.Linear(64, 3072), nn.Linear(3072, 3072), nn.Linear(3072, 10))
-    inputs, labels = torch.randn(2, 64), torch.zeros(2, dtype=torch.int64)
-    model = make_layered(body, (inputs,), loss=cross_entropy_sum(), targets=(labels,))
-    small, large, *others = make_profile(model, batch_sizes=[2, 4], repeats=1).layers
-    assert 0 < large.fresh_s < max(large.backward_s) * 5
-    assert small.fresh_s == 0
-    assert all(layer.fresh_s == 0 for layer in others)
-
-
 def test_profiling_leaves_the_model_as_it_was() -> None:
     model = build_model("resnet18", image_size=32)
     model.model.eval()

@@ -38,6 +38,7 @@ from stagewright.bench.baselines import (
 )
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
+from stagewright.profiling.heap import give_back_freed_memory
 from stagewright.profiling.measured import time_model
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.flight import write_json
@@ -240,6 +241,7 @@ def run_worker(contest: Contest) -> None:
             take_turns(group["contenders"], contest, world, times, passes=group["passes"])
             faulthandler.cancel_dump_traceback_later()
             gc.collect()
+            give_back_freed_memory()
             torch.cuda.empty_cache()
         if world.worker == 0:
             write_json(contest.folder / "over.json", {})
@@ -282,6 +284,7 @@ def warmed_up_ones(
     for one in told:
         made = contenders[one["name"]] = make_contender(one, contest, world)
         gc.collect()  # of its model a worker needs its own layers alone
+        give_back_freed_memory()
         torch.set_num_threads(contest.spec.get("threads", 1))
         first[one["name"]] = warmed_up(made, world)
         for lost in first.keys() - fastest([known for known in told if known["name"] in first], first):

@@ -32,6 +32,7 @@ def in_groups(
 
     Passes need a model and its gradients on every host. Whoever finds no room beside them goes without, and whoever
     is too large for any group is one by itself. A peer with several numbers of microbatches is a family, never parted.
+    Before a worker keeps its own layers, it has all of the model.
     """
     model_bytes = sum(layer.parameter_bytes for layer in profile.layers)
     left = USED_SHARE * free_bytes - FRAMEWORK_BYTES * (num_hosts + 1) - COPIES * model_bytes
@@ -41,10 +42,11 @@ def in_groups(
         # Of a family the fastest stays: at most two are there at once.
         family = list(members)
         own = sum(held_bytes(told, profile, num_hosts) for told in family[:2])
-        if group and held + own > left:
+        most = max(own, float(num_hosts * model_bytes)) if own else 0.0
+        if group and held + most > left:
             yield made(group, passes)
             group, passes, held = [], True, 2.0 * num_hosts * model_bytes
-        if not group and held + own > left:
+        if not group and held + most > left:
             passes, held = False, 0.0
         group += family
         held += own

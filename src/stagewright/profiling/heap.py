@@ -1,24 +1,34 @@
 """Memory that a CPU worker keeps for its next step instead of giving it back after each.
 
 glibc returns what is free at the end of the heap, and takes large pieces from the system one by one. A step frees all
-its activations and gradients at once, so the next one would have to fault every page in again: a tenth of its time.
+its activations and gradients at once, so the next one would have to fault every page in again: a tenth of its time, and
+half of that of a loss over many words, whose rows are large pieces. So nothing is a piece of its own here.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD, MMAP_MAX = -1, -4
 """Of mallopt, as malloc.h numbers them."""
 MOST = 2**31 - 1
-LARGEST_ON_THE_HEAP = 32 << 20
-"""The most that glibc accepts; larger tensors are always pieces of their own."""
 
 
 def keep_freed_memory() -> bool:
-    """Asks glibc to keep freed memory; whether it does."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
-        return False
-    return bool(mallopt(MMAP_THRESHOLD, LARGEST_ON_THE_HEAP) and mallopt(TRIM_THRESHOLD, MOST))
+    """Asks glibc to keep freed memory, and to take all of it from the heap; whether it does."""
+    mallopt = glibc("mallopt")
+    return mallopt is not None and bool(mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, MOST))
+
+
+def give_back_freed_memory() -> None:
+    """Returns to the system what is kept, where something large is over for good."""
+    trim = glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def glibc(name: str) -> Any:
+    """A function of the C library; None where it has none of that name."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stagewright.errors import ProfileError
 from stagewright.models.layered import Layered
 from stagewright.profile import Precision, Profile
 from stagewright.profiling.facts import find_facts, layer_profiles
-from stagewright.profiling.heap import LARGEST_ON_THE_HEAP
+from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units, undisturbed
 
 Progress = Callable[[int, int], None]
@@ -101,6 +101,8 @@ def make_profile(
     pieces = make_pieces(model, precision)
     whole = Pieces(model=model, units=(_whole(model),), precision=precision)
     device = model.sample[0].device
+    if device.type == "cpu":
+        keep_freed_memory()  # as workers do
     facts = find_facts(pieces)
     total, done = len(batch_sizes) * (WARM_UP + repeats), 0
     timings = [Timing([], [], []) for _ in batch_sizes]
@@ -117,14 +119,13 @@ def make_profile(
     forward = [[_middle(t.forward, unit) for t in timings] for unit in range(len(facts))]
     backward = [[_middle(t.backward, unit) for t in timings] for unit in range(len(facts))]
     layers = layer_profiles(model, facts, forward, backward, [_spread(timings[-1], n) for n in range(len(facts))])
-    fresh = {model.names[unit.last - 1]: fresh_s(unit, device) for unit in pieces.units}
     return Profile(
         model=name or type(model.model).__name__.lower(),
         device=device_name(device),
         precision=precision,
         source="measured",
         batch_sizes=tuple(batch_sizes),
-        layers=tuple(replace(layer, fresh_s=fresh.get(layer.name, 0.0)) for layer in layers),
+        layers=layers,
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
         optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings),
@@ -173,30 +174,6 @@ def timed_run(pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor
     # marks stand before and after each forward, so that every second gap is what cutting itself costs
     own_s = backward_call_s() if device.type == "cpu" else 0.0
     return [*gaps[: 2 * units : 2], *(max(gap - own_s, 0.0) for gap in gaps[2 * units - 1 :])]
-
-
-def fresh_s(unit: Unit, device: torch.device) -> float:
-    """What a unit's backward spends on memory that the system gives out anew for gradients of large linear weights."""
-    if device.type != "cpu":
-        return 0.0
-    weights = [module.weight for module in unit.module.modules() if isinstance(module, nn.Linear)]
-    sizes = [weight.numel() * weight.element_size() for weight in weights]
-    large = sum(size for size in sizes if size > LARGEST_ON_THE_HEAP)
-    return large * first_touch_s_per_byte() if large else 0.0
-
-
-@cache
-def first_touch_s_per_byte() -> float:
-    """What writing a byte costs more the first time, when its page is not there yet."""
-    gaps = []
-    for _ in range(5):
-        piece = torch.empty(2 * LARGEST_ON_THE_HEAP, dtype=torch.uint8)
-        begin = perf_counter()
-        piece.fill_(0)
-        middle = perf_counter()
-        piece.fill_(0)
-        gaps.append((middle - begin) - (perf_counter() - middle))
-    return max(0.0, median(gaps)) / (2 * LARGEST_ON_THE_HEAP)
 
 
 @cache

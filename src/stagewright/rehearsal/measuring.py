@@ -149,7 +149,6 @@ def average(profiles: Sequence[Profile]) -> Profile:
             layer,
             forward_s=middle_of([each.layers[number].forward_s for each in profiles]),
             backward_s=middle_of([each.layers[number].backward_s for each in profiles]),
-            fresh_s=median(each.layers[number].fresh_s for each in profiles),
         )
         for number, layer in enumerate(first.layers)
     ]

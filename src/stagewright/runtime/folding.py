@@ -10,8 +10,7 @@ outputs' gradients G, and multiplies them at once:
 The rows that a layer keeps are never more than a share of its own weights, so few rows fold and many do not. Products
 come after the microbatch's gradients have gone to the stage before, which waits for these and not for them; only where
 replicas add gradients up do they belong to the batch's last backward, so that the first buckets start while it runs;
-there a gradient is made in its bucket's memory at once, and never copied. A stage of one replica keeps the memory of
-large gradients on its CPU: the system would take it back after every step, and give it out anew page by page.
+there a gradient is made in its bucket's memory at once, and never copied.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.cost import KEPT_SHARE
-from stagewright.profiling.heap import LARGEST_ON_THE_HEAP
 
 
 class Folding:
@@ -72,7 +70,7 @@ class LinearRows:
     def __init__(self, folding: Folding, module: nn.Linear) -> None:
         self.folding, self.module = folding, module
         self.rows: list[tuple[Tensor, Tensor]] = []
-        self.place: Tensor | None = torch.empty_like(module.weight.detach()) if is_large(module) else None
+        self.place: Tensor | None = None
         """Where the gradient is wanted, if anywhere."""
         self.most_rows = int(KEPT_SHARE * module.weight.numel() / (module.in_features + module.out_features))
         module.forward = partial(forward, self)  # type: ignore[method-assign]
@@ -106,17 +104,6 @@ class LinearRows:
             return gradients.t() @ inputs
         # A tensor of its own on that memory, for autograd keeps only what nobody else holds.
         return torch.mm(gradients.t(), inputs, out=self.place.detach())
-
-
-def is_large(module: nn.Linear) -> bool:
-    """Whether the C library would give the memory of the layer's gradient back to the system when it is freed."""
-    weight = module.weight
-    return weight.device.type == "cpu" and weight.numel() * weight.element_size() > LARGEST_ON_THE_HEAP
-
-
-def has_large(module: nn.Module) -> bool:
-    """Whether a module has such layers."""
-    return any(isinstance(each, nn.Linear) and is_large(each) for each in module.modules())
 
 
 def can_fold(module: nn.Linear) -> bool:

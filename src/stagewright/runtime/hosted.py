@@ -15,7 +15,7 @@ from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
 from stagewright.runtime.compiling import compiled
-from stagewright.runtime.folding import Folding, has_large
+from stagewright.runtime.folding import Folding
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
@@ -164,7 +164,7 @@ def folds(plan: Plan, stage: int, settings: Settings, module: StageModule) -> bo
         return False
     replicas = plan.replicas[stage]
     handled = handled_by_each(plan.policy, plan.route, plan.num_microbatches, replicas)
-    return replicas > 1 or handled.microbatches > 1 or has_large(module)
+    return replicas > 1 or handled.microbatches > 1
 
 
 def place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:
