@@ -18,19 +18,10 @@ import torch
 from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
 from stagewright.bench.contest import Contest, Ours, fastest, steps_for
+from stagewright.bench.entrants import add, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, in_groups
-from stagewright.bench.rehearsed import (
-    Prediction,
-    RehearsalCase,
-    RehearsalSuite,
-    Wanted,
-    add,
-    limit,
-    on_first_hosts,
-    pass_over,
-    slowed,
-    title,
-)
+from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
+from stagewright.bench.speed import Prediction, pass_over, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError

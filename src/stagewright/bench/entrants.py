@@ -1,0 +1,141 @@
+"""Who takes part in a measured comparison: the planner's choices, the plans that a case names, peers and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from stagewright.bench.baselines import has_deepspeed
+from stagewright.bench.contest import ALONE
+from stagewright.bench.memory import free_memory, in_groups
+from stagewright.bench.rehearsal_cases import RehearsalCase
+from stagewright.bench.verdict import DDP
+from stagewright.cluster import Cluster, DeviceId
+from stagewright.cost import Costs
+from stagewright.errors import UsageError
+from stagewright.plan import Plan
+from stagewright.planning.fixed import fixed_plan
+from stagewright.planning.options import PlanOptions
+from stagewright.planning.ratio import cut_by_ratio, table_of
+from stagewright.planning.reasons import shape
+from stagewright.planning.search import Search, make_plan
+from stagewright.profile import Profile
+from stagewright.record import Record
+from stagewright.scheduling import make_schedule
+from stagewright.simulation import simulate
+
+FAR_BEHIND = 3.0
+"""Data parallelism is no contender of ours where it is predicted to take so many times as long: DDP is one anyway."""
+
+
+def candidates(case: RehearsalCase, profile: Profile, cluster: Cluster) -> tuple[dict[str, Plan], tuple[str, ...]]:
+    """The plans by name, and which of them are the planner's own: the exact one and the stale one."""
+    costs = Costs(profile, cluster)
+
+    def score(plan: Plan) -> Record:
+        return simulate(make_schedule(plan), profile, cluster, detail=False, costs=costs)
+
+    found: dict[str, Plan] = {}
+    chosen = []
+    for staleness in ("0", "ssp"):
+        search = make_plan(profile, cluster, PlanOptions(batch=case.batch, staleness=staleness), score)
+        chosen.append(add(found, best_that_runs(search, cluster)))
+    whole, best = fixed_plan(profile, PlanOptions(batch=case.batch), cluster), found[chosen[0]]
+    if score(whole).median_step_s < FAR_BEHIND * score(best).median_step_s:
+        add(found, whole)
+    for wanted in case.plans:
+        add(found, fixed_plan(profile, wanted.options(case.batch), cluster))
+    return found, tuple(chosen)
+
+
+def best_that_runs(search: Search, cluster: Cluster) -> Plan:
+    """The planner's choice; where a contest cannot run it, the best of its rivals that it can."""
+    for rival in (search.best, *search.others):
+        with suppress(UsageError):
+            return on_first_hosts(rival.plan, cluster)
+    return on_first_hosts(search.best.plan, cluster)
+
+
+def on_first_hosts(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with its idle hosts last: worker n of a contest runs on host n."""
+    moved = {id: DeviceId(number, 0) for number, id in enumerate(plan.devices)}
+    stages = tuple(replace(stage, devices=tuple(moved[id] for id in stage.devices)) for stage in plan.stages)
+    shares = [host.cpu_share for host in cluster.hosts]
+    if any(shares[old.host] != shares[new.host] for old, new in moved.items()):
+        raise UsageError(
+            f"the planner leaves hosts idle that differ from the others ({plan.placement}), which a contest cannot",
+            "give the host at the end of the cluster file the place of the idle one",
+        )
+    return replace(plan, stages=stages)
+
+
+def add(found: dict[str, Plan], plan: Plan) -> str:
+    """The name under which a plan is in the table; plans that are the same are there once."""
+    plan = replace(plan, notes=())
+    for name, other in found.items():
+        if other == plan:
+            return name
+    name = title(plan)
+    name = name if name not in found else f"{name} ({plan.placement})"
+    found[name] = plan
+    return name
+
+
+def title(plan: Plan) -> str:
+    """`3-1 cut at fc1, 2 × 1f1b, 4 buckets`."""
+    parts = [shape(plan)]
+    if len(plan.stages) > 1:
+        parts.append(f"{plan.num_microbatches} × {plan.policy}" if plan.num_microbatches > 1 else "1 microbatch")
+    if plan.route == "rotate":
+        parts.append("rotate")
+    if max(stage.num_buckets for stage in plan.stages) > 1:
+        parts.append("buckets " + "/".join(str(stage.num_buckets) for stage in plan.stages))
+    if not plan.is_synchronous:
+        parts.append("versions " + ",".join(map(str, plan.versions)))
+    return ", ".join(parts)
+
+
+def limit(case: RehearsalCase) -> dict[str, str]:
+    """What nobody can beat: one process with all cores, or each slice of a card alone with its rows."""
+    return {"kind": "alone" if case.slices is None else "each alone", "name": ALONE}
+
+
+def groups(case: RehearsalCase, told: Sequence[Mapping[str, Any]], profile: Profile) -> list[dict[str, Any]]:
+    """Who is in memory at once; a card has not the memory for two, and keeps its speed without anyone looking."""
+    if case.slices is not None:
+        return [{"contenders": [each], "passes": False} for each in told]
+    return list(in_groups(told, profile, len(case.hosts().hosts), free_memory()))
+
+
+def peers(case: RehearsalCase, profile: Profile, cluster: Cluster) -> list[dict[str, Any]]:
+    """The peers, pipelines cut where their stages take the same time; of each family the fastest stays.
+
+    torch's pipelining sends by NCCL on cards, which hangs between workers that share one.
+    """
+    hosts = len(cluster.hosts)
+    found: list[dict[str, Any]] = [{"kind": "ddp", "name": DDP}]
+    if case.slices is not None:
+        return found
+    for stages in sorted({hosts, 2}):
+        if stages < len(profile.layers) and hosts % stages == 0:
+            found += pipelines("pipelining", "torch pipelining 1F1B", case, profile, stages, hosts // stages)
+    if has_deepspeed() and hosts < len(profile.layers):
+        # Its engine keeps the topology in globals of a module: one a process.
+        found += pipelines("deepspeed", "DeepSpeed pipeline", case, profile, hosts, 1)[-1:]
+    return found
+
+
+def pipelines(
+    kind: str, called: str, case: RehearsalCase, profile: Profile, stages: int, replicas: int
+) -> list[dict[str, Any]]:
+    """One family: a peer's pipeline of so many stages and replicas, with a few numbers of microbatches."""
+    family = f"{called}, {stages} stages" + (f" × {replicas}" if replicas > 1 else "")
+    cuts = list(cut_by_ratio(table_of(profile).costs("time")[:-1], [1.0] * stages))
+    return [
+        {"kind": kind, "name": f"{family}, {microbatches} microbatches", "family": family, "cuts": cuts,
+         "microbatches": microbatches}
+        for microbatches in (stages, 2 * stages)
+        if case.batch // replicas % microbatches == 0
+    ]  # fmt: skip
