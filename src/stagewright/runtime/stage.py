@@ -109,7 +109,10 @@ class StageRunner:
         from torch.distributed.pipelining._backward import stage_backward_input
 
         weights = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        _, held.weight_groups = stage_backward_input(outputs, given, needing, weights)
+        # It detaches the outputs in place, which a view, such as what a flatten makes, cannot be.
+        ends = [tensor.clone() if tensor._is_view() else tensor for tensor in outputs]
+        _, held.weight_groups = stage_backward_input(ends, given, needing, weights)
+        held.outputs = []
         return self._input_gradients(held)
 
     def backward_weight(self, module: nn.Module, key: Key) -> None:

@@ -1,0 +1,51 @@
+"""One stage's backward in two halves, whatever its outputs are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stagewright.models import cross_entropy_sum, make_layered
+from stagewright.models.stage import StageModule
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.stage import StageRunner
+
+ENDS = {"a view": nn.Flatten(), "its own memory": nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(75, 75))}
+
+
+def middle_stage(end: nn.Module) -> StageModule:
+    """The second of three stages: a convolution, and what its outputs come from."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Conv2d(3, 3, 1), copy.deepcopy(end)), nn.Linear(75, 4))
+    labels = torch.zeros(2, dtype=torch.int64)
+    model = make_layered(body, (torch.randn(2, 3, 5, 5),), loss=cross_entropy_sum(), targets=(labels,))
+    return model.stage(1, model.num_layers - 2)  # before it a convolution, after it a linear layer and the loss
+
+
+def run(end: nn.Module, *, in_halves: bool) -> list[Tensor]:
+    """The gradients of the stage's inputs and of its weights, over two microbatches."""
+    module = middle_stage(end)
+    runner = StageRunner(1, module, Settings(), batch_rows=4, recompute=False, seed=0)
+    scale, found = torch.ones(()), []
+    for number in range(2):
+        torch.manual_seed(number)
+        key = (0, number)
+        (made,) = runner.forward(module, key, [torch.randn(2, 3, 5, 5)], [])
+        gradients = [torch.randn_like(made)]
+        if in_halves:
+            found += runner.backward_input(module, key, gradients, scale)
+            assert all(parameter.grad is None for parameter in module.parameters()) or number
+            runner.backward_weight(module, key)
+        else:
+            found += runner.backward(key, gradients, scale)
+    return [*found, *(parameter.grad for parameter in module.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_halves_make_the_gradients_of_the_whole(end: str) -> None:
+    whole, halves = (run(ENDS[end], in_halves=each) for each in (False, True))
+    assert len(whole) > 3
+    torch.testing.assert_close(halves, whole)
