@@ -145,7 +145,7 @@ def host_stages(
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
             weights = Weights(module, stage.versions, make_optimizer)
-            foldings = [Folding(slot) for slot in weights.modules] if folds(plan, number, settings, module) else []
+            foldings = [Folding(slot) for slot in weights.modules] if folds(plan, number, settings) else []
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
             for slot, folding in enumerate(foldings):
                 folding.put(reducer.places(slot))
@@ -158,7 +158,7 @@ def host_stages(
     return hosted
 
 
-def folds(plan: Plan, stage: int, settings: Settings, module: StageModule) -> bool:
+def folds(plan: Plan, stage: int, settings: Settings) -> bool:
     """Whether linear layers make their weight gradients themselves: of several microbatches, or in a known place."""
     if settings.compile or plan.policy == "zero-bubble":  # compiled code and backward in halves have their own ways
         return False
