@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from stagewright.cli import main
 from stagewright.errors import StagewrightError
@@ -68,6 +69,17 @@ def check_the_same(images: Path, out: Path, options: str, alone: dict[str, list[
     for name, values in alone.items():
         assert len(values) == (2 if name.startswith("validation") else 8)
         assert found[name] == pytest.approx(values, rel=1e-4), name
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are replayed on a card")
+def test_replayed_graphs_learn_what_kernels_do_one_by_one(images: Path, tmp_path: Path) -> None:
+    """One worker with the whole model, compiled: every loss, both evaluations, and a last batch of another size."""
+    apart = curves(images, tmp_path / "apart", "--device cuda")
+    replayed = curves(images, tmp_path / "replayed", "--device cuda --compile")
+    assert replayed.keys() == apart.keys()
+    for name, values in apart.items():
+        assert replayed[name] == pytest.approx(values, rel=5e-3), name
 
 
 @pytest.mark.timeout(240)

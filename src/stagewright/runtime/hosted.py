@@ -14,7 +14,7 @@ from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
-from stagewright.runtime.compiling import compiled
+from stagewright.runtime.compiling import compiled, options_on_card
 from stagewright.runtime.folding import Folding
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
@@ -152,8 +152,8 @@ def host_stages(
             replica = plan.workers[number].index(world.worker)
             hosted[number] = Hosted(number, replica, plan, runner, weights, reducer, foldings)
             if settings.compile:
-                combines = world.device.type == "cuda"
-                weights.modules = [compiled(slot, combines=combines) for slot in weights.modules]
+                options = options_on_card(plan) if world.device.type == "cuda" else {}
+                weights.modules = [compiled(slot, options) for slot in weights.modules]
         first = last
     return hosted
 

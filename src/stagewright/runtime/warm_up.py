@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stagewright.runtime.compiling import run_or_compile_again
+from stagewright.runtime.compiling import replays, run_or_compile_again
 from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.precision import sum_of_squares
 from stagewright.runtime.worker import Worker
@@ -42,6 +42,9 @@ def warm_up(worker: Worker) -> None:
 def run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
     """Forward and backward of one slot on rows of zeros."""
     runner, key = here.runner, (slot, -1)
+    if replays(here.plan):  # a gradient is never added to, and where graphs are replayed it must not be
+        for parameter in here.weights.parameters[slot]:
+            parameter.grad = None
     inputs = [zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.inputs]
     targets = [zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.targets]
     made = runner.forward(here.weights.modules[slot], key, inputs, targets)

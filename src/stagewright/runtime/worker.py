@@ -205,7 +205,7 @@ class Worker:
 
     def note(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Adds a microbatch's loss and metric to the batch's."""
-        loss = made[0].detach().double().reshape(1)
+        loss = made[0].detach().to(torch.float64, copy=True).reshape(1)  # a graph replayed writes there again
         if self.metric is None or not self.wants_metric(batch):
             sums = loss
         else:
