@@ -104,6 +104,7 @@ def layer_profiles(name: str, times: st.SearchStrategy, reads: st.SearchStrategy
         backward_s=times,
         spread=amounts,
         weight_share=st.floats(0, 1),
+        weight_s=st.just(()) | times,
         output_bytes=amounts,
         saved_bytes=amounts,
         parameter_bytes=sizes,

@@ -77,6 +77,14 @@ def backward_s(profile: Profile, first: int, last: int, rows: float) -> float:
     return sum(interpolate(profile.batch_sizes, layer.backward_s, rows) for layer in profile.layers[first:last])
 
 
+def weight_s(profile: Profile, layer: LayerProfile, rows: float) -> float:
+    """The part of a layer's backward that only its weights' gradients need: as measured, or its share."""
+    whole = interpolate(profile.batch_sizes, layer.backward_s, rows)
+    if not layer.weight_s:
+        return whole * layer.weight_share
+    return min(interpolate(profile.batch_sizes, layer.weight_s, rows), whole)
+
+
 def crossing_bytes(profile: Profile, cut: int) -> float:
     """Bytes a row of everything that is made before layer `cut` and read at or after it."""
     return crossings(profile)[cut]
@@ -122,18 +130,14 @@ def handled_by_each(policy: Policy, route: Route, num_microbatches: int, num_rep
     return Handled(count, policy != "zero-bubble")
 
 
-def folded_backward_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
-    """Backward of a layer, a microbatch, where it makes the weight gradients of several microbatches at once.
+def folded_weight_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
+    """`weight_s` of a microbatch, where a layer makes the weight gradients of several microbatches at once.
 
     It keeps their rows while these take no more than KEPT_SHARE of its weights.
     """
-    whole = interpolate(profile.batch_sizes, layer.backward_s, rows)
     kept = rows * (layer.saved_bytes + layer.output_bytes)
-    if num_microbatches == 1 or not kept:
-        return whole
-    count = max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept)))
-    together = interpolate(profile.batch_sizes, layer.backward_s, rows * count) / count
-    return whole + layer.weight_share * min(together - whole, 0.0)
+    count = max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept))) if kept else 1
+    return weight_s(profile, layer, rows * count) / count
 
 
 class RowSums(NamedTuple):
@@ -203,12 +207,13 @@ class Costs:
         All but a batch's first microbatch add their weight gradients to those before. A layer that folds does that
         inside its product, which writes them anyway.
         """
-        if handled.folds and layer.kind == "matmul":
-            whole = folded_backward_s(self.profile, layer, rows, handled.microbatches)
-            return whole, whole * layer.weight_share
         whole = interpolate(self.profile.batch_sizes, layer.backward_s, rows)
+        apart = weight_s(self.profile, layer, rows)
+        if handled.folds and layer.kind == "matmul":
+            together = folded_weight_s(self.profile, layer, rows, handled.microbatches)
+            return whole - apart + together, together
         adding = self._step_s(layer.parameter_bytes) * ADD_SHARE * (handled.microbatches - 1) / handled.microbatches
-        return whole + adding, whole * layer.weight_share + adding
+        return whole + adding, apart + adding
 
     def _step_s(self, num_bytes: float) -> float:
         """The optimizer step of so many bytes of parameters."""

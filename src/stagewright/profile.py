@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -27,6 +28,8 @@ class LayerProfile:
     """Half the distance of the quartiles, as a share of the median."""
     weight_share: float = Field(default=0.5, ge=0, le=1)
     """The share of backward that only the weights' gradients need, which zero-bubble orders put off."""
+    weight_s: tuple[float, ...] = ()
+    """The seconds of that part, where they were measured: then they count, and the share does not."""
     output_bytes: float = Field(ge=0)
     """Bytes of its output, a row."""
     saved_bytes: float = Field(ge=0)
@@ -43,9 +46,20 @@ class LayerProfile:
     """Whether a stage may begin with it: not where it shares weights with a layer before it."""
 
     def __post_init__(self) -> None:
-        for key, seconds in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+        for key, seconds in self.timed.items():
             if any(value < 0 for value in seconds):
                 raise ProfileError(f"layer {self.name}: key {key} is {min(seconds)}: expected no negative time")
+
+    @property
+    def timed(self) -> dict[str, tuple[float, ...]]:
+        """All its seconds, by key; those that were not measured are left out."""
+        weight = {"weight_s": self.weight_s} if self.weight_s else {}
+        return {"forward_s": self.forward_s, "backward_s": self.backward_s, **weight}
+
+    def with_times(self, times: Mapping[str, tuple[float, ...]]) -> LayerProfile:
+        """The layer with other seconds, by key."""
+        weight_s = times.get("weight_s", ())
+        return replace(self, forward_s=times["forward_s"], backward_s=times["backward_s"], weight_s=weight_s)
 
 
 @noun(error=ProfileError)
@@ -78,7 +92,7 @@ class Profile(Saved):
         for layer in self.layers:
             if layer.name in seen:
                 raise ProfileError(f"layer {layer.name} appears twice: expected names that differ")
-            for key, seconds in (("forward_s", layer.forward_s), ("backward_s", layer.backward_s)):
+            for key, seconds in layer.timed.items():
                 if len(seconds) != len(self.batch_sizes):
                     raise ProfileError(
                         f"layer {layer.name}: key {key} has {len(seconds)} values: "

@@ -132,7 +132,6 @@ def test_an_option_that_train_does_not_know_is_found_before_anything_runs(run: R
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_four_real_cases_killed_twice_complete_with_every_repetition_counted_once(tmp_path: Path, suite: str) -> None:
     out = tmp_path / "out"
@@ -156,7 +155,7 @@ def test_four_real_cases_killed_twice_complete_with_every_repetition_counted_onc
 
     rows = {row["name"]: row for row in json.loads(text)}
     assert {name: row["repetitions"] for name, row in rows.items()} == {"one": 5, "two": 5, "cut": 5, "nan": 0}
-    assert "the loss of step" in rows["nan"]["reason"]
+    assert "not finite" in rows["nan"]["reason"]
     results = read_results(out)
     assert {case.name: len(case.records) for case in results.cases} == {"one": 5, "two": 5, "cut": 5}
     assert [failure.name for failure in results.failures] == ["nan"]

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from stagewright.errors import ProfileError
-from stagewright.models import build_model, cross_entropy_sum, make_layered
+from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered
 from stagewright.profile import Profile
 from stagewright.profiling import measured
+from stagewright.profiling.layers import make_pieces, run_units
 from stagewright.profiling.measured import layers_against_model, make_profile
 
 
@@ -39,6 +40,33 @@ def test_a_profile_has_every_layer_at_every_size(tmp_path: Path) -> None:
     assert profile.versions["torch"] == str(torch.__version__)
     assert seen == [(number + 1, 10) for number in range(10)]
     assert Profile.load(profile.save(tmp_path / "p.json")) == profile
+
+
+def wide_model() -> Layered:
+    """Linear layers with something between that has no weights."""
+    layers = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256))
+    labels = torch.zeros(2, dtype=torch.long)
+    return make_layered(layers, (torch.zeros(2, 8),), loss=cross_entropy_sum(), targets=(labels,))
+
+
+def test_the_part_of_backward_that_only_weights_need_is_all_of_the_firsts_and_none_without_weights() -> None:
+    made = make_profile(wide_model(), batch_sizes=(4, 64), repeats=3)
+    first, relu, middle, loss = made.layers
+    assert first.weight_s == first.backward_s
+    assert relu.weight_s == loss.weight_s == (0.0, 0.0)
+    assert all(0.0 <= part <= whole for part, whole in zip(middle.weight_s, middle.backward_s))
+
+
+def test_backward_without_weights_runs_and_leaves_them_without_gradients() -> None:
+    model = wide_model()
+    pieces = make_pieces(model, "fp32")
+    inputs, targets = pieces.rows(4)
+    done: list[tuple[int, bool]] = []
+    run_units(pieces, inputs, targets, lambda unit, is_backward: done.append((unit, is_backward)), weights=False)
+    assert done == [(number, False) for number in range(4)] + [(number, True) for number in (3, 2, 1, 0)]
+    assert all(parameter.grad is None for parameter in model.model.parameters())
+    run_units(pieces, inputs, targets, lambda unit, is_backward: None)
+    assert all(parameter.grad is not None for parameter in model.model.parameters())
 
 
 def test_a_users_own_model_can_be_profiled() -> None:

@@ -60,7 +60,7 @@ def slowed(profile: Profile, drift: float) -> Profile:
         return tuple(each * drift for each in seconds)
 
     layers = tuple(
-        replace(layer, forward_s=times(layer.forward_s), backward_s=times(layer.backward_s)) for layer in profile.layers
+        layer.with_times({key: times(seconds) for key, seconds in layer.timed.items()}) for layer in profile.layers
     )
     optimizer_s = profile.optimizer_s * drift
     return replace(profile, layers=layers, optimizer_s=optimizer_s, model_s=times(profile.model_s))

@@ -117,6 +117,8 @@ def layer_profiles(
     facts: Sequence[UnitFacts],
     forward_s: Sequence[Sequence[float]],
     backward_s: Sequence[Sequence[float]],
+    *,
+    weight_s: Sequence[Sequence[float]] | None = None,
     spread: Sequence[float] | None = None,
 ) -> tuple[LayerProfile, ...]:
     """One entry a layer; where a unit has several, the last has the figures, and no stage may begin after the first."""
@@ -132,6 +134,7 @@ def layer_profiles(
                 kind=fact.kind,
                 forward_s=tuple(forward_s[number]),
                 backward_s=tuple(backward_s[number]),
+                weight_s=() if weight_s is None else part_of(backward_s[number], fact.weight_share, weight_s[number]),
                 spread=0.0 if spread is None else spread[number],
                 weight_share=fact.weight_share,
                 output_bytes=fact.output_bytes,
@@ -144,6 +147,13 @@ def layer_profiles(
             )
         )
     return tuple(layers)
+
+
+def part_of(backward_s: Sequence[float], share: float, measured_s: Sequence[float]) -> tuple[float, ...]:
+    """What of backward only weights need: none or all of it where that is known, else what was measured."""
+    if share in (0.0, 1.0):
+        return tuple(seconds * share for seconds in backward_s)
+    return tuple(map(min, measured_s, backward_s))
 
 
 def _silent(name: str, zeros: tuple[float, ...], inputs: tuple[str, ...] | None, *, cuttable: bool) -> LayerProfile:

@@ -80,8 +80,12 @@ def run_units(
     *,
     start: Callable[[int], None] = lambda unit: None,
     accumulate: bool = True,
+    weights: bool = True,
 ) -> None:
-    """Runs every unit forward, then every unit backward in the opposite order; `start` opens each forward."""
+    """Runs every unit forward, then every unit backward in the opposite order; `start` opens each forward.
+
+    Without `weights`, backward makes the gradients alone that the unit before asks for.
+    """
     kept: list[tuple[list[Tensor], list[GradientEdge | None]]] = []
     tensors: Sequence[Tensor] = inputs
     with running(pieces.precision, inputs[0].device):
@@ -96,7 +100,7 @@ def run_units(
     gradients: list[Tensor | None] = [None] * len(kept[-1][1])
     for number in reversed(range(len(kept))):
         entering, outputs = kept.pop()
-        gradients = run_backward(pieces.units[number], entering, outputs, gradients, accumulate)
+        gradients = run_backward(pieces.units[number], entering, outputs, gradients, accumulate, weights)
         del entering, outputs
         mark(number, True)
 
@@ -112,6 +116,7 @@ def run_backward(
     outputs: Sequence[GradientEdge | None],
     gradients: Sequence[Tensor | None],
     accumulate: bool,
+    weights: bool,
 ) -> list[Tensor | None]:
     """The gradients of what entered a unit, from those of its outputs."""
     pairs = [(edge, grad) for edge, grad in zip(outputs, gradients) if edge is not None]
@@ -120,10 +125,12 @@ def run_backward(
     if not pairs:
         return [None] * len(entering)
     roots, seeds = [edge for edge, _ in pairs], [grad for _, grad in pairs]
+    asked = [tensor for tensor in entering if tensor.requires_grad]
     if accumulate:
-        torch.autograd.backward(roots, seeds)
+        if weights or asked:
+            torch.autograd.backward(roots, seeds, inputs=None if weights else asked)
         return [tensor.grad for tensor in entering]
-    wanted = [t for t in (*entering, *unit.module.parameters()) if t.requires_grad]
+    wanted = [*asked, *(parameter for parameter in unit.module.parameters() if parameter.requires_grad)]
     found = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if wanted else ())
     return [next(found) if tensor.requires_grad else None for tensor in entering]
 

@@ -25,6 +25,8 @@ Progress = Callable[[int, int], None]
 
 WARM_UP = 2
 REPEATS = 7
+APART_EVERY = 2
+"""Every second repeat times backward without weights as well."""
 LEAD_CYCLES = 200_000_000
 """So long a GPU sleeps before it is timed, a tenth of a second on today's: work is then there before its turn comes."""
 LEARNING_RATE = 0.0
@@ -84,6 +86,8 @@ class Timing:
 
     forward: list[list[float]]
     backward: list[list[float]]
+    weight: list[list[float]]
+    """The part of backward that only weights need: what it takes longer than without them right after."""
     whole: list[float]
 
 
@@ -105,20 +109,24 @@ def make_profile(
         keep_freed_memory()  # as workers do
     facts = find_facts(pieces)
     total, done = len(batch_sizes) * (WARM_UP + repeats), 0
-    timings = [Timing([], [], []) for _ in batch_sizes]
+    timings = [Timing([], [], [], []) for _ in batch_sizes]
     with undisturbed(pieces):
         for number in range(WARM_UP + repeats):
             # All sizes in every round: a machine that is slow for a while is so for all of them.
             for rows, timing in zip(batch_sizes, timings):
-                kept = timing if number >= WARM_UP else Timing([], [], [])
+                kept = timing if number >= WARM_UP else Timing([], [], [], [])
                 time_once(pieces, whole, rows, device, kept)
+                if (number - WARM_UP) % APART_EVERY == 0:
+                    time_weights(pieces, rows, device, kept)
                 done += 1
                 if progress is not None:
                     progress(done, total)
         optimizer_s = time_optimizer(model, device, repeats)
     forward = [[_middle(t.forward, unit) for t in timings] for unit in range(len(facts))]
     backward = [[_middle(t.backward, unit) for t in timings] for unit in range(len(facts))]
-    layers = layer_profiles(model, facts, forward, backward, [_spread(timings[-1], n) for n in range(len(facts))])
+    weight = [[_middle(t.weight, unit) for t in timings] for unit in range(len(facts))]
+    spread = [_spread(timings[-1], number) for number in range(len(facts))]
+    layers = layer_profiles(model, facts, forward, backward, weight_s=weight, spread=spread)
     return Profile(
         model=name or type(model.model).__name__.lower(),
         device=device_name(device),
@@ -164,12 +172,25 @@ def time_model(model: Layered, rows: int, repeats: int = 1) -> float:
         return median(sum(timed_run(whole, inputs, targets, device)) for _ in range(repeats))
 
 
-def timed_run(pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device) -> list[float]:
+def time_weights(pieces: Pieces, rows: int, device: torch.device, timing: Timing) -> None:
+    """Times what of each unit's backward only its weights need, with that of the unit as it was timed last."""
+    if timing.backward:
+        gaps = timed_run(pieces, *pieces.rows(rows), device, weights=False)
+        without = gaps[len(pieces.units) :][::-1]
+        timing.weight.append([max(with_ - own, 0.0) for with_, own in zip(timing.backward[-1], without)])
+
+
+def timed_run(
+    pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, *, weights: bool = True
+) -> list[float]:
     """Seconds of each unit's forward in order, then of each backward in the opposite order."""
     pieces.model.model.zero_grad(set_to_none=True)
     clock = make_clock(device)
     clock.lead()
-    run_units(pieces, inputs, targets, lambda unit, is_backward: clock.mark(), start=lambda unit: clock.mark())
+    run_units(
+        pieces, inputs, targets, lambda unit, is_backward: clock.mark(), start=lambda unit: clock.mark(),
+        weights=weights,
+    )  # fmt: skip
     gaps, units = clock.gaps_s(), len(pieces.units)
     # marks stand before and after each forward, so that every second gap is what cutting itself costs
     own_s = backward_call_s() if device.type == "cpu" else 0.0

@@ -145,11 +145,7 @@ def average(profiles: Sequence[Profile]) -> Profile:
         return tuple(median(each) for each in zip(*values))
 
     layers: list[LayerProfile] = [
-        replace(
-            layer,
-            forward_s=middle_of([each.layers[number].forward_s for each in profiles]),
-            backward_s=middle_of([each.layers[number].backward_s for each in profiles]),
-        )
+        layer.with_times({key: middle_of([each.layers[number].timed[key] for each in profiles]) for key in layer.timed})
         for number, layer in enumerate(first.layers)
     ]
     return replace(
