@@ -96,9 +96,24 @@ def test_a_share_of_the_cpu_holds_for_what_runs_in_the_host() -> None:
         wait_until(lambda: str(inside.pid) in (here / "cgroup.procs").read_text().split())
         files = ("cpu.max",) if (here / "cpu.max").exists() else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         figures = " ".join((here / name).read_text().strip() for name in files)
-        assert hosts.groups[1] == ""
     inside.wait(WAIT_S)
     assert figures == "5000 20000"
+
+
+@needs_root
+def test_hosts_without_a_share_are_in_one_group_without_a_quota() -> None:
+    """In groups of their own, as the kernel makes them for sessions, they would share cores unevenly."""
+    with emulated_hosts(star(1e7, 1e7, 1e7, shares=(0.25, None, None))) as hosts:
+        common = Path(hosts.groups[1])
+        assert hosts.groups[2] == hosts.groups[1] != hosts.groups[0]
+        inside = [subprocess.Popen(hosts.reach(host, ["sleep", "600"])) for host in (1, 2)]
+        wait_until(lambda: {str(one.pid) for one in inside} <= set((common / "cgroup.procs").read_text().split()))
+        name = "cpu.max" if (common / "cpu.max").exists() else "cpu.cfs_quota_us"
+        quota = (common / name).read_text().split()[0]
+    for one in inside:
+        one.wait(WAIT_S)
+    assert quota in ("max", "-1")
+    assert not common.exists()
 
 
 def test_periods_are_short_and_quotas_never_below_the_smallest() -> None:

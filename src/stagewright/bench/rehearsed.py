@@ -27,7 +27,7 @@ from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite
 from stagewright.bench.speed import Prediction, drifts_of, pass_over
 from stagewright.bench.verdict import CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, count
-from stagewright.errors import StagewrightError, UsageError
+from stagewright.errors import RunError, StagewrightError, UsageError
 from stagewright.profile import Profile
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.measuring import Request, measure_hosts
@@ -186,12 +186,20 @@ def run_suite(given: argparse.Namespace) -> None:
     if not cases:
         raise UsageError(f"no case of {given.suite} is called {given.case}", "see the names in the file")
     bench = Bench(given.out, SHORT_ROUNDS if given.short else suite.rounds)
-    results = []
+    results, failed = [], []
     for number, case in enumerate(cases, 1):
         print(f"{number}/{len(cases)} {case.name}", file=sys.stderr, flush=True)
-        results.append(bench.run(case))
+        try:
+            results.append(bench.run(case))
+        except StagewrightError as fault:
+            failed.append(case.name)
+            print(f"    failed: {fault.what}", file=sys.stderr, flush=True)
+            continue
         print(f"    {results[-1].seconds:.0f} s, {count(len(results[-1].entries), 'contender')}", file=sys.stderr)
-    write_results(results, given.results)
+    if results:
+        write_results(results, given.results)
+    if failed:
+        raise RunError(f"{', '.join(failed)} failed", f"see the logs under {given.out}; cases that are done stay")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """Shares of the CPU: a control group for each host, with a quota of every short period.
 
 quota 5 ms of every 20 ms      ▇▇▁▁▁▁▁▁▇▇▁▁▁▁▁▁     a quarter of one core
+
+Hosts without a share are in one group together, without a quota. Outside of all groups the kernel makes one for each
+session by itself (`autogroup`), and cores are shared out among groups far less evenly than among the threads of one: of
+four hosts that computed on two cores, each was now and then left with a fifth of one for a second, in every other step.
 """
 
 from __future__ import annotations
@@ -35,13 +39,15 @@ def limits(cores: float) -> tuple[int, int]:
     return max(FEWEST_US, round(period * cores)), period
 
 
-def make_group(name: str, cores: float) -> Path:
-    """A new control group whose processes get so many cores together."""
+def make_group(name: str, cores: float | None) -> Path:
+    """A new control group whose processes get so many cores together; None is all there are."""
     where, is_v2 = root()
     if is_v2 and "cpu" not in (where / "cgroup.subtree_control").read_text().split():
         (where / "cgroup.subtree_control").write_text("+cpu")
     folder = where / name
     folder.mkdir()
+    if cores is None:
+        return folder
     quota, period = limits(cores)
     if is_v2:
         (folder / "cpu.max").write_text(f"{quota} {period}")
@@ -51,12 +57,17 @@ def make_group(name: str, cores: float) -> Path:
     return folder
 
 
+def has_groups() -> bool:
+    """Whether this machine has control groups of the CPU."""
+    try:
+        return root()[0].is_dir()
+    except RunError:
+        return False
+
+
 def groups(prefix: str) -> list[Path]:
     """The control groups whose names begin like this."""
-    try:
-        return sorted(root()[0].glob(f"{prefix}*"))
-    except RunError:
-        return []
+    return sorted(root()[0].glob(f"{prefix}*")) if has_groups() else []
 
 
 def remove_group(folder: Path) -> None:

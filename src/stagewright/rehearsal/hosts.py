@@ -21,7 +21,7 @@ from types import FrameType
 
 from stagewright.cluster import Cluster
 from stagewright.plan import Plan
-from stagewright.rehearsal.cores import make_group
+from stagewright.rehearsal.cores import has_groups, make_group
 from stagewright.rehearsal.leftovers import new_mark, prefix, remove
 from stagewright.rehearsal.tools import batch, call, check_tools, works
 from stagewright.rehearsal.wiring import Wiring, wirings
@@ -44,7 +44,7 @@ class EmulatedHosts:
     key: str
     wirings: tuple[Wiring, ...]
     groups: tuple[str, ...]
-    """For each host the folder of its control group, or nothing where it has none."""
+    """For each host the folder of its control group; nothing where it has no share and the machine no such groups."""
     has_latency: bool
     """Whether the latencies are emulated: the kernel may lack netem."""
     cpus: tuple[int, ...] = ()
@@ -145,11 +145,17 @@ def make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
         batch("ip", [f"address add {address(number)}/24 dev {WIRE}", f"link set {WIRE} up", "link set lo up"], own)
         batch("tc", limit(WIRE, wiring, has_latency), own)
         batch("tc", limit(f"port{number}", wiring, has_latency), switch)
-    groups = tuple(
-        "" if wiring.cores is None else os.fspath(make_group(namespace(key, number), wiring.cores))
-        for number, wiring in enumerate(wanted)
-    )
+    groups = make_groups(key, [wiring.cores for wiring in wanted])
     return EmulatedHosts(key, wanted, groups, has_latency or not any(wiring.latency_s for wiring in wanted))
+
+
+def make_groups(key: str, shares: Sequence[float | None]) -> tuple[str, ...]:
+    """For each host a control group with its share, or the one that all hosts without a share are in together."""
+    common = os.fspath(make_group(namespace(key, "free"), None)) if None in shares and has_groups() else ""
+    return tuple(
+        common if cores is None else os.fspath(make_group(namespace(key, number), cores))
+        for number, cores in enumerate(shares)
+    )
 
 
 def limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
