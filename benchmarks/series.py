@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -42,6 +43,8 @@ ROWS = {"alexnet": 256, "vgg16": 32, "resnet50": 64, "tiny-cnn": 64}
 CUTS = {"alexnet": "fc1", "vgg16": "fc1", "resnet50": "layer4.0", "tiny-cnn": "fc1"}
 STEPS = {"alexnet": 8, "vgg16": 6, "resnet50": 8, "tiny-cnn": 8}
 LEARNING_RATE = 0.001
+PATIENCE_S = 50.0
+"""How long a contender may take: NCCL between workers that share a card can hang, and then shows where each stands."""
 LOG_CHARACTERS = 6000
 """How much of a worker's output is shown."""
 
@@ -170,7 +173,7 @@ def plan_of(model: Layered, name: str, shape: str, rows: int, options: dict[str,
 
 
 def is_debugging() -> bool:
-    """Whether a contender that takes too long shows where each worker stands."""
+    """Whether the first and the last worker tell what making a contender took."""
     return "SERIES_DEBUG" in os.environ
 
 
@@ -199,8 +202,7 @@ def contend(name: str, specs: list[str], rounds: int, world: World) -> list[dict
     for spec in specs:
         # One contender at a time is in memory while it is measured for its peak; weights are the same for all.
         started = time.perf_counter()
-        if is_debugging():
-            faulthandler.dump_traceback_later(30, exit=True)
+        faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
         before = fresh_memory()
         model = build_model(name, seed=0)
         if spec.startswith(("limit", "ddp")):
@@ -220,6 +222,7 @@ def contend(name: str, specs: list[str], rounds: int, world: World) -> list[dict
             rate = rows * WORKERS / statistics.median(times[spec])
             print(f"{name} {spec}: {rate:,.0f} rows/s, {time.perf_counter() - started:.1f} s in all", flush=True)
         del step, model
+    faulthandler.cancel_dump_traceback_later()
     return [row(name, spec, rows, times[spec], peaks[spec], losses[spec], world) for spec in specs]
 
 
@@ -298,6 +301,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(arguments)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what the workers wrote is shown then too
     groups = parse_placement(f"0:0-{WORKERS - 1}")
     stage = Stage(layers=("all",), devices=groups[0])
     whole = Plan(model="series", stages=(stage,), batch=WORKERS)
@@ -308,7 +312,7 @@ def main() -> None:
         finally:
             for log in sorted(Path(folder).glob("logs/*/*/*/std*.log")):
                 text = log.read_text()
-                if text and (log.parent.name == "0" or "Error" in text or "worker 7" in text):
+                if text and (log.parent.name == "0" or any(word in text for word in ("Error", "Timeout", "worker 7"))):
                     print(f"--- {log.parent.name}\n{text[-LOG_CHARACTERS:]}", file=sys.stderr)
     if Path(arguments.out).exists():
         print(table(json.loads(Path(arguments.out).read_text())))
