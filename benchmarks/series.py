@@ -51,13 +51,16 @@ LOG_CHARACTERS = 6000
 Step = Callable[[int], list[float]]
 """Runs a number of steps; returns the losses that this worker saw, as sums over its rows."""
 
+Contender = tuple[Step, Callable[[], None]]
+"""Its steps, and what ends it."""
+
 
 def sgd(parameters: object) -> torch.optim.Optimizer:
     """The optimizer of all contenders."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)  # type: ignore[arg-type]
 
 
-def plain(model: Layered, world: World, rows: int, spec: str) -> Step:
+def plain(model: Layered, world: World, rows: int, spec: str) -> Contender:
     """The plain loop on this worker's rows; with DDP around it, the recommended way, or on a stream that goes first."""
     name, *details = spec.split(":")
     bucket_mb = next((int(detail) for detail in details if detail.isdigit()), 25)
@@ -82,10 +85,10 @@ def plain(model: Layered, world: World, rows: int, spec: str) -> Step:
             losses.append(loss.detach())
         return [float(loss) for loss in losses]
 
-    return step
+    return step, lambda: None
 
 
-def ours(model: Layered, name: str, world: World, rows: int, spec: str) -> Step:
+def ours(model: Layered, name: str, world: World, rows: int, spec: str) -> Contender:
     """Our worker, by a spec such as `dp`, `dp:2bw` or `7-1:m4:gpipe:b3`."""
     shape, *details = spec.split(":")
     options = {"m": 1, "policy": "1f1b", "staleness": "0", "b": None, "hold": None, "route": "split"}
@@ -127,7 +130,7 @@ def ours(model: Layered, name: str, world: World, rows: int, spec: str) -> Step:
         worker.figures.clear()
         return losses
 
-    return step
+    return step, worker.close
 
 
 shown: list[Worker] = []
@@ -206,9 +209,9 @@ def contend(name: str, specs: list[str], rounds: int, world: World) -> list[dict
         before = fresh_memory()
         model = build_model(name, seed=0)
         if spec.startswith(("limit", "ddp")):
-            step = plain(model, world, rows, spec)
+            step, close = plain(model, world, rows, spec)
         else:
-            step = ours(model, name, world, rows, spec)
+            step, close = ours(model, name, world, rows, spec)
         losses[spec] = step(3)
         synchronize(world)
         if world.worker == 0:
@@ -221,7 +224,8 @@ def contend(name: str, specs: list[str], rounds: int, world: World) -> list[dict
         if world.worker == 0:
             rate = rows * WORKERS / statistics.median(times[spec])
             print(f"{name} {spec}: {rate:,.0f} rows/s, {time.perf_counter() - started:.1f} s in all", flush=True)
-        del step, model
+        close()
+        del step, close, model
     faulthandler.cancel_dump_traceback_later()
     return [row(name, spec, rows, times[spec], peaks[spec], losses[spec], world) for spec in specs]
 

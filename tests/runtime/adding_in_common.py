@@ -5,47 +5,56 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from stagewright.cluster import parse_placement
+from stagewright.plan import Plan, Stage
 from stagewright.runtime import common_memory
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.sums import CACHED, CollectiveSum, CommonSum, Sum, make_sum
+from stagewright.runtime.sums import CollectiveSum, CommonSum, Sum, make_sum
 from stagewright.runtime.world import World, open_world
 
-SIZES = (1, 2, 1001, 9 * CACHED + 17)
-"""Fewer numbers than replicas, an odd number, and several pieces for each of them."""
+SIZES = (1, 2, 1001, 1 << 19)
+"""Fewer numbers than replicas, an odd number, and many."""
 TURNS = 3
 
 
 def main() -> None:
     """Adds up tensors of all sizes and two types, again and again in the same memory."""
     with open_world(Settings(timeout_s=60.0)) as world:
-        everyone = tuple(range(world.size))
-        add_up = make_sum(world, 0, everyone, staged=False)
+        plan = replicas_of(f"0:0-{world.size - 1}")
+        add_up = make_sum(world, 0, plan, staged=False)
         assert isinstance(add_up, CommonSum)
         for dtype in (torch.float32, torch.float64):
-            compare(add_up, dtype, world)
+            compare(add_up, SIZES, torch.zeros(1, dtype=dtype), world)
         add_up.close()
         common_memory.identity = lambda: f"host {world.worker}"
-        assert isinstance(make_sum(world, 1, everyone, staged=False), CollectiveSum)
-        assert make_sum(world, 2, (world.worker,), staged=False) is None
+        assert isinstance(make_sum(world, 0, plan, staged=False), CollectiveSum)
+        assert make_sum(world, 0, replicas_of("0:0"), staged=False) is None
         print("equal", flush=True)
 
 
-def compare(add_up: Sum, dtype: torch.dtype, world: World) -> None:
+def replicas_of(placement: str) -> Plan:
+    """A plan whose one stage is on all devices of a placement."""
+    (devices,) = parse_placement(placement)
+    return Plan(model="any", stages=(Stage(layers=("all",), devices=devices),), batch=len(devices))
+
+
+def compare(add_up: Sum, sizes: tuple[int, ...], like: torch.Tensor, world: World) -> None:
     """Several sums under way at once, each of which must be that of all workers' numbers."""
-    tensors = [add_up.memory(numel, torch.zeros(1, dtype=dtype)) for numel in SIZES]
+    tensors = [add_up.memory(numel, like) for numel in sizes]
     for turn in range(TURNS):
         torch.manual_seed(10 * turn + world.worker)
-        expected = [torch.randn(tensor.shape, dtype=dtype) for tensor in tensors]
+        expected = [torch.randn(tensor.shape, dtype=like.dtype) for tensor in tensors]
         for tensor, value in zip(tensors, expected):
             tensor.copy_(value)
         pending = [add_up.start(tensor) for tensor in tensors]
         for each, tensor, value in zip(pending, tensors, expected):
             each.wait()
             dist.all_reduce(value, group=world.control)
-            torch.testing.assert_close(tensor, value)
-            alike = [torch.empty_like(tensor) for _ in range(world.size)]
-            dist.all_gather(alike, tensor, group=world.control)
-            assert all(torch.equal(other, tensor) for other in alike), "replicas differ in a bit"
+            summed = tensor.cpu()
+            torch.testing.assert_close(summed, value)
+            alike = [torch.empty_like(summed) for _ in range(world.size)]
+            dist.all_gather(alike, summed, group=world.control)
+            assert all(torch.equal(other, summed) for other in alike), "replicas differ in a bit"
 
 
 if __name__ == "__main__":

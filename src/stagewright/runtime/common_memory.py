@@ -1,10 +1,12 @@
-"""Memory that several workers of one host have in common: each owns a part, and all see all parts.
+"""Memory that several workers of one host have in common.
 
-    worker 0    own ──────┐        ┌── worker 1's
-    worker 1    worker 0's ┘        └── own
+    replica 0   ◀── writes its row ──┐
+    replica 1                        ├── all read all rows
+    replica 2                        │
+    the sum     ◀── a part each ─────┘
 
-A part is memory without a name (memfd): it is found through /proc by those who know its owner, and is gone with the
-last of them, however they end. Workers of emulated hosts have networks of their own, and nothing in common.
+It has no name (memfd): it is found through /proc by those who know who made it, and is gone with the last of them,
+however they end. Workers of emulated hosts have networks of their own, and nothing in common.
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ from torch import Tensor
 
 from stagewright.runtime.world import gather_json
 
-PROBE_BYTES = mmap.PAGESIZE
-
 
 def is_common(group: dist.ProcessGroup, size: int) -> bool:
     """Whether the members of a group can see each other's memory. All of them must ask."""
@@ -30,7 +30,7 @@ def is_common(group: dist.ProcessGroup, size: int) -> bool:
         return False
     works = torch.ones(1)
     try:
-        common_parts(PROBE_BYTES, group, size)
+        common_bytes(mmap.PAGESIZE, group, size)
     except OSError:  # some systems hide processes from one another
         works.zero_()
     dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
@@ -47,23 +47,32 @@ def identity() -> str | None:
     return None
 
 
-def common_parts(num_bytes: int, group: dist.ProcessGroup, size: int) -> list[Tensor]:
-    """So many bytes of each member of a group, in its order, this worker's own among them. All of them must ask."""
-    file = os.memfd_create("stagewright")
+def common_rows(num_rows: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, size: int) -> Tensor:
+    """Rows of zeros that the members of a group have in common, each on pages of its own. All of them must ask."""
+    stride = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    return common_bytes(num_rows * stride, group, size).view(dtype).view(num_rows, -1)[:, :numel]
+
+
+def common_bytes(num_bytes: int, group: dist.ProcessGroup, size: int) -> Tensor:
+    """So many bytes that the members of a group have in common: the first makes them, the others find them."""
+    is_first = dist.get_rank(group) == 0
+    file = os.memfd_create("stagewright") if is_first else None
     try:
-        os.ftruncate(file, num_bytes)
-        told = gather_json([os.getpid(), file], group, size)
+        if file is not None:
+            os.ftruncate(file, num_bytes)
+        process, number = gather_json([os.getpid(), file], group, size)[0]
         fault = None
         try:
-            parts = [mapped(f"/proc/{process}/fd/{number}", num_bytes) for process, number in told]
+            common = mapped(f"/proc/{process}/fd/{number}", num_bytes)
         except OSError as raised:
             fault = raised
-        dist.barrier(group=group)  # files stay open until all have them
+        dist.barrier(group=group)  # the file stays open until all have it
     finally:
-        os.close(file)
+        if file is not None:
+            os.close(file)
     if fault is not None:
         raise fault
-    return parts
+    return common
 
 
 def mapped(path: str, num_bytes: int) -> Tensor:
@@ -73,3 +82,13 @@ def mapped(path: str, num_bytes: int) -> Tensor:
         return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
     finally:
         os.close(file)
+
+
+def pin(tensor: Tensor) -> None:
+    """Lets a card copy from and to memory that runs straight on while the host does something else."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))  # type: ignore[no-untyped-call]
+
+
+def unpin(tensor: Tensor) -> None:
+    """Takes that back, before the memory goes."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr()))  # type: ignore[no-untyped-call]

@@ -1,16 +1,18 @@
 """Adding up one tensor over the replicas of a stage, in the background.
 
-Replicas on cards of their own, or on CPUs of several hosts, leave that to NCCL or gloo. Replicas that share a card
-leave it to their hosts, so that no multiprocessor is kept from computing:
+    replicas on                       add up
+    cards of their own                by NCCL
+    CPUs of several hosts             by gloo
+    CPUs of one host                  in memory that they have in common: nothing travels
+    a card that they share            by their hosts, so that no multiprocessor is kept from computing: in common
+                                      memory, or by gloo where the plan says that they are several hosts
 
-    card ──copy──▶ pinned memory ──▶ gloo's all-reduce ──▶ pinned memory ──copy──▶ card
+In common memory each replica adds up one part of all rows:
 
-Replicas on the CPUs of one host add up in memory that they have in common. Nothing travels:
-
-    replica 0   a0 b0 c0        a0+a1+a2   ·        ·               all of it, copied
-    replica 1   a1 b1 c1   ──▶     ·    b0+b1+b2    ·       ──▶     from those
-    replica 2   a2 b2 c2           ·       ·     c0+c1+c2           who added
-              all are there     all have added                 all have copied
+    replica 0   a0 b0 c0           a0+a1+a2 ·        ·
+    replica 1   a1 b1 c1   ──▶     ·        b0+b1+b2 ·        ──▶   the sum, copied
+    replica 2   a2 b2 c2           ·        ·        c0+c1+c2       by all
+              all are there              all have added
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.errors import RunError
-from stagewright.runtime.common_memory import common_parts, is_common
+from stagewright.plan import Plan
+from stagewright.runtime.common_memory import common_rows, is_common, pin, unpin
 from stagewright.runtime.transport.channel import Errands, Promise
 from stagewright.runtime.transport.staged import Copied, new_event, new_stream
 from stagewright.runtime.world import World
@@ -33,9 +36,6 @@ STRANDS = 4
 
 PIECE_BYTES = 16 << 20
 """What a strand adds up at a time."""
-
-CACHED = 1 << 16
-"""Numbers that are added up at a time where memory is common."""
 
 
 class Pending(Protocol):
@@ -81,69 +81,132 @@ class CollectiveSum(AnyMemory):
         return None
 
 
-class CommonSum:
-    """Adds up tensors in memory that the replicas have in common: each adds one part of all, and copies the others."""
+class Common:
+    """One tensor of every replica, and the sum of all, in memory that they have in common."""
 
-    def __init__(self, world: World, members: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        self._group, self._size, self._own = group, len(members), members.index(world.worker)
-        self._timeout_s = world.timeout.total_seconds()
+    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        self._size, self._replica = dist.get_world_size(group), dist.get_rank(group)
+        rows = common_rows(self._size + 1, numel, dtype, group, self._size)
+        self._all, self.own, self.sum = rows[:-1], rows[self._replica], rows[-1]
+
+    def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
+        """Makes the sum of some numbers; every replica must have written its own, and must come."""
+        first, last = (start + (stop - start) * part // self._size for part in (self._replica, self._replica + 1))
+        meet(group)
+        if first < last:
+            torch.sum(self._all[:, first:last], 0, out=self.sum[first:last])
+        meet(group)
+
+
+def meet(group: dist.ProcessGroup) -> None:
+    """Waits until all replicas are here."""
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+class CommonSum:
+    """Adds up tensors of the CPUs of one host."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
         self._errands = Errands("sums")
-        self._all: dict[int, list[tuple[Tensor, ...]]] = {}
-        """For each tensor, by its address, that of every replica in parts, one for each replica to add."""
+        self._common: dict[int, Common] = {}
+        """By the address of a tensor."""
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
-        whole = common_parts(max(numel, 1) * like.element_size(), self._group, self._size)
-        tensors = [bytes_.view(like.dtype)[:numel] for bytes_ in whole]
-        own = tensors[self._own]
-        self._all[own.data_ptr()] = [tensor.tensor_split(self._size) for tensor in tensors]
-        return own
+        common = Common(numel, like.dtype, self._group)
+        self._common[common.own.data_ptr()] = common
+        return common.own
 
     def start(self, tensor: Tensor) -> Pending:
-        replicas = self._all[tensor.data_ptr()]
-        return Promise(self._errands, lambda: self._add_up(replicas), self._timeout_s)
+        common = self._common[tensor.data_ptr()]
 
-    def _add_up(self, replicas: list[tuple[Tensor, ...]]) -> None:
-        own = replicas[self._own]
-        others = [torch.split(each[self._own], CACHED) for each in replicas if each is not own]
-        self._meet()
-        for number, piece in enumerate(torch.split(own[self._own], CACHED)):
-            for other in others:  # a piece stays in a cache until all are added to it
-                piece.add_(other[number])
-        self._meet()
-        for part, replica in enumerate(replicas):
-            if replica is not own:
-                own[part].copy_(replica[part])
-        self._meet()
+        def add_up() -> None:
+            common.add_up(0, tensor.numel(), self._group)
+            tensor.copy_(common.sum)  # whoever comes to the next sum has copied this one
 
-    def _meet(self) -> None:
-        """Waits until all replicas are here."""
-        dist.all_reduce(torch.zeros(1), group=self._group)
+        return Promise(self._errands, add_up, self._timeout_s)
 
     def close(self) -> None:
         self._errands.close(self._timeout_s)
 
 
-class StagedSum(AnyMemory):
-    """Adds up tensors of cards by way of pinned memory, several pieces at once."""
+class Mirror(Protocol):
+    """A tensor of a card in its host's memory, which is pinned."""
 
-    def __init__(self, world: World, members: tuple[int, ...]) -> None:
-        strands = [_Strand(world, members, number) for number in range(STRANDS)]
-        self._strands = strands if world.worker in members else []
+    own: Tensor
+    """What this replica adds."""
+    sum: Tensor
+    """What it gets."""
+
+    def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
+        """Makes the sum of some numbers; every replica must have written its own, and must come."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+
+
+class Pinned(Common):
+    """A mirror in memory that the replicas have in common."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        super().__init__(numel, dtype, group)
+        pin(self.own)
+        pin(self.sum)
+
+    def close(self) -> None:
+        unpin(self.own)
+        unpin(self.sum)
+
+
+class Travelling:
+    """A mirror that hosts with nothing in common add up over their sockets."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.own = self.sum = torch.zeros(numel, dtype=dtype, pin_memory=True)
+
+    def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
+        dist.all_reduce(self.own[start:stop], group=group)
+
+    def close(self) -> None:
+        return None
+
+
+class StagedSum:
+    """Adds up tensors of cards by way of the hosts' memory, several pieces at once."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], timeout_s: float, *, in_common: bool) -> None:
+        self._group, self.in_common = groups[0], in_common
+        self._strands = [_Strand(group, number, timeout_s) for number, group in enumerate(groups)]
         self._started = 0
+        self._mirrors: dict[int, tuple[Tensor, Mirror]] = {}
+        """Each tensor, by its address, and its mirror."""
+
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        tensor = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        if numel:
+            common = self.in_common
+            mirror: Mirror = Pinned(numel, like.dtype, self._group) if common else Travelling(numel, like.dtype)
+            self._mirrors[tensor.data_ptr()] = (tensor, mirror)
+        return tensor
 
     def start(self, tensor: Tensor) -> Pending:
         made = new_event()
         made.record()
-        return _All([self._start(piece, made) for piece in torch.split(tensor, PIECE_BYTES // tensor.element_size())])
+        (_, mirror), numel = self._mirrors[tensor.data_ptr()], PIECE_BYTES // tensor.element_size()
+        return _All([self._start(tensor, mirror, at, numel, made) for at in range(0, tensor.numel(), numel)])
 
-    def _start(self, piece: Tensor, made: torch.cuda.Event) -> Copied:
+    def _start(self, tensor: Tensor, mirror: Mirror, at: int, numel: int, made: torch.cuda.Event) -> Copied:
         """Starts the sum of one piece, in the strand whose turn it is."""
-        strand, self._started = self._strands[self._started % STRANDS], self._started + 1
-        return strand.start(piece, made)
+        strand, self._started = self._strands[self._started % len(self._strands)], self._started + 1
+        return strand.start(tensor, mirror, at, min(at + numel, tensor.numel()), made)
 
     def close(self) -> None:
         for strand in self._strands:
             strand.close()
+        torch.cuda.synchronize()
+        for _, mirror in self._mirrors.values():
+            mirror.close()
+        self._mirrors.clear()
 
 
 class _All:
@@ -160,28 +223,24 @@ class _All:
 class _Strand:
     """Adds up one piece after the other, on sockets and streams of its own."""
 
-    def __init__(self, world: World, members: tuple[int, ...], number: int) -> None:
-        self._group = world.group(f"sum {number}", members, "gloo")
-        if world.worker not in members:
-            return
-        self._timeout_s = world.timeout.total_seconds()
+    def __init__(self, group: dist.ProcessGroup, number: int, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
         self._out, self._in = new_stream(), new_stream()
         self._errands = Errands(f"sum {number}")
-        self._mirrors: dict[tuple[int, int], Tensor] = {}
 
-    def start(self, piece: Tensor, made: torch.cuda.Event) -> Copied:
+    def start(self, tensor: Tensor, mirror: Mirror, start: int, stop: int, made: torch.cuda.Event) -> Copied:
         """Copies a piece to the host once it is made, and leaves the rest to a thread."""
-        host, copied, here = self._mirror(piece), new_event(), new_event()
+        piece, copied, here = tensor[start:stop], new_event(), new_event()
         with torch.cuda.stream(self._out):
             self._out.wait_event(made)
-            host.copy_(piece, non_blocking=True)
+            mirror.own[start:stop].copy_(piece, non_blocking=True)
             copied.record()
 
         def add_up() -> None:
             copied.synchronize()
-            dist.all_reduce(host, group=self._group)
+            mirror.add_up(start, stop, self._group)
             with torch.cuda.stream(self._in):
-                piece.copy_(host, non_blocking=True)
+                piece.copy_(mirror.sum[start:stop], non_blocking=True)
                 here.record()
 
         return Copied(Promise(self._errands, add_up, self._timeout_s), here)
@@ -190,25 +249,24 @@ class _Strand:
         """Ends the thread."""
         self._errands.close(self._timeout_s)
 
-    def _mirror(self, piece: Tensor) -> Tensor:
-        """Pinned memory for a piece."""
-        key = (piece.data_ptr(), piece.numel())
-        if key not in self._mirrors:
-            self._mirrors[key] = torch.empty_like(piece, device="cpu", pin_memory=True)
-        return self._mirrors[key]
 
-
-def make_sum(world: World, stage: int, members: tuple[int, ...], *, staged: bool) -> Sum | None:
+def make_sum(world: World, stage: int, plan: Plan, *, staged: bool) -> Sum | None:
     """How the replicas of a stage add up; None for who is not one of several. All workers must ask, in one order."""
+    members, timeout_s = plan.workers[stage], world.timeout.total_seconds()
     if len(members) < 2:
         return None
-    if staged:
-        return StagedSum(world, members)
-    group = world.group("reduce", members)
     # Threads of two stages must not meet each other, so that their groups are not the same where their members are.
+    if staged:
+        strands = [world.group(f"sum {number} of stage {stage}", members, "gloo") for number in range(STRANDS)]
+        groups = [group for group in strands if group is not None]
+        if world.worker not in members:
+            return None
+        is_one_host = len({device.host for device in plan.stages[stage].devices}) == 1
+        return StagedSum(groups, timeout_s, in_common=is_one_host and is_common(groups[0], len(members)))
+    group = world.group("reduce", members)
     adding = world.group(f"sums of stage {stage}", members) if world.device.type == "cpu" else None
     if group is None or world.worker not in members:
         return None
     if adding is not None and is_common(adding, len(members)):
-        return CommonSum(world, members, adding)
+        return CommonSum(adding, timeout_s)
     return CollectiveSum(group)
