@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from stagewright.bench import contest as contests
 from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
-from stagewright.bench.contest import Contest, Ours, fastest, steps_for
+from stagewright.bench.contest import Clocked, Contest, Ours, Times, fastest, steps_for, take_turns
 from stagewright.bench.entrants import add, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
@@ -165,6 +166,37 @@ def test_no_plan_of_a_contest_leaves_its_hooks_on_anothers_layers(tmp_path: Path
         each.close()
     assert all(folding.layers for folding in foldings), "each folds, as it would alone"
     assert not parameters[0] & parameters[1]
+
+
+class Told(Clocked):
+    """A contender whose turns take what they are told to."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__(lambda steps: None)
+        self.left, self.steps = seconds, list[int]()
+
+    def turn(self, steps: int, world: World) -> float:
+        self.steps.append(steps)
+        return self.left.pop(0)
+
+
+def test_a_long_first_step_of_a_peer_is_its_first_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a short peer is not, and what is expected of a plan says how many steps fill its turns."""
+    made = {
+        "long": Told([9.0, 8.0, 7.0]),
+        "short": Told([5e-1, 1e-1, 1.0, 1.1, 1.2]),
+        "known": Told([9.0, 1.0, 2.0, 3.0]),
+    }
+    monkeypatch.setattr(contests, "make_contender", lambda told, contest, world: made[told["name"]])
+    spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 3, "turn_s": 2.0}
+    told = [{"kind": "ddp", "name": "long"}, {"kind": "ddp", "name": "short"}, {"name": "known", "expected_s": 0.5}]
+    times = Times()
+    world = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
+    take_turns(told, Contest(tmp_path, spec), world, times, passes=False)
+    assert times.step_s == {"long": [9.0, 8.0, 7.0], "short": [1.0, 1.1, 1.2], "known": [1.0, 2.0, 3.0]}
+    assert made["long"].steps == [1, 1, 1]
+    assert made["short"].steps == [1, 1, 20, 20, 20]
+    assert made["known"].steps == [1, 4, 4, 4]
 
 
 def test_everyone_minimises_the_same_loss() -> None:

@@ -50,12 +50,12 @@ from stagewright.scheduling import make_schedule
 
 ALONE = "single"
 """The contender that runs outside of the hosts."""
-PASS_S = 1.0
+PASS_S = 0.6
 """About how long the hosts pass over the model between turns."""
 DRAIN = 3
 """Steps more of a run without a flush: those in which it fills and drains are left out."""
 LONG_STEP_S = 3.0
-"""A step that takes longer is not spoilt by what its first run does once."""
+"""A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
 CARD_PATIENCE_S = 120.0
@@ -253,14 +253,18 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
     contenders, first = warmed_up_ones(told, contest, world)
     turn_s = contest.spec["turn_s"]
     steps = {name: steps_for(first[name], turn_s, drains=each.drains) for name, each in contenders.items()}
+    for name, each in contenders.items():
+        times.step_s[name] = [first[name]] if first[name] > LONG_STEP_S and not isinstance(each, Ours) else []
     sensor = Pass(contest.spec["pass"], contest.new_model()) if passes else None
-    for _ in range(contest.spec["rounds"]):
+    for number in range(contest.spec["rounds"]):
         before: float | None = None
         for name, each in contenders.items():
+            if len(times.step_s[name]) > number:
+                continue
             looks = sensor if isinstance(each, Ours) else None
             if looks is not None and before is None:
                 before = looks.turn(world)
-            times.step_s.setdefault(name, []).append(each.turn(steps[name], world))
+            times.step_s[name].append(each.turn(steps[name], world))
             after = None if looks is None else looks.turn(world)
             if before is not None and after is not None:
                 times.pass_s.setdefault(name, []).append((before + after) / 2)
@@ -286,18 +290,21 @@ def warmed_up_ones(
         gc.collect()  # of its model a worker needs its own layers alone
         give_back_freed_memory()
         torch.set_num_threads(contest.spec.get("threads", 1))
-        first[one["name"]] = warmed_up(made, world)
+        first[one["name"]] = warmed_up(made, world, one.get("expected_s"))
         for lost in first.keys() - fastest([known for known in told if known["name"] in first], first):
             del contenders[lost], first[lost]
     return contenders, first
 
 
-def warmed_up(each: Contender, world: World) -> float:
+def warmed_up(each: Contender, world: World, expected_s: float | None = None) -> float:
     """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
 
-    Where a step is long, that does not matter, and the first is enough; so it is where a turn has several anyway.
+    Where a step is long, that does not matter, and the first is enough; so it is where a turn has several anyway. What
+    is expected of a plan tells well enough how many steps fill a turn, and only the first is run.
     """
     first = agreed(each.turn(1, world), world)
+    if expected_s is not None:
+        return expected_s
     return first if first > LONG_STEP_S or each.drains else agreed(each.turn(1, world), world)
 
 

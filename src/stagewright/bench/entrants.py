@@ -30,8 +30,10 @@ FAR_BEHIND = 3.0
 """Data parallelism is no contender of ours where it is predicted to take so many times as long: DDP is one anyway."""
 
 
-def candidates(case: RehearsalCase, profile: Profile, cluster: Cluster) -> tuple[dict[str, Plan], tuple[str, ...]]:
-    """The plans by name, and which of them are the planner's own: the exact one and the stale one."""
+def candidates(
+    case: RehearsalCase, profile: Profile, cluster: Cluster
+) -> tuple[dict[str, Plan], tuple[str, ...], dict[str, float]]:
+    """The plans by name, which of them are the planner's own, the exact one and the stale one, and all plans' steps."""
     costs = Costs(profile, cluster)
 
     def score(plan: Plan) -> Record:
@@ -47,7 +49,7 @@ def candidates(case: RehearsalCase, profile: Profile, cluster: Cluster) -> tuple
         add(found, whole)
     for wanted in case.plans:
         add(found, fixed_plan(profile, wanted.options(case.batch), cluster))
-    return found, tuple(chosen)
+    return found, tuple(chosen), {name: score(plan).median_step_s for name, plan in found.items()}
 
 
 def best_that_runs(search: Search, cluster: Cluster) -> Plan:

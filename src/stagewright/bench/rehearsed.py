@@ -55,10 +55,13 @@ class Bench:
         started = perf_counter()
         with emulated_hosts(case.hosts()) if case.slices is None else sliced_card(case.slices) as hosts:
             profile, cluster = self.measured(case, hosts, folder)
-            plans, chosen = candidates(case, profile, cluster)
+            plans, chosen, expected = candidates(case, profile, cluster)
             passes = pass_over(profile, cluster) if case.slices is None else None
             told: list[dict[str, Any]] = [limit(case)]
-            told += ({"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items())
+            told += (
+                {"kind": "plan", "name": name, "plan": plan.to_dict(), "expected_s": expected[name]}
+                for name, plan in plans.items()
+            )
             told += peers(case, profile, cluster)
             times = self.contest(case, hosts, groups(case, told, profile), passes, folder)
         drifts = drifts_of(times["pass_s"], passes, profile)

@@ -31,6 +31,8 @@ ALL_PAIRS = 4
 LARGE_S = 0.15
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
+WARM_UP = 1
+"""Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
 CROWD_ROUNDS = 7
 CROWD_S = 0.5
 """About how long a pass over the model is that tells what taking turns costs."""
@@ -88,7 +90,9 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
 
 def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> None:
     """Profiles the model while the other hosts of the list do the same, so that all see full cores."""
-    profile = make_profile(model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"])
+    profile = make_profile(
+        model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"], warm_up=WARM_UP
+    )
     profile.save(folder / f"inside-{rank}.profile.json")
 
 

@@ -98,6 +98,7 @@ def make_profile(
     precision: Precision = "fp32",
     name: str | None = None,
     repeats: int = REPEATS,
+    warm_up: int = WARM_UP,
     progress: Progress | None = None,
 ) -> Profile:
     """The profile of a model on the device where it is, its sample repeated to each batch size."""
@@ -108,15 +109,15 @@ def make_profile(
     if device.type == "cpu":
         keep_freed_memory()  # as workers do
     facts = find_facts(pieces)
-    total, done = len(batch_sizes) * (WARM_UP + repeats), 0
+    total, done = len(batch_sizes) * (warm_up + repeats), 0
     timings = [Timing([], [], [], []) for _ in batch_sizes]
     with undisturbed(pieces):
-        for number in range(WARM_UP + repeats):
+        for number in range(warm_up + repeats):
             # All sizes in every round: a machine that is slow for a while is so for all of them.
             for rows, timing in zip(batch_sizes, timings):
-                kept = timing if number >= WARM_UP else Timing([], [], [], [])
+                kept = timing if number >= warm_up else Timing([], [], [], [])
                 time_once(pieces, whole, rows, device, kept)
-                if (number - WARM_UP) % APART_EVERY == 0:
+                if (number - warm_up) % APART_EVERY == 0:
                     time_weights(pieces, rows, device, kept)
                 done += 1
                 if progress is not None:
@@ -138,7 +139,7 @@ def make_profile(
         optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings),
         versions=versions(device),
-        notes=(f"median of {repeats} repeats after {WARM_UP}; {torch.get_num_threads()} CPU threads",),
+        notes=(f"median of {repeats} repeats after {warm_up}; {torch.get_num_threads()} CPU threads",),
     )
 
 
