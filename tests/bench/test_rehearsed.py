@@ -18,7 +18,7 @@ import torch
 from stagewright.bench import contest as contests
 from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
-from stagewright.bench.contest import Clocked, Contest, Ours, Times, fastest, steps_for, take_turns
+from stagewright.bench.contest import Clocked, Contest, Ours, Times, fastest, steady, steps_for, take_turns
 from stagewright.bench.entrants import add, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
@@ -31,6 +31,8 @@ from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.rehearsal.slices import Slices, sliced_card
 from stagewright.runtime.world import World
+from stagewright.schedule import Kind
+from stagewright.scheduling import make_schedule
 
 PASSES = {"hosts": [0, 1], "counted": [0], "rows": 4, "times": 1}
 SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
@@ -214,7 +216,24 @@ def test_of_a_family_the_fastest_stays() -> None:
 
 def test_a_turn_is_as_many_steps_as_fit() -> None:
     assert [steps_for(seconds, 2.0) for seconds in (10.0, 1.5, 1.0, 0.3, 1e-5)] == [1, 2, 2, 7, 20]
-    assert [steps_for(seconds, 2.0, drains=True) for seconds in (10.0, 1.5, 1.0)] == [1, 1, 2]
+    assert [steps_for(seconds, 2.0, drains=True) for seconds in (10.0, 1.5, 0.5)] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_without_a_flush_updates_count_while_forwards_go_on(stages: int, steps: int) -> None:
+    """Where only backwards are left, updates follow one another faster than they do in a long run."""
+    versions = tuple(range(stages, 0, -1))
+    plan = Plan(model="any", batch=4, stages=tuple(
+        Stage(layers=(f"layer{n}",), devices=(DeviceId(n, 0),), versions=version) for n, version in enumerate(versions)
+    ))  # fmt: skip
+    batches = steps + stages
+    order = make_schedule(plan).unroll(0, batches, 0)
+    kinds = "".join(action.kind.value for action in order if action.kind in (Kind.FORWARD, Kind.UPDATE))
+    forwards = [1.0 * len(between) for between in kinds.split("U")[1:-1]]  # between one update and the next
+    assert len(forwards) == batches - 1
+    assert steady([9.0, *forwards], batches, stages) == [1.0] * steps
+    assert sum(forwards) == steps, "no other gap has one"
 
 
 def test_equal_plans_are_in_the_table_once() -> None:

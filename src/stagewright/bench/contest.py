@@ -52,8 +52,6 @@ ALONE = "single"
 """The contender that runs outside of the hosts."""
 PASS_S = 0.6
 """About how long the hosts pass over the model between turns."""
-DRAIN = 3
-"""Steps more of a run without a flush: those in which it fills and drains are left out."""
 LONG_STEP_S = 3.0
 """A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
 NAP_S = 0.002
@@ -124,7 +122,7 @@ class Ours(Clocked):
         if self.takes_part:
             warm_up(self.worker)
         self.worker.on_update = lambda batch: self.worker.clock.mark()
-        self.done, self.drains = 0, not plan.is_synchronous
+        self.done, self.drains, self.versions = 0, not plan.is_synchronous, max(plan.versions)
 
     def run(self, number: int) -> None:
         """Runs a number of batches."""
@@ -136,14 +134,24 @@ class Ours(Clocked):
     def turn(self, steps: int, world: World) -> float:
         if not self.drains:
             return super().turn(steps, world)
-        number = steps + DRAIN
+        number = steps + self.versions
         super().turn(number, world)
-        # Of `number` updates the gaps between all but the last: in that one nothing fills the pipeline any more.
-        return mean(self.worker.clock.step_s()[1 - number : -1]) if self.takes_part else 0.0
+        return mean(steady(self.worker.clock.step_s(), number, self.versions)) if self.takes_part else 0.0
 
     def close(self) -> None:
         if self.takes_part:
             self.worker.close()
+
+
+def steady(gaps: Sequence[float], batches: int, versions: int) -> Sequence[float]:
+    """Of all gaps between updates those of the last so many batches in which a pipeline without a flush is full.
+
+    With K versions the forward of batch n waits for the update of batch n − K. So the gap before update n − K + 1 of n
+    batches is the last with a forward in it: after that the pipeline drains, and updates follow one another faster.
+
+        K = 3    F0 F1 F2 … U0  F3  U1  F4  U2    U3    U4        of 5 batches two gaps count
+    """
+    return gaps[1 - batches : 1 - versions]
 
 
 class Pass:
@@ -329,9 +337,9 @@ def fastest(told: Sequence[Spec], seconds: Mapping[str, float]) -> list[str]:
 def steps_for(seconds: float, turn_s: float, *, drains: bool = False) -> int:
     """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches.
 
-    A run that drains has some more anyway.
+    Where a pipeline fills and drains around them, two are not much longer than one.
     """
-    return max(1 + (seconds < turn_s and not drains), min(20, round(turn_s / max(seconds, 1e-6))))
+    return max(1 + (seconds < turn_s or drains), min(20, round(turn_s / max(seconds, 1e-6))))
 
 
 def run_alone(contest: Contest) -> None:
