@@ -146,8 +146,8 @@ class Ours(Clocked):
 def steady(gaps: Sequence[float], batches: int, versions: int) -> Sequence[float]:
     """Of all gaps between updates those of the last so many batches in which a pipeline without a flush is full.
 
-    With K versions the forward of batch n waits for the update of batch n − K. So the gap before update n − K + 1 of n
-    batches is the last with a forward in it: after that the pipeline drains, and updates follow one another faster.
+    With K versions a forward waits for the update K batches before it. So of n batches, counted from 0, the gap before
+    update n − K is the last with a forward in it: then the pipeline drains, and updates follow one another faster.
 
         K = 3    F0 F1 F2 … U0  F3  U1  F4  U2    U3    U4        of 5 batches two gaps count
     """

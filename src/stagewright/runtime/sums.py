@@ -58,18 +58,14 @@ class Sum(Protocol):
         """Ends what runs in the background."""
 
 
-class AnyMemory:
-    """What adds up wherever tensors are."""
-
-    def memory(self, numel: int, like: Tensor) -> Tensor:
-        return torch.zeros(numel, dtype=like.dtype, device=like.device)
-
-
-class CollectiveSum(AnyMemory):
+class CollectiveSum:
     """The group's own all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
     def start(self, tensor: Tensor) -> Pending:
         work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
