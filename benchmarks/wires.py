@@ -21,17 +21,17 @@ import torch.distributed as dist
 
 from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
+from stagewright.runtime.common_memory import APART
 from stagewright.runtime.launch import launch, worker_environment
 from stagewright.runtime.mps import shared_cards
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.sums import CollectiveSum, Sum, make_sum
+from stagewright.runtime.sums import CollectiveSum, make_sum
 from stagewright.runtime.transport import Channel, Transport
 from stagewright.runtime.transport.nccl import NcclTransport
 from stagewright.runtime.transport.staged import StagedTransport
 from stagewright.runtime.world import World, open_world
 
 WORKERS = 8
-SEVERAL_HOSTS = ",".join(f"{host}:0" for host in range(WORKERS))
 ROUNDS = 7
 
 
@@ -87,25 +87,20 @@ def work(megabytes: int) -> None:
             for is_forward, what in ((True, "7 → 1"), (False, "1 → 7")):
                 ways[f"{what} {transport.name}"] = move(transport, is_forward, numel, world)
         ways["all-reduce NCCL"] = lambda: void(collective.start(flat).wait())
-        for placement, what in ((f"0:0-{WORKERS - 1}", "in common memory"), (SEVERAL_HOSTS, "over sockets")):
-            add_up = make_sum(world, 0, replicas_of(placement), staged=True)
-            if add_up is not None:
-                ways[f"all-reduce staged {what}"] = adding(add_up, numel, flat)
+        ways["all-reduce staged in common memory"] = adding(world, everyone, flat)
+        os.environ[APART] = "1"
+        ways["all-reduce staged over sockets"] = adding(world, everyone, flat)
         for name, once in ways.items():
             seconds = median_s(once, world)
             if world.worker == 0:
                 print(f"{name:36} {megabytes:4} MB  {seconds * 1e3:7.1f} ms  {megabytes / seconds / 1e3:6.2f} GB/s")
 
 
-def replicas_of(placement: str) -> Plan:
-    """A plan whose one stage is on all devices of a placement."""
-    stage = Stage(layers=("all",), devices=parse_placement(placement)[0])
-    return Plan(model="wires", stages=(stage,), batch=WORKERS)
-
-
-def adding(add_up: Sum, numel: int, like: torch.Tensor) -> Callable[[], None]:
-    """Adds up one tensor."""
-    flat = add_up.memory(numel, like)
+def adding(world: World, everyone: tuple[int, ...], like: torch.Tensor) -> Callable[[], None]:
+    """A round of adding up one tensor."""
+    add_up = make_sum(world, 0, everyone, staged=True)
+    assert add_up is not None
+    flat = add_up.memory(like.numel(), like)
     return lambda: void(add_up.start(flat).wait())
 
 
@@ -121,7 +116,8 @@ def main() -> None:
     if "RANK" in os.environ:
         work(arguments.megabytes)
         return
-    whole = replicas_of(f"0:0-{WORKERS - 1}")
+    stage = Stage(layers=("all",), devices=parse_placement(f"0:0-{WORKERS - 1}")[0])
+    whole = Plan(model="wires", stages=(stage,), batch=WORKERS)
     with TemporaryDirectory() as folder, shared_cards(WORKERS, "nccl") as shared:
         environment = worker_environment(whole, Path(folder), threads=1, device="cuda")
         try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
-from stagewright.cluster import parse_placement
-from stagewright.plan import Plan, Stage
 from stagewright.runtime import common_memory
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.sums import CollectiveSum, CommonSum, Sum, make_sum
@@ -20,22 +20,19 @@ TURNS = 3
 def main() -> None:
     """Adds up tensors of all sizes and two types, again and again in the same memory."""
     with open_world(Settings(timeout_s=60.0)) as world:
-        plan = replicas_of(f"0:0-{world.size - 1}")
-        add_up = make_sum(world, 0, plan, staged=False)
+        everyone = tuple(range(world.size))
+        add_up = make_sum(world, 0, everyone, staged=False)
         assert isinstance(add_up, CommonSum)
         for dtype in (torch.float32, torch.float64):
             compare(add_up, SIZES, torch.zeros(1, dtype=dtype), world)
         add_up.close()
+        assert make_sum(world, 0, (world.worker,), staged=False) is None
+        os.environ[common_memory.APART] = "1"
+        assert isinstance(make_sum(world, 0, everyone, staged=False), CollectiveSum)
+        del os.environ[common_memory.APART]
         common_memory.identity = lambda: f"host {world.worker}"
-        assert isinstance(make_sum(world, 0, plan, staged=False), CollectiveSum)
-        assert make_sum(world, 0, replicas_of("0:0"), staged=False) is None
+        assert isinstance(make_sum(world, 0, everyone, staged=False), CollectiveSum)
         print("equal", flush=True)
-
-
-def replicas_of(placement: str) -> Plan:
-    """A plan whose one stage is on all devices of a placement."""
-    (devices,) = parse_placement(placement)
-    return Plan(model="any", stages=(Stage(layers=("all",), devices=devices),), batch=len(devices))
 
 
 def compare(add_up: Sum, sizes: tuple[int, ...], like: torch.Tensor, world: World) -> None:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from stagewright.runtime.common_memory import APART
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.sums import PIECE_BYTES, StagedSum, make_sum
 from stagewright.runtime.world import World, open_world
-from tests.runtime.adding_in_common import compare, replicas_of
+from tests.runtime.adding_in_common import compare
 
 SIZES = (1, 1001, PIECE_BYTES // 4 * 3 + 17)
 """One piece, an odd number, and several pieces."""
 
 
 def main() -> None:
-    """Adds up over sockets, where the plan has several hosts, and then twice in common memory."""
+    """Adds up over sockets, as workers do that stand for hosts, and then twice in common memory."""
     with open_world(Settings(device="cuda", timeout_s=60.0)) as world:
-        for placement, in_common in (("0:0,1:0", False), ("0:0-1", True), ("0:0-1", True)):
-            check(placement, in_common, world)
+        os.environ[APART] = "1"
+        check(world, in_common=False)
+        del os.environ[APART]
+        check(world, in_common=True)
+        check(world, in_common=True)  # memory that was pinned can be pinned again
         print("equal", flush=True)
 
 
-def check(placement: str, in_common: bool, world: World) -> None:
-    """Sums of a placement's replicas; memory that was pinned for them can be pinned again."""
-    add_up = make_sum(world, 0, replicas_of(placement), staged=True)
+def check(world: World, *, in_common: bool) -> None:
+    """Sums over both workers, in two number formats."""
+    add_up = make_sum(world, 0, (0, 1), staged=True)
     assert isinstance(add_up, StagedSum)
     assert add_up.in_common is in_common
     for dtype in (torch.float32, torch.bfloat16):

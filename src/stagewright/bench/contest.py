@@ -248,11 +248,11 @@ def run_worker(contest: Contest) -> None:
                 faulthandler.dump_traceback_later(CARD_PATIENCE_S, exit=True)
             take_turns(group["contenders"], contest, world, times, passes=group["passes"])
             faulthandler.cancel_dump_traceback_later()
+            if world.worker == 0 and any(told["kind"] == "alone" for told in group["contenders"]):
+                write_json(contest.folder / "over.json", {})  # the single process ends, and others have its memory
             gc.collect()
             give_back_freed_memory()
             torch.cuda.empty_cache()
-        if world.worker == 0:
-            write_json(contest.folder / "over.json", {})
         wait(world)
 
 
@@ -343,7 +343,7 @@ def steps_for(seconds: float, turn_s: float, *, drains: bool = False) -> int:
 
 
 def run_alone(contest: Contest) -> None:
-    """Takes the turns of the single process until the contest is over."""
+    """Takes the turns of the single process until they are over."""
     torch.set_num_threads(contest.spec["cores"])
     step, number = plain_loop(contest.new_model().model, contest.rows), 0
     while not (contest.folder / "over.json").exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -147,6 +148,7 @@ def plan_of(options: Mapping[str, Any], wanted: PlanOptions, profile: Profile, c
 def on_slices(options: dict[str, Any], slices: int, rate: str | None, console: Console) -> Record | None:
     """The record of a run on slices of one card; with a rate, each slice is an emulated host as well."""
     from stagewright.rehearsal.slices import check_card, slice_hosts
+    from stagewright.runtime.common_memory import APART
     from stagewright.runtime.launch import is_worker
     from stagewright.training.command import run_command
 
@@ -154,6 +156,7 @@ def on_slices(options: dict[str, Any], slices: int, rate: str | None, console: C
     if is_worker():
         return run_command(options, console, source="rehearsed")
     check_card(slices)
+    os.environ[APART] = "1"  # for the workers, whatever hosts the placement names
     if rate is None:
         return run_command(options, console, source="rehearsed")
     with slice_hosts(slices, rate) as hosts:

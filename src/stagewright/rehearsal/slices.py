@@ -15,6 +15,7 @@ from stagewright.cluster import Cluster, Device, Host, Link
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
 from stagewright.rehearsal.hosts import EmulatedHosts, emulated_hosts
+from stagewright.runtime.common_memory import APART
 from stagewright.runtime.meeting import LOOPBACK
 from stagewright.runtime.mps import CONTROL, shared_cards
 
@@ -50,7 +51,7 @@ class Slices:
         return list(command)
 
     def environment(self) -> Mapping[str, str]:
-        return {"GLOO_SOCKET_IFNAME": "lo", **self.shared}
+        return {"GLOO_SOCKET_IFNAME": "lo", APART: "1", **self.shared}
 
 
 @contextmanager

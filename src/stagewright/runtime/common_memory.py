@@ -6,7 +6,8 @@
     the sum     ◀── a part each ─────┘
 
 It has no name (memfd): it is found through /proc by those who know who made it, and is gone with the last of them,
-however they end. Workers of emulated hosts have networks of their own, and nothing in common.
+however they end. Workers of emulated hosts have networks of their own, and nothing in common; slices of a card that
+stand for hosts are told so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.runtime.world import gather_json
+
+APART = "STAGEWRIGHT_APART"
+"""The variable under which workers have nothing in common, wherever they run."""
 
 
 def is_common(group: dist.ProcessGroup, size: int) -> bool:
@@ -38,8 +42,8 @@ def is_common(group: dist.ProcessGroup, size: int) -> bool:
 
 
 def identity() -> str | None:
-    """What workers have in common that see the same machine, processes and network; None where there is no memfd."""
-    if not hasattr(os, "memfd_create"):
+    """What is the same for workers that see one machine, its processes and its network; None where nothing is."""
+    if APART in os.environ or not hasattr(os, "memfd_create"):
         return None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

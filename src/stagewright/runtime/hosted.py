@@ -132,7 +132,7 @@ def host_stages(
     for number, stage in enumerate(plan.stages):
         last = first + len(stage.layers)
         group = world.group("reduce", plan.workers[number])
-        add_up = make_sum(world, number, plan, staged=is_staged(world, settings))
+        add_up = make_sum(world, number, plan.workers[number], staged=is_staged(world, settings))
         norms = world.group("batch norm", plan.workers[number]) if settings.sync_batch_norm else None
         if world.worker in plan.workers[number]:
             module = place(layered.stage(first, last), settings, world.device)

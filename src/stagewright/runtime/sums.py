@@ -5,7 +5,7 @@
     CPUs of several hosts             by gloo
     CPUs of one host                  in memory that they have in common: nothing travels
     a card that they share            by their hosts, so that no multiprocessor is kept from computing: in common
-                                      memory, or by gloo where the plan says that they are several hosts
+                                      memory, or by gloo where they stand for several hosts
 
 In common memory each replica adds up one part of all rows:
 
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.errors import RunError
-from stagewright.plan import Plan
 from stagewright.runtime.common_memory import common_rows, is_common, pin, unpin
 from stagewright.runtime.transport.channel import Errands, Promise
 from stagewright.runtime.transport.staged import Copied, new_event, new_stream
@@ -246,9 +245,9 @@ class _Strand:
         self._errands.close(self._timeout_s)
 
 
-def make_sum(world: World, stage: int, plan: Plan, *, staged: bool) -> Sum | None:
+def make_sum(world: World, stage: int, members: tuple[int, ...], *, staged: bool) -> Sum | None:
     """How the replicas of a stage add up; None for who is not one of several. All workers must ask, in one order."""
-    members, timeout_s = plan.workers[stage], world.timeout.total_seconds()
+    timeout_s = world.timeout.total_seconds()
     if len(members) < 2:
         return None
     # Threads of two stages must not meet each other, so that their groups are not the same where their members are.
@@ -257,8 +256,7 @@ def make_sum(world: World, stage: int, plan: Plan, *, staged: bool) -> Sum | Non
         groups = [group for group in strands if group is not None]
         if world.worker not in members:
             return None
-        is_one_host = len({device.host for device in plan.stages[stage].devices}) == 1
-        return StagedSum(groups, timeout_s, in_common=is_one_host and is_common(groups[0], len(members)))
+        return StagedSum(groups, timeout_s, in_common=is_common(groups[0], len(members)))
     group = world.group("reduce", members)
     adding = world.group(f"sums of stage {stage}", members) if world.device.type == "cpu" else None
     if group is None or world.worker not in members:
