@@ -153,11 +153,11 @@ def on_slices(options: dict[str, Any], slices: int, rate: str | None, console: C
     from stagewright.training.command import run_command
 
     options |= {"device": "cuda", "share": slices, "devices": slices}
-    if is_worker():
-        return run_command(options, console, source="rehearsed")
-    check_card(slices)
-    os.environ[APART] = "1"  # for the workers, whatever hosts the placement names
-    if rate is None:
+    is_parent = not is_worker()
+    if is_parent:
+        check_card(slices)
+    os.environ[APART] = "1"  # for this worker, or for those that are started here, whatever hosts the placement names
+    if not is_parent or rate is None:
         return run_command(options, console, source="rehearsed")
     with slice_hosts(slices, rate) as hosts:
         return run_command(options, console, hosts=hosts, source="rehearsed")
