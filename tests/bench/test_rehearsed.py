@@ -20,7 +20,7 @@ from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
 from stagewright.bench.contest import Clocked, Contest, Ours, Times, fastest, steady, steps_for, take_turns
 from stagewright.bench.entrants import add, limit, on_first_hosts, title
-from stagewright.bench.memory import free_memory, in_groups
+from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
 from stagewright.bench.speed import Prediction, pass_over, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
@@ -130,7 +130,7 @@ def test_a_slower_host_passes_too_but_does_not_count() -> None:
 
 
 def test_as_many_contenders_are_in_memory_as_fit() -> None:
-    """Two hosts and a model of 1 GB: passes take 4 GB, the plan 3, DDP 6, the single process its own 3."""
+    """Two hosts and a model of 1 GB: passes take 4 GB, the plan 3, DDP 8, the single process its own 3."""
     plan = two_workers()
     profile = replace(chain_profile(plan), layers=tuple(
         replace(layer, parameter_bytes=int(1e9 / len(chain_profile(plan).layers)))
@@ -152,6 +152,9 @@ def test_as_many_contenders_are_in_memory_as_fit() -> None:
         {"kind": "pipelining", "name": f"of {n}", "family": "pipe", "cuts": [1], "microbatches": n} for n in (2, 4)
     ]
     assert [len(group["contenders"]) for group in in_groups(pipes, profile, 2, 1e9)] == [2], "a family is not parted"
+    ddp, alone = {"kind": "ddp"}, {"kind": "pipelining", "cuts": [1]}
+    assert held_bytes(ddp, profile, 2) / 2 == pytest.approx(4e9, rel=1e-6), "weight, momentum, buckets, the next ones"
+    assert held_bytes(alone, profile, 2) == pytest.approx(3e9, rel=1e-6)
     assert free_memory() > 0
 
 

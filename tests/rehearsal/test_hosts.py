@@ -116,6 +116,19 @@ def test_hosts_without_a_share_are_in_one_group_without_a_quota() -> None:
     assert not common.exists()
 
 
+@needs_root
+def test_cores_are_kept_awake_by_processes_that_take_nothing_from_hosts() -> None:
+    with emulated_hosts(star(1e7, 1e7)) as hosts:
+        (group,) = groups(namespace(hosts.key, "awake"))
+        if not (group / "cpu.idle").is_file():
+            pytest.skip("the kernel knows no idle groups")
+        spinning = [int(word) for word in (group / "cgroup.procs").read_text().split()]
+        assert (group / "cpu.idle").read_text().strip() == "1"
+        assert [os.sched_getaffinity(one) for one in sorted(spinning)] == [{cpu} for cpu in os.sched_getaffinity(0)]
+    assert not any(os.path.exists(f"/proc/{one}") for one in spinning)
+    assert left_of(hosts.key) == []
+
+
 def test_periods_are_short_and_quotas_never_below_the_smallest() -> None:
     assert limits(0.25) == (5_000, 20_000)
     assert limits(1.5) == (30_000, 20_000)

@@ -88,9 +88,14 @@ def plain_loop(module: nn.Module, rows: Rows) -> Step:
 
 
 def data_parallel(model: Layered, rows: Rows, world: World) -> Step:
-    """torch DDP over all workers; it listens to its parameters' gradients, so the model is its own from here on."""
+    """torch DDP over all workers; it listens to its parameters' gradients, so the model is its own from here on.
+
+    All have the same weights already, which DDP would send once before the first step otherwise.
+    """
     own = model.model.to(world.device)
-    module = nn.parallel.DistributedDataParallel(own, process_group=world.everyone, gradient_as_bucket_view=True)
+    module = nn.parallel.DistributedDataParallel(
+        own, process_group=world.everyone, gradient_as_bucket_view=True, init_sync=False
+    )
     return plain_loop(module, rows.part(world.worker, world.size))
 
 
@@ -181,6 +186,7 @@ def grouped(own: nn.Module, world: World, num_stages: int, replicas: int) -> tup
     # Without the search for unused parameters DDP orders its buckets anew after the first step, which fails for several
     # microbatches ("rebuilt parameter indices size is not same as original").
     wrapped = nn.parallel.DistributedDataParallel(
-        own, process_group=across[stage], gradient_as_bucket_view=True, find_unused_parameters=True
-    )
+        own, process_group=across[stage], gradient_as_bucket_view=True, find_unused_parameters=True,
+        init_sync=False,
+    )  # fmt: skip
     return wrapped, along[replica]

@@ -68,15 +68,29 @@ class Contest:
 
     folder: Path
     spec: Spec
+    kept: Layered = field(init=False)
+    """The model that others are copies of."""
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        shapes = build_model(self.spec["model"], device="meta", **self.spec["options"])
-        self.rows = make_rows(shapes, self.spec["batch"]).to(torch.device(self.device))
+        self.kept = build_model(self.spec["model"], **self.spec["options"])
+        self.rows = make_rows(self.kept, self.spec["batch"]).to(torch.device(self.device))
 
     def new_model(self) -> Layered:
         """The model, each time anew: contenders put hooks on its layers, and where others' are they can not fold."""
-        return build_model(self.spec["model"], **self.spec["options"])
+        return self.kept.copy()
+
+    def share_weights(self, world: World) -> None:
+        """Lets all workers keep one copy of the weights among them: eight of their own are more than memory has."""
+        path = self.folder / "weights.pt"
+        if world.worker == 0:
+            torch.save(self.kept.model.state_dict(), path)
+        wait(world)
+        common = torch.load(path, mmap=True)
+        for name, tensor in self.kept.model.state_dict(keep_vars=True).items():
+            tensor.data = common[name]
+        wait(world)
+        path.unlink(missing_ok=True)  # what is mapped stays
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -242,6 +256,7 @@ class Times:
 def run_worker(contest: Contest) -> None:
     """Takes part in all rounds; worker 0 writes the times down after each."""
     with open_world(Settings(device=contest.device, timeout_s=PATIENCE_S)) as world:
+        contest.share_weights(world)
         times = Times()
         for group in contest.spec["groups"]:
             if contest.device == "cuda":
@@ -345,7 +360,7 @@ def steps_for(seconds: float, turn_s: float, *, drains: bool = False) -> int:
 def run_alone(contest: Contest) -> None:
     """Takes the turns of the single process until they are over."""
     torch.set_num_threads(contest.spec["cores"])
-    step, number = plain_loop(contest.new_model().model, contest.rows), 0
+    step, number = plain_loop(contest.kept.model, contest.rows), 0
     while not (contest.folder / "over.json").exists():
         asked = contest.folder / f"asked-{number}.json"
         if not asked.exists():

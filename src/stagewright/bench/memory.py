@@ -23,6 +23,8 @@ USED_SHARE = 0.9
 """The share of a machine's free memory that a comparison takes."""
 COPIES = 3
 """Of each weight: itself, its gradient and its momentum."""
+WITH_BUCKETS = 4
+"""Where DDP adds up: after its first step it makes its buckets anew, beside those that hold the gradients."""
 
 
 def in_groups(
@@ -70,7 +72,8 @@ def held_bytes(told: Told, profile: Profile, num_hosts: int) -> float:
             for stage in Plan.from_dict(told["plan"]).stages
         )
     num_stages = 1 + len(told.get("cuts", ()))
-    return COPIES * num_hosts / num_stages * sum(parameters.values())
+    copies = WITH_BUCKETS if num_hosts > num_stages else COPIES
+    return copies * num_hosts / num_stages * sum(parameters.values())
 
 
 def free_memory() -> float:

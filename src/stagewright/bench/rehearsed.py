@@ -32,7 +32,7 @@ from stagewright.profile import Profile
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.measuring import Request, measure_hosts
 from stagewright.rehearsal.slices import sliced_card
-from stagewright.runtime.hosts import PORT, HostError, Hosts, host_commands, launch_hosts
+from stagewright.runtime.hosts import PORT, HostError, Hosts, launch_hosts, lone_commands
 
 TURN_S = {"cpu": 2.0, "cuda": 1.0}
 """How long a turn is: a step on slices of a card takes a tenth of one on CPUs, and a card keeps its speed."""
@@ -111,7 +111,7 @@ class Bench:
         (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
         command = ["-m", "stagewright.bench.contest", str(folder)]
         with single_process(command, folder) if case.slices is None else nullcontext():
-            commands = host_commands(command, hosts, [1] * len(hosts.addresses), PORT)
+            commands = lone_commands(command, hosts, PORT)
             try:
                 launch_hosts(commands, folder, {**hosts.environment(), "OMP_NUM_THREADS": "1"})
             except HostError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -101,6 +102,10 @@ class Layered:
             for name in self._names_by_layer[layer]:
                 users.setdefault(name, []).append(layer)
         return tuple((name, tuple(layers)) for name, layers in users.items() if len(layers) > 1)
+
+    def copy(self) -> Layered:
+        """The same model with weights of its own, which takes less time than to draw them; what is tied stays so."""
+        return deepcopy(replace(self))  # without what was found out so far, which refers to this one's graph
 
     def cuts(self) -> tuple[int, ...]:
         """The layers that may begin a stage, apart from the first."""

@@ -31,6 +31,8 @@ ALL_PAIRS = 4
 LARGE_S = 0.15
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
+NUM_LARGE = 3
+"""So few are enough on links with a limit, and between slices every link is in several pairs."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
 CROWD_ROUNDS = 7
@@ -72,7 +74,7 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
     found: dict[str, Any] = {"pairs": [], "core_s_per_byte": 0.0}
     if asked["links"]:
         num_bytes = large_bytes(asked["bytes_per_s"])
-        found["pairs"] = bounce_pairs(rank, chosen_pairs(size), num_bytes)
+        found["pairs"] = bounce_pairs(rank, chosen_pairs(size), num_bytes, NUM_LARGE)
         found["core_s_per_byte"] = core_s_per_byte(rank, size, num_bytes)
     dist.barrier()
     if not asked["batch_sizes"]:

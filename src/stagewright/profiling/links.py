@@ -88,14 +88,16 @@ def run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> No
     dist.destroy_process_group()
 
 
-def bounce_pairs(rank: int, pairs: Sequence[tuple[int, int]], large_bytes: int) -> list[tuple[int, int, float, float]]:
+def bounce_pairs(
+    rank: int, pairs: Sequence[tuple[int, int]], large_bytes: int, num_large: int = NUM_LARGE
+) -> list[tuple[int, int, float, float]]:
     """What the pairs show that this worker begins: (first, second, bytes a second, latency); one pair at a time."""
     found = []
     for first, second in pairs:
         if rank in (first, second):
             other = second if rank == first else first
             small = median(bounce(rank == first, other, 1) for _ in range(NUM_SMALL))
-            large = median(bounce(rank == first, other, large_bytes) for _ in range(NUM_LARGE))
+            large = median(bounce(rank == first, other, large_bytes) for _ in range(num_large))
             if rank == first:
                 found.append((first, second, rate_of(large_bytes, large, small), small))
         dist.barrier()

@@ -21,7 +21,7 @@ from types import FrameType
 
 from stagewright.cluster import Cluster
 from stagewright.plan import Plan
-from stagewright.rehearsal.cores import has_groups, make_group
+from stagewright.rehearsal.cores import has_groups, kept_awake, make_group
 from stagewright.rehearsal.leftovers import new_mark, prefix, remove
 from stagewright.rehearsal.tools import batch, call, check_tools, works
 from stagewright.rehearsal.wiring import Wiring, wirings
@@ -97,7 +97,7 @@ def emulated_hosts(cluster: Cluster) -> Iterator[EmulatedHosts]:
     wanted = wirings(cluster)
     mark = new_mark()
     try:
-        with answering(signal.SIGTERM, leave):
+        with answering(signal.SIGTERM, leave), kept_awake(namespace(mark.key, "awake"), os.sched_getaffinity(0)):
             yield replace(make_hosts(mark.key, wanted), cpus=shared_cpus(cluster))
     finally:
         # A second Ctrl-C must not stop the removal.

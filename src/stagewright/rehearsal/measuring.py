@@ -16,7 +16,7 @@ from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.inside import middle
 from stagewright.profiling.links import Pair, with_pairs
 from stagewright.rehearsal.slices import SLICE
-from stagewright.runtime.hosts import PORT, Hosts, host_commands, launch_hosts
+from stagewright.runtime.hosts import PORT, Hosts, launch_hosts, lone_commands
 
 SAMPLES = 6
 """How often each layer is timed, by all hosts that are like the first together."""
@@ -54,7 +54,7 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
     environment = {**hosts.environment(), "OMP_NUM_THREADS": str(request.threads)}
     command = ["-m", "stagewright.profiling.inside", os.fspath(folder)]
-    launch_hosts(host_commands(command, hosts, [1] * len(cluster.hosts), PORT), folder, environment)
+    launch_hosts(lone_commands(command, hosts, PORT), folder, environment)
     told = [json.loads((folder / f"inside-{n}.json").read_text(encoding="utf-8")) for n in range(len(cluster.hosts))]
     found = with_cores(with_links(cluster, told), told, request)
     if not request.batch_sizes:
