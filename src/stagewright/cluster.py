@@ -110,6 +110,11 @@ class Cluster(Saved):
     crowding: float = Field(default=1.0, ge=1)
     """How many times as much work it is, caches being cold at every turn, where devices want twice the cores there are;
     matters where hosts share cores."""
+    connection_bytes_per_s: float | None = Field(default=None, gt=0)
+    """What one connection between two hosts carries at most, however fast their links are: a transfer has one, a
+    collective several."""
+    machine_bytes_per_s: float | None = Field(default=None, gt=0)
+    """What all hosts together send at most, where one machine emulates them."""
     notes: tuple[str, ...] = ()
     """Where the figures come from: one sentence a fact."""
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from stagewright.cluster import find_cluster
+from stagewright.profiling.links import all_at_once, with_all_at_once
 from stagewright.rehearsal.measuring import crowding
+from stagewright.rehearsal.slices import slice_cluster
 
 FEW, NONE = 1.0, 0.0
 
@@ -19,6 +28,28 @@ def test_taking_turns_is_told_by_passes_of_few_hosts_and_of_all() -> None:
 
 def test_turns_that_cost_nothing_are_no_gain() -> None:
     assert crowding(find_cluster("hosts-4"), [[(1.0, 1.9)], [(1.0, 1.9)], [(0.0, 1.9)], [(0.0, 1.9)]]) == 1.0
+
+
+def test_several_connections_at_once_show_what_a_host_and_the_machine_move() -> None:
+    """Three workers over loopback; what they show becomes links of the cluster."""
+    with TemporaryDirectory() as folder:
+        spawn(move_all_at_once, (3, folder), nprocs=3)
+        told = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("told-*"))]
+    assert len(told) == 3
+    for kind in ("to one", "from one", "each"):
+        assert min(each[kind] for each in told) > 1e6
+    cluster = with_all_at_once(slice_cluster(3, 1e8), {"to one": 6e8, "from one": 3e8, "each": 2e8})
+    assert [link.bytes_per_s for link in cluster.links] == [4e8] * 3
+    assert (cluster.connection_bytes_per_s, cluster.machine_bytes_per_s) == (1e8, 6e8)
+
+
+def move_all_at_once(rank: int, size: int, folder: str) -> None:
+    """One worker of the test above."""
+    meeting = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    strands = [dist.new_group(backend="gloo") for _ in range(2)]
+    Path(folder, f"told-{rank}").write_text(json.dumps(all_at_once(rank, size, 1 << 20, strands)))
+    dist.destroy_process_group()
 
 
 def test_hosts_with_cores_enough_keep_what_their_file_says() -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from stagewright.models import Layered, build_model
 from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_freed_memory
-from stagewright.profiling.links import bounce, bounce_pairs
+from stagewright.profiling.links import all_at_once, bounce, bounce_pairs
 from stagewright.profiling.measured import make_profile, time_model
 
 ALL_PAIRS = 4
@@ -76,6 +76,9 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
         num_bytes = large_bytes(asked["bytes_per_s"])
         found["pairs"] = bounce_pairs(rank, chosen_pairs(size), num_bytes, NUM_LARGE)
         found["core_s_per_byte"] = core_s_per_byte(rank, size, num_bytes)
+        if asked["strands"]:
+            strands = [dist.new_group(backend="gloo") for _ in range(asked["strands"])]
+            found["all_at_once"] = all_at_once(rank, size, num_bytes, strands)
     dist.barrier()
     if not asked["batch_sizes"]:
         return found

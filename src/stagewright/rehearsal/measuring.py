@@ -14,9 +14,10 @@ from typing import Any
 from stagewright.cluster import Cluster
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.inside import middle
-from stagewright.profiling.links import Pair, with_pairs
+from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
 from stagewright.rehearsal.slices import SLICE
 from stagewright.runtime.hosts import PORT, Hosts, launch_hosts, lone_commands
+from stagewright.runtime.transport.staged import STRANDS
 
 SAMPLES = 6
 """How often each layer is timed, by all hosts that are like the first together."""
@@ -50,6 +51,7 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
         "threads": request.threads, "links": request.links, "profiles": profiled,
         "repeats": math.ceil(SAMPLES / sum(number in profiled for number in alike(cluster, 0))),
         "bytes_per_s": min(link.bytes_per_s for link in cluster.links), "device": request.device,
+        "strands": STRANDS if is_sliced(cluster) else 0,
     }  # fmt: skip
     (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
     environment = {**hosts.environment(), "OMP_NUM_THREADS": str(request.threads)}
@@ -95,7 +97,11 @@ def alike(cluster: Cluster, host: int) -> list[int]:
 def with_links(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
     """The cluster with the rates and latencies that pairs of hosts showed."""
     pairs = {(first, second): Pair(rate, latency) for each in told for first, second, rate, latency in each["pairs"]}
-    return with_pairs(cluster, pairs, "between emulated hosts") if pairs else cluster
+    if not pairs:
+        return cluster
+    found = with_pairs(cluster, pairs, "between emulated hosts")
+    together = told[0].get("all_at_once")
+    return found if together is None else with_all_at_once(found, together)
 
 
 def with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]], request: Request) -> Cluster:
