@@ -190,18 +190,22 @@ def test_a_long_first_step_of_a_peer_is_its_first_round(tmp_path: Path, monkeypa
     made = {
         "long": Told([9.0, 8.0, 7.0]),
         "short": Told([5e-1, 1e-1, 1.0, 1.1, 1.2]),
-        "known": Told([9.0, 1.0, 2.0, 3.0]),
+        "known": Told([1.0, 2.0, 3.0]),
+        "hopeless": Told([20.0, 21.0, 22.0]),
     }
     monkeypatch.setattr(contests, "make_contender", lambda told, contest, world: made[told["name"]])
     spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 3, "turn_s": 2.0}
     told = [{"kind": "ddp", "name": "long"}, {"kind": "ddp", "name": "short"}, {"name": "known", "expected_s": 0.5}]
+    told += [{"kind": "pipelining", "name": name, "family": "slow"} for name in ("hopeless", "not tried")]
     times = Times()
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
     take_turns(told, Contest(tmp_path, spec), world, times, passes=False)
-    assert times.step_s == {"long": [9.0, 8.0, 7.0], "short": [1.0, 1.1, 1.2], "known": [1.0, 2.0, 3.0]}
+    assert times.step_s == {"long": [9.0, 8.0, 7.0], "short": [1.0, 1.1, 1.2], "known": [1.0, 2.0, 3.0]} | {
+        "hopeless": [20.0, 21.0, 22.0]
+    }
     assert made["long"].steps == [1, 1, 1]
     assert made["short"].steps == [1, 1, 20, 20, 20]
-    assert made["known"].steps == [1, 4, 4, 4]
+    assert made["known"].steps == [4, 4, 4]
 
 
 def test_everyone_minimises_the_same_loss() -> None:
@@ -219,7 +223,6 @@ def test_of_a_family_the_fastest_stays() -> None:
 
 def test_a_turn_is_as_many_steps_as_fit() -> None:
     assert [steps_for(seconds, 2.0) for seconds in (10.0, 1.5, 1.0, 0.3, 1e-5)] == [1, 2, 2, 7, 20]
-    assert [steps_for(seconds, 2.0, drains=True) for seconds in (10.0, 1.5, 0.5)] == [2, 2, 4]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

@@ -54,6 +54,8 @@ PASS_S = 0.6
 """About how long the hosts pass over the model between turns."""
 LONG_STEP_S = 3.0
 """A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
+HOPELESS_S = 10.0
+"""A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
 CARD_PATIENCE_S = 120.0
@@ -91,6 +93,7 @@ class Contest:
             tensor.data = common[name]
         wait(world)
         path.unlink(missing_ok=True)  # what is mapped stays
+        give_back_freed_memory()
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -100,9 +103,6 @@ class Contest:
 
 class Clocked:
     """A contender with the seconds of its last turn."""
-
-    drains = False
-    """Whether a turn has steps more than it counts, in which a pipeline fills and drains."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.seconds = step, 0.0
@@ -136,7 +136,7 @@ class Ours(Clocked):
         if self.takes_part:
             warm_up(self.worker)
         self.worker.on_update = lambda batch: self.worker.clock.mark()
-        self.done, self.drains, self.versions = 0, not plan.is_synchronous, max(plan.versions)
+        self.done, self.flushes, self.versions = 0, plan.is_synchronous, max(plan.versions)
 
     def run(self, number: int) -> None:
         """Runs a number of batches."""
@@ -146,7 +146,7 @@ class Ours(Clocked):
         self.worker.figures.clear()
 
     def turn(self, steps: int, world: World) -> float:
-        if not self.drains:
+        if self.flushes:
             return super().turn(steps, world)
         number = steps + self.versions
         super().turn(number, world)
@@ -188,8 +188,6 @@ class Pass:
 
 class Outside:
     """The single process, seen from the workers: worker 0 asks it for a turn through files."""
-
-    drains = False
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, 0
@@ -275,7 +273,7 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
     """Adds the seconds a step of some contenders, round by round."""
     contenders, first = warmed_up_ones(told, contest, world)
     turn_s = contest.spec["turn_s"]
-    steps = {name: steps_for(first[name], turn_s, drains=each.drains) for name, each in contenders.items()}
+    steps = {name: steps_for(seconds, turn_s) for name, seconds in first.items()}
     for name, each in contenders.items():
         times.step_s[name] = [first[name]] if first[name] > LONG_STEP_S and not isinstance(each, Ours) else []
     sensor = Pass(contest.spec["pass"], contest.new_model()) if passes else None
@@ -309,6 +307,8 @@ def warmed_up_ones(
     contenders: dict[str, Contender] = {}
     first: dict[str, float] = {}
     for one in told:
+        if any(first.get(other["name"], 0.0) > HOPELESS_S for other in told if family_of(other) == family_of(one)):
+            continue
         made = contenders[one["name"]] = make_contender(one, contest, world)
         gc.collect()  # of its model a worker needs its own layers alone
         give_back_freed_memory()
@@ -322,13 +322,15 @@ def warmed_up_ones(
 def warmed_up(each: Contender, world: World, expected_s: float | None = None) -> float:
     """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
 
-    Where a step is long, that does not matter, and the first is enough; so it is where a turn has several anyway. What
-    is expected of a plan tells well enough how many steps fill a turn, and only the first is run.
+    Where a step is long, that does not matter, and the first is enough. What is expected of a plan tells well enough
+    how many steps fill a turn, and only the first is run.
     """
-    first = agreed(each.turn(1, world), world)
-    if expected_s is not None:
+    if expected_s is not None and isinstance(each, Clocked):
+        each.step(1)
+        wait(world)
         return expected_s
-    return first if first > LONG_STEP_S or each.drains else agreed(each.turn(1, world), world)
+    first = agreed(each.turn(1, world), world)
+    return first if first > LONG_STEP_S else agreed(each.turn(1, world), world)
 
 
 def agreed(seconds: float, world: World) -> float:
@@ -343,18 +345,20 @@ def fastest(told: Sequence[Spec], seconds: Mapping[str, float]) -> list[str]:
     """The contenders that stay: of a family, such as one peer with several numbers of microbatches, the fastest."""
     best: dict[str, str] = {}
     for each in told:
-        name, family = each["name"], each.get("family", each["name"])
+        name, family = each["name"], family_of(each)
         if family not in best or seconds[name] < seconds[best[family]]:
             best[family] = name
     return list(best.values())
 
 
-def steps_for(seconds: float, turn_s: float, *, drains: bool = False) -> int:
-    """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches.
+def family_of(told: Spec) -> str:
+    """What a contender competes with first: itself, or one peer with several numbers of microbatches."""
+    return str(told.get("family", told["name"]))
 
-    Where a pipeline fills and drains around them, two are not much longer than one.
-    """
-    return max(1 + (seconds < turn_s or drains), min(20, round(turn_s / max(seconds, 1e-6))))
+
+def steps_for(seconds: float, turn_s: float) -> int:
+    """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches."""
+    return max(1 + (seconds < turn_s), min(20, round(turn_s / max(seconds, 1e-6))))
 
 
 def run_alone(contest: Contest) -> None:

@@ -26,7 +26,7 @@ from stagewright.record import Record
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
 
-FAR_BEHIND = 3.0
+FAR_BEHIND = 2.0
 """Data parallelism is no contender of ours where it is predicted to take so many times as long: DDP is one anyway."""
 
 

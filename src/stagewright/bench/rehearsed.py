@@ -30,10 +30,12 @@ from stagewright.cluster import Cluster, count
 from stagewright.errors import RunError, StagewrightError, UsageError
 from stagewright.profile import Profile
 from stagewright.rehearsal import emulated_hosts
+from stagewright.rehearsal.forks import launch_in_hosts
 from stagewright.rehearsal.measuring import Request, measure_hosts
 from stagewright.rehearsal.slices import sliced_card
-from stagewright.runtime.hosts import PORT, HostError, Hosts, launch_hosts, lone_commands
+from stagewright.runtime.hosts import HostError, Hosts
 
+CONTEST = "stagewright.bench.contest"
 TURN_S = {"cpu": 2.0, "cuda": 1.0}
 """How long a turn is: a step on slices of a card takes a tenth of one on CPUs, and a card keeps its speed."""
 SHORT_ROUNDS = 3
@@ -109,11 +111,9 @@ class Bench:
             "turn_s": TURN_S[case.device], "cores": cores, "groups": groups, "device": case.device, "pass": passes,
         }  # fmt: skip
         (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
-        command = ["-m", "stagewright.bench.contest", str(folder)]
-        with single_process(command, folder) if case.slices is None else nullcontext():
-            commands = lone_commands(command, hosts, PORT)
+        with single_process(folder) if case.slices is None else nullcontext():
             try:
-                launch_hosts(commands, folder, {**hosts.environment(), "OMP_NUM_THREADS": "1"})
+                launch_in_hosts(CONTEST, folder, hosts, {"OMP_NUM_THREADS": "1"}, uses_card=case.device == "cuda")
             except HostError:
                 # On a card contenders come one after the other: those before the one that hung count.
                 if case.slices is None or not (folder / "times.json").exists():
@@ -123,10 +123,10 @@ class Bench:
 
 
 @contextmanager
-def single_process(command: Sequence[str], folder: Path) -> Iterator[None]:
+def single_process(folder: Path) -> Iterator[None]:
     """The single process of a contest, while it lasts."""
     with (folder / "alone.log").open("wb") as log:
-        alone = subprocess.Popen([sys.executable, *command, "alone"], stdout=log, stderr=subprocess.STDOUT)
+        alone = subprocess.Popen([sys.executable, "-m", CONTEST, folder, "alone"], stdout=log, stderr=subprocess.STDOUT)
         try:
             yield
         finally:

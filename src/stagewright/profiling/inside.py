@@ -27,7 +27,7 @@ from stagewright.profiling.links import all_at_once, bounce, bounce_pairs
 from stagewright.profiling.measured import make_profile, time_model
 
 ALL_PAIRS = 4
-"""Up to so many hosts every pair is measured; beyond, each host and the two after it."""
+"""Up to so many hosts every pair is measured; beyond, each host and the one after it."""
 LARGE_S = 0.15
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
@@ -44,8 +44,8 @@ def chosen_pairs(num_hosts: int) -> list[tuple[int, int]]:
     """The pairs of hosts between which links are measured."""
     if num_hosts <= ALL_PAIRS:
         return list(combinations(range(num_hosts), 2))
-    near = {tuple(sorted((host, (host + step) % num_hosts))) for host in range(num_hosts) for step in (1, 2)}
-    return [(first, second) for first, second in sorted(near)]
+    near = ((host, (host + 1) % num_hosts) for host in range(num_hosts))
+    return sorted((min(pair), max(pair)) for pair in near)
 
 
 def large_bytes(bytes_per_s: float) -> int:

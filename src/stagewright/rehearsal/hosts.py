@@ -9,6 +9,7 @@ Nothing is made outside of these namespaces, so no other interface is touched an
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 
 from stagewright.cluster import Cluster
@@ -28,6 +30,8 @@ from stagewright.rehearsal.wiring import Wiring, wirings
 
 RANGE = "10.213.77"
 """The first three parts of the hosts' addresses; they only exist inside the namespaces."""
+NAMESPACES, NEW_NETWORK = Path("/run/netns"), 0x40000000
+"""Where ip keeps namespaces, and what setns calls one of a network."""
 WIRE = "wire"
 """The interface of every emulated host."""
 BURST_S = 1e-3
@@ -74,6 +78,19 @@ class EmulatedHosts:
         if not group:
             return [*enter, *command]
         return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', group, *enter, *command]
+
+    def enter(self, host: int) -> None:
+        """Moves this process into a host, as `reach` does with a command."""
+        if self.groups[host]:
+            Path(self.groups[host], "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+        if self.cpus:
+            os.sched_setaffinity(0, self.cpus)
+        network = os.open(NAMESPACES / namespace(self.key, host), os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(network, NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), f"cannot enter the namespace of host {host}")
+        finally:
+            os.close(network)
 
     def environment(self) -> dict[str, str]:
         """What workers in these hosts need to know: which interface is theirs."""

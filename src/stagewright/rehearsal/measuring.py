@@ -15,8 +15,9 @@ from stagewright.cluster import Cluster
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.inside import middle
 from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
+from stagewright.rehearsal.forks import launch_in_hosts
 from stagewright.rehearsal.slices import SLICE
-from stagewright.runtime.hosts import PORT, Hosts, launch_hosts, lone_commands
+from stagewright.runtime.hosts import Hosts
 from stagewright.runtime.transport.staged import STRANDS
 
 SAMPLES = 6
@@ -54,9 +55,8 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
         "strands": STRANDS if is_sliced(cluster) else 0,
     }  # fmt: skip
     (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
-    environment = {**hosts.environment(), "OMP_NUM_THREADS": str(request.threads)}
-    command = ["-m", "stagewright.profiling.inside", os.fspath(folder)]
-    launch_hosts(lone_commands(command, hosts, PORT), folder, environment)
+    threads = {"OMP_NUM_THREADS": str(request.threads)}
+    launch_in_hosts("stagewright.profiling.inside", folder, hosts, threads, uses_card=request.device == "cuda")
     told = [json.loads((folder / f"inside-{n}.json").read_text(encoding="utf-8")) for n in range(len(cluster.hosts))]
     found = with_cores(with_links(cluster, told), told, request)
     if not request.batch_sizes:

@@ -119,10 +119,17 @@ def host_commands(
 
 def lone_commands(command: Sequence[str], hosts: Hosts, port: int) -> list[list[str]]:
     """For each host the command that starts its one worker without a launcher, which takes twice as long."""
-    meeting, size = hosts.addresses[0], len(hosts.addresses)
-    told = {"WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": meeting, "MASTER_PORT": port}
-    given = [f"{key}={value}" for key, value in told.items()]
-    return [hosts.reach(host, ["env", f"RANK={host}", *given, sys.executable, *command]) for host in range(size)]
+    given = [f"{key}={value}" for key, value in lone_environment(hosts, port).items()]
+    every = range(len(hosts.addresses))
+    return [hosts.reach(host, ["env", f"RANK={host}", *given, sys.executable, *command]) for host in every]
+
+
+def lone_environment(hosts: Hosts, port: int) -> dict[str, str]:
+    """What the one worker of each host is told of the others; its own RANK is the host's number."""
+    return {
+        "WORLD_SIZE": str(len(hosts.addresses)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(port),
+    }  # fmt: skip
 
 
 def launch_hosts(commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] | None = None) -> None:

@@ -67,11 +67,12 @@ class Reducer:
         self.buckets: list[list[Bucket]] = [
             make_buckets(slot, num_buckets, add_up) if add_up is not None else [] for slot in parameters
         ]
-        for slot, members in enumerate(self.buckets):
-            for bucket in members:
-                for index in bucket.members:
-                    hook = self._hook(slot, bucket, index)
-                    parameters[slot][index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            parameters[slot][index].register_post_accumulate_grad_hook(self._hook(slot, bucket, index))  # type: ignore[no-untyped-call]
+            for slot, members in enumerate(self.buckets)
+            for bucket in members
+            for index in bucket.members
+        ]
 
     def _hook(self, slot: int, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def finished(_: Tensor) -> None:
@@ -149,7 +150,12 @@ class Reducer:
         return summed
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Ends what runs in the background, and lets go of the parameters.
+
+        A hook on a parameter keeps this alive and this the parameter, in a circle that Python does not see.
+        """
+        for hook in self._hooks:
+            hook.remove()
         if self._add_up is not None:
             self._add_up.close()
 

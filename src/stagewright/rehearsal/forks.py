@@ -1,0 +1,109 @@
+"""One worker in every host, without a launcher.
+
+Emulated hosts have but a part of a core, and loading torch takes 5 s of one: their workers are forked of one process
+that has it, and enter their hosts then. Workers that use a card start anew.
+
+    this process ──▶ server, torch loaded ──▶ fork, enters host 0, runs
+                                          └─▶ fork, enters host 1, runs
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+from stagewright.rehearsal.hosts import EmulatedHosts
+from stagewright.runtime.hosts import LEAVE_S, PORT, HostError, Hosts, launch_hosts, lone_commands, lone_environment
+from stagewright.runtime.stem import follow_parent
+
+LOADED = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch._meta_registrations")
+"""What torch loads when a model is first cut into stages."""
+
+
+def launch_in_hosts(
+    module: str, folder: Path, hosts: Hosts, environment: Mapping[str, str], *, uses_card: bool
+) -> None:
+    """Runs `main(folder)` of a module as a worker in every host; when one fails, all end and the first is shown."""
+    told = {**hosts.environment(), **environment}
+    if uses_card or not isinstance(hosts, EmulatedHosts):
+        launch_hosts(lone_commands(["-m", module, os.fspath(folder)], hosts, PORT), folder, told)
+        return
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([module, *LOADED])
+    given = {**os.environ, **told, **lone_environment(hosts, PORT)}
+    workers = [
+        server.Process(
+            target=run_in_host,
+            args=(hosts, host, {**given, "RANK": str(host)}, log_of(logs, host), module, os.fspath(folder)),
+        )
+        for host in range(len(hosts.addresses))
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        wait_for_all(workers, logs)
+    finally:
+        end_all(workers)
+
+
+def run_in_host(
+    hosts: EmulatedHosts, host: int, environment: Mapping[str, str], log: str, module: str, folder: str
+) -> None:
+    """A fork's part: goes into its host and runs there, with its output in a file."""
+    follow_parent()
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    hosts.enter(host)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    try:
+        importlib.import_module(module).main(folder)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def wait_for_all(workers: Sequence[BaseProcess], logs: Path) -> None:
+    """Returns when every worker ended well; raises at the first that did not."""
+    left = {worker.sentinel: number for number, worker in enumerate(workers)}
+    while left:
+        for sentinel in wait(list(left)):
+            assert isinstance(sentinel, int)
+            number = left.pop(sentinel)
+            workers[number].join()
+            status = workers[number].exitcode
+            if status:
+                tail = Path(log_of(logs, number)).read_text(errors="replace").strip().splitlines()[-3:]
+                raise HostError(
+                    number, status, f"1 host of {len(workers)} failed: host {number} ended with status {status}",
+                    "\n".join(tail) or f"its output is in {logs}",
+                )  # fmt: skip
+
+
+def end_all(workers: Sequence[BaseProcess]) -> None:
+    """Ends the workers that still run."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    for worker in workers:
+        if worker.pid is not None:
+            worker.join(LEAVE_S)
+
+
+def log_of(logs: Path, host: int) -> str:
+    """Where a host's output is."""
+    return os.fspath(logs / f"host-{host}.log")
