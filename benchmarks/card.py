@@ -2,6 +2,7 @@
 
     python benchmarks/card.py                          every case
     python benchmarks/card.py resnet50-fp16-compile    one of them
+    python benchmarks/card.py resnet50-fp16-compile --only replayed    against one loop
 
 The plain loop runs with torch's default optimizer and with the fused one, which is ours, and where models are compiled
 also with the options of inductor that ours sets. The fastest of them and ours then take long turns, and the ratio is
@@ -16,12 +17,14 @@ A last turn has events on the card between forward, backward and update, and tel
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -149,8 +152,9 @@ def plain(case: Case, *, fused: bool, options: dict[str, bool] | None = None) ->
 
 
 def rows(case: Case) -> tuple[Tensor, Tensor]:
-    """The batch, on the card."""
-    feed = synthetic_feed(build_model(case.model, seed=0), case.settings(), torch.device("cuda"))
+    """The batch, on the card, as a loader makes it."""
+    made = replace(case.settings(), precision="fp32")
+    feed = synthetic_feed(build_model(case.model, seed=0), made, torch.device("cuda"))
     return feed.inputs(0, 0, case.batch)[0], feed.targets(0, 0, case.batch)[0]
 
 
@@ -199,28 +203,30 @@ def measure(step: Step, number: int) -> tuple[float, float]:
     return (time.perf_counter() - started) / number, float(loss)
 
 
-def contend(name: str, case: Case, world: World, folder: Path) -> None:
+def contend(name: str, case: Case, world: World, folder: Path, only: str) -> None:
     """All contenders of a case, then the best of them and ours."""
-    contenders = {"plain": plain(case, fused=False), "plain, fused": plain(case, fused=True)}
+    loops: dict[str, Callable[[], Step]] = {
+        "plain": partial(plain, case, fused=False), "plain, fused": partial(plain, case, fused=True),
+    }  # fmt: skip
     if case.compile:
-        contenders["plain, combined"] = plain(case, fused=True, options=COMBINED)
-        contenders["plain, replayed"] = plain(case, fused=True, options=COMBINED | REPLAYED)
+        loops["plain, combined"] = partial(plain, case, fused=True, options=COMBINED)
+        loops["plain, replayed"] = partial(plain, case, fused=True, options=COMBINED | REPLAYED)
+    contenders = {who: make() for who, make in loops.items() if only in who}
     contenders["ours"] = ours(case, world, folder)
     for step in contenders.values():
         step(LOG_EVERY)
-    step_s = measure(contenders["plain"], LOG_EVERY)[0]
+    step_s = measure(next(iter(contenders.values())), LOG_EVERY)[0]
     times = take_turns(contenders, ROUNDS, steps_for(TURN_S, step_s))
     show(name, case, times)
-    for who, step in contenders.items():
-        spent = ", ".join(
-            f"{phase} {spent:.2f} ms" for phase, spent in PHASES.of(step, steps_for(TURN_S, step_s)).items()
-        )
-        print(f"{name:22} {who:16} {spent}", flush=True)
     best = min(contenders.keys() - {"ours"}, key=lambda who: middle_s(times[who]))
     pair = {who: contenders[who] for who in (best, "ours")}
     turns = take_turns(pair, PAIRS, steps_for(PAIR_TURN_S, step_s))
     show(name, case, turns)
     ratios = sorted(plain_s / own_s for (plain_s, _), (own_s, _) in zip(turns[best], turns["ours"]))
+    for who, step in contenders.items():
+        phases = PHASES.of(step, steps_for(TURN_S, step_s))
+        spent = ", ".join(f"{phase} {spent:.2f} ms" for phase, spent in phases.items())
+        print(f"{name:22} {who:16} {spent}", flush=True)
     print(f"{name:22} ratio {statistics.median(ratios):.4f}, of pairs {ratios[0]:.4f} … {ratios[-1]:.4f}", flush=True)
 
 
@@ -257,11 +263,15 @@ def show(name: str, case: Case, turns: Turns) -> None:
             raise SystemExit(f"{name}: {who} does not learn, its loss is {losses[-1]}")
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """The cases, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    parser.add_argument("--only", default="", help="only the plain loops whose names have this in them")
+    given = parser.parse_args(arguments)
     with open_world(Settings(device="cuda")) as world, TemporaryDirectory() as folder:
-        for name in names or list(CASES):
-            contend(name, CASES[name], world, Path(folder))
+        for name in given.cases or list(CASES):
+            contend(name, CASES[name], world, Path(folder), given.only)
             torch.cuda.empty_cache()
 
 

@@ -54,11 +54,11 @@ PASS_S = 0.6
 """About how long the hosts pass over the model between turns."""
 LONG_STEP_S = 3.0
 """A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
-HOPELESS_S = 10.0
+HOPELESS_S = 5.0
 """A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
-CARD_PATIENCE_S = 120.0
+CARD_PATIENCE_S = 60.0
 """How long one contender on a card may take: NCCL between workers that share one can hang, and the rest shall count."""
 
 Spec = Mapping[str, Any]

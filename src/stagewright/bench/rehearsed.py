@@ -60,12 +60,11 @@ class Bench:
             profile, cluster = self.measured(case, hosts, folder)
             plans, chosen, expected = candidates(case, profile, cluster)
             passes = pass_over(profile, cluster) if case.slices is None else None
-            told: list[dict[str, Any]] = [limit(case)]
-            told += (
+            ours: list[dict[str, Any]] = [
                 {"kind": "plan", "name": name, "plan": plan.to_dict(), "expected_s": expected[name]}
                 for name, plan in plans.items()
-            )
-            told += peers(case, profile, cluster)
+            ]
+            told = [limit(case), *ours, *peers(case, profile, cluster)]
             times = self.contest(case, hosts, groups(case, told, profile), passes, folder)
         drifts = drifts_of(times["pass_s"], passes, profile)
         usual = [median(drift for rounds in drifts.values() for drift in rounds) if drifts else 1.0] * self.rounds

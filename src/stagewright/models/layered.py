@@ -35,6 +35,9 @@ from stagewright.models.tracing import (
 )
 from stagewright.models.values import TensorSpec, find_facts
 
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Under autocast these compute in its format, whatever they are given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layered:
@@ -78,6 +81,17 @@ class Layered:
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The model's inputs, in the order in which the first stage takes them."""
         return self._carried(self._placeholders)
+
+    @property
+    def only_multiplied(self) -> tuple[bool, ...]:
+        """For each input whether linear layers and convolutions are all that read it."""
+        nodes = self._placeholders
+        if len(nodes) != len(self.inputs):  # one of them is a nest of several
+            return (False,) * len(self.inputs)
+        return tuple(all(self._multiplies(user) for user in node.users) for node in nodes)
+
+    def _multiplies(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and isinstance(self.traced.objects[str(node.target)], PRODUCTS)
 
     @property
     def targets(self) -> tuple[TensorSpec, ...]:

@@ -209,12 +209,20 @@ def with_all_at_once(cluster: Cluster, together: Mapping[str, float]) -> Cluster
     """
     connection = max(link.bytes_per_s for link in cluster.links)
     own = 2 / (1 / together["to one"] + 1 / together["from one"])
-    links = tuple(replace(link, bytes_per_s=_rounded(max(own, link.bytes_per_s))) for link in cluster.links)
     machine = max(together["each"] * len(cluster.hosts), connection)
+
+    def widened(links: Sequence[Link]) -> tuple[Link, ...]:
+        return tuple(replace(link, bytes_per_s=_rounded(max(own, link.bytes_per_s))) for link in links)
+
+    hosts = tuple(replace(host, links=widened(host.links)) for host in cluster.hosts)
     return replace(
-        cluster, links=links, connection_bytes_per_s=connection, machine_bytes_per_s=_rounded(machine),
+        cluster,
+        hosts=hosts,
+        links=widened(cluster.links),
+        connection_bytes_per_s=connection,
+        machine_bytes_per_s=_rounded(machine),
         notes=(*cluster.notes, "and with all hosts at once: a host's link, and the machine"),
-    )  # fmt: skip
+    )
 
 
 def with_wires(cluster: Cluster, rates: Mapping[int, float], latencies: Mapping[int, float]) -> Cluster:

@@ -18,7 +18,7 @@ from stagewright.runtime.feed import Feed
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
 from stagewright.runtime.numbers import Watch
-from stagewright.runtime.precision import LossScale, Verdict, agree, sum_of_squares
+from stagewright.runtime.precision import AUTOCAST, LossScale, Verdict, agree, sum_of_squares
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.settle import settle_dtypes
 from stagewright.runtime.stage import Key, Parcel
@@ -46,7 +46,7 @@ class Worker:
         self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
         self.feed, self.metric, self.num_metrics = feed, metric, num_metrics
         self.hosted = host_stages(self.plan, layered, world, settings, make_optimizer)
-        settle_dtypes(self.hosted, self.plan, world, settings)
+        settle_dtypes(self.hosted, self.plan, layered, world, settings)
         self.transport = make_transport(world, self.plan, settings)
         self.clock = Clock(world.worker, world.device)
         self.scale = LossScale(settings, world.device)
@@ -224,7 +224,8 @@ class Worker:
     def _inputs(self, here: Hosted, key: Key, share: Share) -> list[Tensor]:
         """A microbatch's inputs: from the data, or put together from the stage before."""
         if here.stage == 0:
-            return list(self.feed.inputs(key[0], share.start, share.stop))
+            given = self.feed.inputs(key[0], share.start, share.stop)
+            return [as_settled(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
         before = self.hosted.get(here.stage - 1)
         return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
 
@@ -342,6 +343,11 @@ class Worker:
             here.reducer.close()
             for folding in here.foldings:
                 folding.close()
+
+
+def as_settled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows in autocast's format where the first stage takes them so; a feed may have made them in it already."""
+    return tensor.to(dtype) if dtype in AUTOCAST.values() and tensor.dtype == torch.float32 else tensor
 
 
 def together(order: Iterable[Action]) -> Iterator[list[Action]]:

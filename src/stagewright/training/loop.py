@@ -25,6 +25,7 @@ from stagewright.runtime.flight import Flight, write_json
 from stagewright.runtime.hosted import with_dtypes
 from stagewright.runtime.launch import RESTARTED, RUN_FOLDER
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.settle import fed_inputs
 from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.watchdog import verdict, watchdog
@@ -257,7 +258,7 @@ def synthetic_feed(layered: Layered, settings: Settings, device: torch.device, n
     last = layered.stage(layered.num_layers - 1, layered.num_layers) if layered.num_layers > 1 else None
     widths = [spec.shape_per_row[-1] for spec in (last.inputs if last else ()) if spec.shape_per_row]
     change = {torch.float32: torch.float64} if settings.precision == "fp64" else {}
-    inputs = with_dtypes(layered.inputs, change)
+    inputs = with_dtypes(fed_inputs(layered, settings), change)
     return SyntheticFeed(
         inputs, layered.targets, num_classes=widths[0] if widths else num_classes, seed=settings.seed, device=device,
         channels_last=settings.channels_last,
