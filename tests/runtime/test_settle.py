@@ -45,7 +45,7 @@ def test_only_what_products_alone_read_is_rounded() -> None:
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_training_is_that_of_the_plain_loop_to_the_bit(rounded: bool) -> None:
+def test_training_is_that_of_the_plain_loop(rounded: bool) -> None:
     """Whether the feed rounds its rows or the worker does."""
     layered = build_model("tiny-cnn")
     plain, rows = copy.deepcopy(layered.model), make_rows(layered, 8)

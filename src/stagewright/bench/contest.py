@@ -102,10 +102,10 @@ class Contest:
 
 
 class Clocked:
-    """A contender with the seconds of its last turn."""
+    """A contender whose steps run in the workers."""
 
     def __init__(self, step: Step) -> None:
-        self.step, self.seconds = step, 0.0
+        self.step = step
 
     def turn(self, steps: int, world: World) -> float:
         """Seconds a step of a turn in which all workers take part."""

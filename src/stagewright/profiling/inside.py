@@ -32,7 +32,7 @@ LARGE_S = 0.15
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
 NUM_LARGE = 3
-"""So few are enough on links with a limit, and between slices every link is in several pairs."""
+"""So few are enough on links with a limit, and beyond four hosts every link is in two pairs."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
 CROWD_ROUNDS = 7

@@ -22,7 +22,16 @@ from pathlib import Path
 import torch
 
 from stagewright.rehearsal.hosts import EmulatedHosts
-from stagewright.runtime.hosts import LEAVE_S, PORT, HostError, Hosts, launch_hosts, lone_commands, lone_environment
+from stagewright.runtime.hosts import (
+    LEAVE_S,
+    PORT,
+    Hosts,
+    host_failure,
+    launch_hosts,
+    log_of,
+    lone_commands,
+    lone_environment,
+)
 from stagewright.runtime.stem import follow_parent
 
 LOADED = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch._meta_registrations")
@@ -58,13 +67,13 @@ def launch_in_hosts(
 
 
 def run_in_host(
-    hosts: EmulatedHosts, host: int, environment: Mapping[str, str], log: str, module: str, folder: str
+    hosts: EmulatedHosts, host: int, environment: Mapping[str, str], log: Path, module: str, folder: str
 ) -> None:
     """A fork's part: goes into its host and runs there, with its output in a file."""
     follow_parent()
     os.environ.clear()
     os.environ.update(environment)
-    with open(log, "wb") as file:
+    with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     hosts.enter(host)
@@ -87,11 +96,7 @@ def wait_for_all(workers: Sequence[BaseProcess], logs: Path) -> None:
             workers[number].join()
             status = workers[number].exitcode
             if status:
-                tail = Path(log_of(logs, number)).read_text(errors="replace").strip().splitlines()[-3:]
-                raise HostError(
-                    number, status, f"1 host of {len(workers)} failed: host {number} ended with status {status}",
-                    "\n".join(tail) or f"its output is in {logs}",
-                )  # fmt: skip
+                raise host_failure(number, len(workers), status, logs)
 
 
 def end_all(workers: Sequence[BaseProcess]) -> None:
@@ -102,8 +107,3 @@ def end_all(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         if worker.pid is not None:
             worker.join(LEAVE_S)
-
-
-def log_of(logs: Path, host: int) -> str:
-    """Where a host's output is."""
-    return os.fspath(logs / f"host-{host}.log")

@@ -139,7 +139,7 @@ def launch_hosts(commands: Sequence[Sequence[str]], folder: Path, environment: M
     running: list[subprocess.Popen[bytes]] = []
     try:
         for number, command in enumerate(commands):
-            with (logs / f"host-{number}.log").open("wb") as log:
+            with log_of(logs, number).open("wb") as log:
                 running.append(start_host(command, log, environment or {}))
         wait_for_all(running, logs)
     finally:
@@ -188,11 +188,17 @@ def wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None
             except subprocess.TimeoutExpired:
                 continue
             if status != 0:
-                tail = (logs / f"host-{number}.log").read_text(errors="replace").strip().splitlines()[-3:]
-                raise HostError(
-                    number,
-                    status,
-                    f"{count(1, 'host')} of {len(running)} failed: host {number} ended with status {status}",
-                    "\n".join(tail) or f"its output is in {logs}",
-                )
+                raise host_failure(number, len(running), status, logs)
             del left[number]
+
+
+def host_failure(host: int, num_hosts: int, status: int, logs: Path) -> HostError:
+    """That a host's command failed, with the last lines of what it said."""
+    tail = log_of(logs, host).read_text(errors="replace").strip().splitlines()[-3:]
+    what = f"{count(1, 'host')} of {num_hosts} failed: host {host} ended with status {status}"
+    return HostError(host, status, what, "\n".join(tail) or f"its output is in {logs}")
+
+
+def log_of(logs: Path, host: int) -> Path:
+    """Where a host's output is."""
+    return logs / f"host-{host}.log"
