@@ -13,8 +13,11 @@ from torch.multiprocessing.spawn import spawn
 
 from stagewright.cluster import find_cluster
 from stagewright.profiling.links import all_at_once, with_all_at_once
-from stagewright.rehearsal.measuring import crowding
+from stagewright.rehearsal import emulated_hosts
+from stagewright.rehearsal.measuring import Request, crowding, measure_hosts
 from stagewright.rehearsal.slices import slice_cluster
+from stagewright.rehearsal.tools import missing
+from tests.rehearsal.clusters import star
 
 FEW, NONE = 1.0, 0.0
 
@@ -54,3 +57,17 @@ def move_all_at_once(rank: int, size: int, folder: str) -> None:
 
 def test_hosts_with_cores_enough_keep_what_their_file_says() -> None:
     assert crowding(find_cluster("hosts-8"), []) == find_cluster("hosts-8").crowding
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"emulated hosts: {missing()}")
+def test_a_slower_host_tells_its_speed_and_makes_no_profile(tmp_path: Path) -> None:
+    cluster = star(125e6, 125e6, shares=(0.8, 0.2))
+    request = Request(model="tiny-cnn", options={}, batch_sizes=(8, 64), links=False)
+    with emulated_hosts(cluster) as hosts:
+        profile, found = measure_hosts(cluster, hosts, request, tmp_path)
+    assert profile is not None
+    assert profile.batch_sizes == (8, 64)
+    assert [path.name for path in tmp_path.glob("*.profile.json")] == ["inside-0.profile.json"]
+    fast, slow = (host.devices[0].speed for host in found.hosts)
+    assert fast == 1.0
+    assert 0 < slow < 0.7, "a quarter, on a quiet machine"

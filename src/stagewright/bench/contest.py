@@ -279,7 +279,8 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
     sensor = Pass(contest.spec["pass"], contest.new_model()) if passes else None
     for number in range(contest.spec["rounds"]):
         before: float | None = None
-        for name, each in contenders.items():
+        # Who comes after whom matters: so they change places.
+        for name, each in list(contenders.items())[:: -1 if number % 2 else 1]:
             if len(times.step_s[name]) > number:
                 continue
             looks = sensor if isinstance(each, Ours) else None

@@ -85,29 +85,46 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
     model = build_model(asked["model"], device=asked["device"], **asked["options"])
     if rank in asked["profiles"]:
         started = perf_counter()
-        profile_here(folder, asked, rank, model)
+        found["model_s"] = profile_here(folder, asked, rank, model)
         found["seconds"] = perf_counter() - started
+    elif rank in asked["busy"]:
+        found["model_s"] = pass_until_others_are_done(folder, asked, model)
     dist.barrier()
-    if len(asked["profiles"]) < size:
+    if len(asked["busy"]) < size:
         found["turns"] = take_turns(folder, asked, rank, model)
     return found
 
 
-def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> None:
-    """Profiles the model while the other hosts of the list do the same, so that all see full cores."""
+def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> float:
+    """Profiles the model while other hosts are as busy, so that all see full cores; seconds of the largest pass."""
     profile = make_profile(
         model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"], warm_up=WARM_UP
     )
     profile.save(folder / f"inside-{rank}.profile.json")
+    return profile.model_s[-1]
+
+
+def pass_until_others_are_done(folder: Path, asked: Mapping[str, Any], model: Layered) -> float:
+    """Seconds of the largest pass on a host with another share: its speed is all that is asked of it.
+
+    It would take as many times as long for a profile as it is slower. It is busy while others profile, for as busy it
+    will be in a run.
+    """
+    rows = asked["batch_sizes"][-1]
+    time_model(model, rows)  # the first time takes memory
+    found = [time_model(model, rows)]
+    while not all((folder / f"inside-{other}.profile.json").exists() for other in asked["profiles"]):
+        found.append(time_model(model, rows))
+    return median(found)
 
 
 def take_turns(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> list[tuple[float, float]]:
-    """Seconds of a pass over the model by the hosts that profile, 0 for others, and by all hosts, round by round."""
+    """Seconds of a pass over the model by the busy hosts, 0 for others, and by all hosts, round by round."""
     known = Profile.load(folder / f"inside-{asked['profiles'][0]}.profile.json")
     rows = pass_rows(known, CROWD_S)
     found = []
     for number in range(1 + CROWD_ROUNDS):
-        few_s = time_model(model, rows) if rank in asked["profiles"] else 0.0
+        few_s = time_model(model, rows) if rank in asked["busy"] else 0.0
         dist.barrier()
         all_s = time_model(model, rows)
         dist.barrier()

@@ -46,11 +46,12 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     as busy as in a run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    profiled = busy_together(cluster)
+    busy = busy_together(cluster)
+    profiled = [number for number in busy if number in alike(cluster, 0)]
     asked = {
         "model": request.model, "options": dict(request.options), "batch_sizes": request.batch_sizes,
-        "threads": request.threads, "links": request.links, "profiles": profiled,
-        "repeats": math.ceil(SAMPLES / sum(number in profiled for number in alike(cluster, 0))),
+        "threads": request.threads, "links": request.links, "busy": busy,
+        "profiles": profiled, "repeats": math.ceil(SAMPLES / len(profiled)),
         "bytes_per_s": min(link.bytes_per_s for link in cluster.links), "device": request.device,
         "strands": STRANDS if is_sliced(cluster) else 0,
     }  # fmt: skip
@@ -61,12 +62,12 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     found = with_cores(with_links(cluster, told), told, request)
     if not request.batch_sizes:
         return None, found
-    profiles = {n: Profile.load(folder / f"inside-{n}.profile.json") for n in profiled}
-    return average([profiles[n] for n in alike(cluster, 0) if n in profiles]), with_speeds(found, profiles)
+    profile = average([Profile.load(folder / f"inside-{number}.profile.json") for number in profiled])
+    return profile, with_speeds(found, {number: told[number]["model_s"] for number in busy})
 
 
 def busy_together(cluster: Cluster) -> list[int]:
-    """The hosts that profile: all that have a share of their own, and of the others as many as cores are left.
+    """The hosts that are busy while layers are timed: all with a share of their own, and of others as cores are left.
 
     Slices of a card share its memory, so all of them do.
     """
@@ -130,11 +131,11 @@ def crowding(cluster: Cluster, turns: Sequence[Sequence[Sequence[float]]]) -> fl
     return float(f"{max(1.0, 1 + (found - 1) / min(wanted - 1, 1.0)):.4g}")
 
 
-def with_speeds(cluster: Cluster, profiles: Mapping[int, Profile]) -> Cluster:
+def with_speeds(cluster: Cluster, model_s: Mapping[int, float]) -> Cluster:
     """The cluster with each device's speed against the first host's, the same for hosts with the same share."""
 
     def seconds(host: int) -> float:
-        return median(profiles[n].model_s[-1] for n in alike(cluster, host) if n in profiles)
+        return median(model_s[number] for number in alike(cluster, host) if number in model_s)
 
     hosts = tuple(
         replace(host, devices=(replace(host.devices[0], speed=float(f"{seconds(0) / seconds(number):.4g}")),))
