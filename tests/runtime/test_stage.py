@@ -1,4 +1,4 @@
-"""One stage's backward in two halves, whatever its outputs are."""
+"""One stage: its backward in two halves, whatever its outputs are, and what it draws at random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stagewright.models import cross_entropy_sum, make_layered
 from stagewright.models.stage import StageModule
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stage import StageRunner
+from stagewright.runtime.stage import StageRunner, mix
 
 ENDS = {"a view": nn.Flatten(), "its own memory": nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(75, 75))}
 
@@ -49,3 +49,21 @@ def test_halves_make_the_gradients_of_the_whole(end: str) -> None:
     whole, halves = (run(ENDS[end], in_halves=each) for each in (False, True))
     assert len(whole) > 3
     torch.testing.assert_close(halves, whole)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_microbatch_draws_is_its_own_in_any_order(recompute: bool) -> None:
+    """As after torch.manual_seed with the seed that batch and microbatch make, whatever was drawn before."""
+    module = middle_stage(nn.Sequential(nn.Dropout(), nn.Flatten()))
+    runner = StageRunner(1, module, Settings(), batch_rows=4, recompute=recompute, seed=7)
+    rows = torch.ones(2, 3, 5, 5)
+    keys = [(0, 0), (0, 1), (1, 0)]
+    forth, back = (
+        {key: runner.forward(module, key, [rows], [], hold=False)[0] for key in order} for order in (keys, keys[::-1])
+    )
+    for key in keys:
+        torch.manual_seed(mix(7, *key))
+        torch.testing.assert_close(forth[key], module(rows)[0], rtol=0, atol=0)
+        torch.testing.assert_close(back[key], forth[key], rtol=0, atol=0)
+    assert not torch.equal(forth[0, 0], forth[0, 1])
+    assert not torch.equal(forth[0, 0], forth[1, 0])
