@@ -69,6 +69,9 @@ def test_a_linear_layer_folds_while_its_rows_take_half_of_its_weights():
     assert costs.backward_s(0, 1, rows=5, handled=Handled(8)) == pytest.approx(5.0 + 5.0 / 5)
     assert costs.backward_s(0, 1, rows=5, handled=Handled(3)) == pytest.approx(5.0 + 5.0 / 3)
     assert costs.backward_s(0, 1, rows=40, handled=Handled(8)) == 10.0
+    assert costs.kept_weight_s(0, 1, rows=5, handled=Handled(3)) == pytest.approx(5.0 / 3), "until the batch's last"
+    assert costs.kept_weight_s(0, 1, rows=5, handled=Handled(8)) == 0.0, "not of eight, for five are all that it keeps"
+    assert costs.kept_weight_s(0, 1, rows=5, handled=Handled(3, folds=False)) == 0.0
     conv = replace(wide, kind="conv")
     plain = Costs(replace(profile(layer("l0")), batch_sizes=(1, 64), layers=(conv,)), make_cluster(1))
     assert plain.backward_s(0, 1, rows=5, handled=Handled(8)) == 10.0

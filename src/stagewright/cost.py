@@ -120,6 +120,12 @@ class Handled(NamedTuple):
     """Whether linear layers may make those of several at once. A backward in halves asks for the weights' half of each
     microbatch, so that nothing folds."""
 
+    def keeps(self, layer: LayerProfile, rows: float) -> bool:
+        """Whether a layer keeps the rows of all microbatches of a batch until the last of them."""
+        if not self.folds or self.microbatches < 2 or layer.kind != "matmul":
+            return False
+        return num_folded(layer, rows, self.microbatches) == self.microbatches
+
 
 ONE = Handled()
 
@@ -130,13 +136,18 @@ def handled_by_each(policy: Policy, route: Route, num_microbatches: int, num_rep
     return Handled(count, policy != "zero-bubble")
 
 
-def folded_weight_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
-    """`weight_s` of a microbatch, where a layer makes the weight gradients of several microbatches at once.
+def num_folded(layer: LayerProfile, rows: float, num_microbatches: int) -> int:
+    """Of how many microbatches a layer makes the weight gradients at once.
 
     It keeps their rows while these take no more than KEPT_SHARE of its weights.
     """
     kept = rows * (layer.saved_bytes + layer.output_bytes)
-    count = max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept))) if kept else 1
+    return max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept))) if kept else 1
+
+
+def folded_weight_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
+    """`weight_s` of a microbatch, where a layer makes the weight gradients of several microbatches at once."""
+    count = num_folded(layer, rows, num_microbatches)
     return weight_s(profile, layer, rows * count) / count
 
 
@@ -147,6 +158,8 @@ class RowSums(NamedTuple):
     backward: tuple[float, ...]
     weight: tuple[float, ...]
     """The part of backward that only the weights' gradients need."""
+    kept: tuple[float, ...]
+    """The part of that for which layers keep rows until a batch's last backward is over."""
 
 
 class StageBytes(NamedTuple):
@@ -198,7 +211,8 @@ class Costs:
             sizes, layers = self.profile.batch_sizes, self.profile.layers
             forward = [interpolate(sizes, layer.forward_s, rows) for layer in layers]
             backward, weight = zip(*(self._backward_halves(layer, rows, handled) for layer in layers))
-            found = self._rows[rows, handled] = RowSums(_sums(forward), _sums(backward), _sums(weight))
+            kept = [own if handled.keeps(layer, rows) else 0.0 for layer, own in zip(layers, weight)]
+            found = self._rows[rows, handled] = RowSums(_sums(forward), _sums(backward), _sums(weight), _sums(kept))
         return found
 
     def _backward_halves(self, layer: LayerProfile, rows: float, handled: Handled) -> tuple[float, float]:
@@ -256,6 +270,11 @@ class Costs:
         if first == 0:
             return self.backward_s(first, last, rows, speed, recompute=recompute, handled=handled)
         sums = self.row_sums(rows, handled).weight
+        return (sums[last] - sums[first]) / speed
+
+    def kept_weight_s(self, first: int, last: int, rows: float, speed: float = 1.0, *, handled: Handled = ONE) -> float:
+        """The part of a microbatch's backward that waits for the batch's last, whose gradients leave before it."""
+        sums = self.row_sums(rows, handled).kept
         return (sums[last] - sums[first]) / speed
 
     def optimizer_s(self, first: int, last: int, speed: float = 1.0, *, versions: int = 1) -> float:

@@ -18,6 +18,18 @@ def test_a_pipeline_takes_M_plus_S_minus_1_slots(policy, stages, microbatches):
     assert length(log) == pytest.approx((microbatches + stages - 1) * 3.0, rel=EXACT)
 
 
+@pytest.mark.parametrize(("weights", "seconds"), [(100, 7.0), (0, 9.0)])
+def test_products_of_linear_layers_come_after_the_batchs_last_gradients(weights, seconds):
+    """Of B's 2 s one is the weights'. With room for the rows of both microbatches it waits for U:
+
+    0 │ F F . B B B B          0 │ F F . . B B . B B
+    1 │ . F B F B U U          1 │ . F B B F B B        without room
+    """
+    wide = layer("l1", kind="matmul", saved_bytes=1.0, output_bytes=1.0, parameter_bytes=weights)
+    _, log = run(plan([1, 1], 2), profile(layer("l0", output_bytes=1.0), wide))
+    assert length(log) == pytest.approx(seconds, rel=EXACT)
+
+
 @pytest.mark.parametrize("replicas", [2, 3, 7, 8])
 @pytest.mark.parametrize("buckets", [1, 4])
 def test_a_ring_takes_2_n_minus_1_over_n_of_the_bytes(replicas, buckets):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from stagewright.cluster import Cluster, Device
-from stagewright.cost import Costs, handled_by_each
+from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.errors import SimulationError
 from stagewright.plan import Plan, microbatch_rows
 from stagewright.profile import Profile
@@ -249,7 +249,7 @@ class Compiler:
             forward = action.kind is Kind.SEND_FORWARD
             num_bytes = self.message_bytes(worker, stage, action, forward)
             return Op(code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1)
-        seconds = self.update_s(stage, self.devices[worker].speed) if code == UPDATE else 0.0
+        seconds = self.update_s(worker, stage) if code == UPDATE else 0.0
         return Op(code, seconds, -1, stage, 0.0, -1)
 
     def compute_op(self, worker: int, action: Action) -> Op:
@@ -304,15 +304,34 @@ class Compiler:
         first, last = self.bounds[stage]
         if kind is Kind.FORWARD:
             return self.costs.forward_s(first, last, rows, speed)
-        plan, recompute = self.plan, self.plan.stages[stage].recompute
-        handled = handled_by_each(plan.policy, plan.route, plan.num_microbatches, plan.replicas[stage])
+        recompute, handled = self.plan.stages[stage].recompute, self.handled(stage)
         whole = self.costs.backward_s(first, last, rows, speed, recompute=recompute, handled=handled)
         weight = self.costs.weight_gradient_s(first, last, rows, speed, recompute=recompute, handled=handled)
-        return {Kind.BACKWARD: whole, Kind.BACKWARD_INPUT: whole - weight, Kind.BACKWARD_WEIGHT: weight}[kind]
+        parts = {Kind.BACKWARD_INPUT: whole - weight, Kind.BACKWARD_WEIGHT: weight}
+        return parts[kind] if kind in parts else whole - self.kept_s(stage, rows, speed)
 
-    def update_s(self, stage: int, speed: float) -> float:
-        """Seconds of U."""
-        return self.costs.optimizer_s(*self.bounds[stage], speed, versions=self.plan.versions[stage])
+    def handled(self, stage: int) -> Handled:
+        """What each replica of a stage handles."""
+        plan = self.plan
+        return handled_by_each(plan.policy, plan.route, plan.num_microbatches, plan.replicas[stage])
+
+    def kept_s(self, stage: int, rows: int, speed: float) -> float:
+        """What of a microbatch's B belongs to U: products of linear layers, after the batch's last gradients have left.
+
+        Where replicas add gradients up, they belong to the last B, so that buckets start while it runs.
+        """
+        if self.plan.replicas[stage] > 1:
+            return 0.0
+        return self.costs.kept_weight_s(*self.bounds[stage], rows, speed, handled=self.handled(stage))
+
+    def update_s(self, worker: int, stage: int) -> float:
+        """Seconds of U, with the products that are left of its batch."""
+        speed = self.devices[worker].speed
+        own = self.costs.optimizer_s(*self.bounds[stage], speed, versions=self.plan.versions[stage])
+        if self.plan.replicas[stage] > 1:
+            return own
+        shares = (self.rows(stage, microbatch, worker) for microbatch in range(self.plan.num_microbatches))
+        return own + sum(self.kept_s(stage, stop - start, speed) for start, stop in shares)
 
     def first_slot(self, worker: int, stage: int, forward: bool) -> int:
         """The number of what a worker's forward or backward of microbatch 0 waits for; the others follow."""
