@@ -4,18 +4,22 @@
     python benchmarks/peers.py pipeline    an even tower in 2 and 4 stages, against Schedule1F1B
     python benchmarks/peers.py single      one worker, against the plain loop
 
-Both contenders live in the same processes and take turns. The ratio is the median of those of the rounds, in each of
+Contenders live in the same processes and take turns; on one device each has a process of its own, for in one heap the
+gradients that one keeps would decide where the other's lie. The ratio is the median of those of the rounds, in each of
 which they follow one another. Beside it stands that of the CPU time of all workers, which other work on the machine
 disturbs less.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,7 @@ from stagewright.cluster import DeviceId
 from stagewright.cost import num_buckets
 from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered
 from stagewright.plan import Plan, Stage
+from stagewright.profiling.heap import keep_freed_memory
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
@@ -33,9 +38,11 @@ from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
 
 ROUNDS = 10
-MAKINGS, SHORT_ROUNDS = 8, 20
+MAKINGS, SHORT_ROUNDS = 4, 40
 """How often contenders on one device are made anew, for where weights lie in memory matters; and their turns of one
 step each, for neighbours on the same cores come and go."""
+ALONE = ("plain loop", "the same, memory kept", "ours")
+"""The contenders on one device. Our workers tell the C library to keep freed memory: the second peer does so too."""
 
 
 def rows(shape: tuple[int, ...], num_classes: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -114,16 +121,18 @@ def wait(world: World) -> None:
 
 
 def show(title: str, times: Turns, world: World) -> None:
-    """One line: medians, spreads, and the peer's time over ours."""
+    """A line a peer: medians, spreads, and the peer's time over ours, who come last."""
     if world.worker:
         return
-    seconds = {name: [turn[0] for turn in turns] for name, turns in times.items()}
-    parts = [
-        f"{name} {statistics.median(values) * 1e3:8.2f} ms ±{spread(values):5.1%}" for name, values in seconds.items()
-    ]
-    peer, own = times.values()
-    wall, cpu = (statistics.median(one[what] / other[what] for one, other in zip(peer, own)) for what in (0, 1))
-    print(f"{title:34} {'   '.join(parts)}   ratio {wall:5.3f}, of CPU time {cpu:5.3f}", flush=True)
+    *peers, own = times
+    for peer in peers:
+        parts = []
+        for name in (peer, own):
+            seconds = [turn[0] for turn in times[name]]
+            parts.append(f"{name} {statistics.median(seconds) * 1e3:8.2f} ms ±{spread(seconds):5.1%}")
+        rounds = list(zip(times[peer], times[own]))
+        wall, cpu = (statistics.median(one[what] / other[what] for one, other in rounds) for what in (0, 1))
+        print(f"{title:34} {'   '.join(parts)}   ratio {wall:5.3f}, of CPU time {cpu:5.3f}", flush=True)
 
 
 def spread(values: list[float]) -> float:
@@ -159,32 +168,65 @@ def compare_pipeline(world: World) -> None:
     show(f"1f1b, {count} even stages, 8 microbatches", take_turns(contenders, 4, world), world)
 
 
-def compare_single(world: World) -> None:
+def compare_single() -> None:
     """One stage on one device against the plain loop."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     for name, size, batch in (("alexnet", 64, 32), ("resnet18", 64, 32)):
-        data = rows((3, size, size), 1000, batch)
-        times: Turns = {"plain loop": [], "ours": []}
-        for number in range(MAKINGS):
-            order = list(times)[:: 1 if number % 2 else -1]
-            contenders = {each: alone(each, build_model(name, image_size=size), world, data) for each in order}
-            for each, turns in take_turns(contenders, 1, world, rounds=SHORT_ROUNDS).items():
-                times[each] += turns
-        show(f"one device, {name}", times, world)
+        times: Turns = {which: [] for which in ALONE}
+        for _ in range(MAKINGS):
+            for which, turns in take_turns_alone(name, size, batch).items():
+                times[which] += turns
+        show(f"one device, {name}", times, World(0, 1, torch.device("cpu"), timedelta()))
 
 
-def alone(which: str, model: Layered, world: World, data: tuple[Tensor, Tensor]) -> Step:
-    """All of a model on one device: in the plain loop, or as our one stage."""
+def take_turns_alone(name: str, size: int, batch: int) -> Turns:
+    """Seconds a step of each contender in its own process, round by round, and those of its CPUs."""
+    times: Turns = {which: [] for which in ALONE}
+    spawn = multiprocessing.get_context("spawn")
+    ends = {which: spawn.Pipe() for which in ALONE}
+    processes = [spawn.Process(target=alone, args=(which, name, size, batch, ends[which][1])) for which in ALONE]
+    for process in processes:
+        process.start()
+    for which in ALONE:
+        ends[which][0].recv()  # it has taken its first steps
+    for number in range(SHORT_ROUNDS):
+        # Whoever comes next finds the caches and the clock as the last one left them: so they change places.
+        for which in ALONE[number % 3 :] + ALONE[: number % 3]:
+            ends[which][0].send("step")
+            times[which].append(ends[which][0].recv())
+    for which, process in zip(ALONE, processes):
+        ends[which][0].send("end")
+        process.join()
+    return times
+
+
+def alone(which: str, name: str, size: int, batch: int, pipe: Connection) -> None:
+    """All of a model on one device, in the plain loop or as our one stage: a step each time it is asked for."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    data = rows((3, size, size), 1000, batch)
+    model = build_model(name, image_size=size)
     if which == "ours":
-        return ours(model, world, [(0, model.num_layers)], 1, data, 1)
-    return plain_loop(model.model, Rows((data[0],), data[1]))
+        with open_world(Settings()) as world:
+            step = ours(model, world, [(0, model.num_layers)], 1, data, 1)
+    else:
+        if which != "plain loop":
+            keep_freed_memory()
+        step = plain_loop(model.model, Rows((data[0],), data[1]))
+    step(3)
+    pipe.send("ready")
+    while pipe.recv() == "step":
+        started, used = time.perf_counter(), time.process_time()
+        step(1)
+        pipe.send((time.perf_counter() - started, time.process_time() - used))
 
 
-COMPARE = {"dp": (compare_dp, (4,)), "pipeline": (compare_pipeline, (2, 4)), "single": (compare_single, (1,))}
+COMPARE = {"dp": (compare_dp, (4,)), "pipeline": (compare_pipeline, (2, 4))}
 
 
 def main(what: str) -> None:
     """Compares as one of the workers, or starts them."""
+    if what == "single":
+        compare_single()
+        return
     compare, sizes = COMPARE[what]
     if "RANK" in os.environ:
         torch.set_num_threads(1)
@@ -198,5 +240,5 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or COMPARE:
+    for each in sys.argv[1:] or (*COMPARE, "single"):
         main(each)
