@@ -90,11 +90,12 @@ def plain_loop(module: nn.Module, rows: Rows) -> Step:
 def data_parallel(model: Layered, rows: Rows, world: World) -> Step:
     """torch DDP over all workers; it listens to its parameters' gradients, so the model is its own from here on.
 
-    All have the same weights already, which DDP would send once before the first step otherwise.
+    All have the same weights already, which DDP would send once before the first step otherwise. Batch norms keep the
+    statistics of their own rows, as ours do, where DDP would send those of the first worker in every step.
     """
     own = model.model.to(world.device)
     module = nn.parallel.DistributedDataParallel(
-        own, process_group=world.everyone, gradient_as_bucket_view=True, init_sync=False
+        own, process_group=world.everyone, gradient_as_bucket_view=True, init_sync=False, broadcast_buffers=False
     )
     return plain_loop(module, rows.part(world.worker, world.size))
 
