@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import mul
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -113,6 +114,14 @@ class Profile(Saved):
         if name not in self.names:
             raise ProfileError(f"{self.model} has no layer {name!r}", f"its layers are {', '.join(self.names[:12])} …")
         return self.names.index(name)
+
+    def slowed(self, factors: Sequence[float]) -> Profile:
+        """The profile with layers that take so many times as long, at each batch size."""
+        layers = tuple(
+            layer.with_times({key: tuple(map(mul, seconds, factors)) for key, seconds in layer.timed.items()})
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
 
 
 def check_batch_sizes(sizes: tuple[int, ...]) -> None:

@@ -22,7 +22,7 @@ from stagewright.bench.contest import Clocked, Contest, Ours, Times, fastest, st
 from stagewright.bench.entrants import add, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
-from stagewright.bench.speed import Prediction, pass_over, slowed
+from stagewright.bench.speed import drift_of, pass_over, predict, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError
@@ -264,9 +264,17 @@ def test_a_slower_machine_is_predicted_to_take_as_many_times_as_long() -> None:
     """Compute alone: what crosses a wire takes as long as before."""
     plan, cluster = replace(two_workers(), num_microbatches=1), find_cluster("hosts-4")
     profile = chain_profile(plan)
-    told = Prediction(plan, profile, cluster, [3.0, 1.0])
-    assert told.round_s == pytest.approx((3 * told.profiled_s, told.profiled_s), rel=1e-3)
+    assert predict(plan, profile, cluster, 3.0) == pytest.approx(3 * predict(plan, profile, cluster, 1.0), rel=1e-3)
     assert slowed(profile, 3.0).model_s == (6.0,)
+    assert slowed(profile, 3.0).layers[0].backward_s == (6.0,)
+
+
+def test_the_drift_of_a_case_is_the_median_of_its_passes() -> None:
+    profile = chain_profile(two_workers())
+    passes = {"rows": profile.batch_sizes[0]}
+    assert drift_of({"3-1": [2.0, 3.0], "2-2": [9.0]}, passes, profile) == 1.5
+    assert drift_of({}, passes, profile) == 1.0
+    assert drift_of({"3-1": [2.0]}, None, profile) == 1.0
 
 
 def chain_profile(plan: Plan) -> Profile:
@@ -287,8 +295,8 @@ def result() -> CaseResult:
         Entry(name="single", step_s=(1.0, 1.0, 9.0)),
         Entry(name="torch DDP", step_s=(8.0,)),
         Entry(name="torch pipelining", step_s=(4.0,)),
-        Entry(name="3-1", step_s=(1.25,), predicted_s=(1.0,), profiled_s=1.0, is_chosen=True),
-        Entry(name="2-2", step_s=(1.0,), predicted_s=(1.1,), profiled_s=1.1),
+        Entry(name="3-1", step_s=(1.25,), predicted_s=1.0, is_chosen=True),
+        Entry(name="2-2", step_s=(1.0,), predicted_s=1.1),
     )
     return CaseResult(case="alexnet", batch=64, rounds=1, seconds=60.0, entries=entries)
 
@@ -309,12 +317,16 @@ def test_a_peer_that_hung_is_told_and_the_rest_counts() -> None:
     assert "No peer came through in alexnet: it hung." in made
 
 
-def test_each_round_is_set_against_the_prediction_for_its_own_speed() -> None:
-    """The machine is twice as slow in the second round, and plans compare as if it were not."""
-    one = Entry(name="one", step_s=(1.0, 2.0, 1.0), predicted_s=(1.1, 2.2, 1.1), profiled_s=1.1)
-    assert one.error == pytest.approx(0.1)
-    assert one.steady_s == pytest.approx(1.0)
-    assert replace(one, step_s=(2.0, 4.0, 2.0), predicted_s=(2.2, 4.4, 2.2)).steady_s == pytest.approx(1.0)
+def test_plans_compare_round_by_round() -> None:
+    """The machine becomes slower from round to round: medians of each alone would call them equal."""
+    choice = Entry(name="choice", step_s=(1.0, 2.0, 4.0), predicted_s=1.8, is_chosen=True)
+    other = Entry(name="other", step_s=(0.9, 1.8, 2.0), predicted_s=1.8)
+    stale = Entry(name="stale", step_s=(0.5, 0.5, 0.5), predicted_s=0.5, is_exact=False)
+    assert choice.error == pytest.approx(-0.1)
+    assert other.against(choice) == pytest.approx(0.9)
+    made = replace(result(), entries=(choice, other, stale))
+    assert made.lead(is_exact=True) == pytest.approx(0.9)
+    assert made.lead(is_exact=False) is None, "nothing was chosen of its kind"
 
 
 def test_hosts_with_fewer_cores_have_a_lower_limit() -> None:

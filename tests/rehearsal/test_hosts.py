@@ -84,8 +84,8 @@ def test_both_directions_of_every_link_are_limited() -> None:
         out = [call("tc", "-n", namespace(hosts.key, host), "qdisc", "show", "dev", "wire") for host in range(3)]
         back = [call("tc", "-n", namespace(hosts.key, "switch"), "qdisc", "show", "dev", f"port{n}") for n in range(3)]
     for host, rate in enumerate(("300Mbit", "300Mbit", "100Mbit")):
-        assert f"rate {rate}" in out[host]
-        assert f"rate {rate}" in back[host]
+        assert f"rate {rate} burst 128Kb" in out[host], "less would cut the kernel's large packets up"
+        assert f"rate {rate} burst 128Kb" in back[host]
 
 
 @needs_root

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from stagewright.cluster import find_cluster
+from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.links import all_at_once, with_all_at_once
 from stagewright.rehearsal import emulated_hosts
-from stagewright.rehearsal.measuring import Request, crowding, measure_hosts
+from stagewright.rehearsal.measuring import Request, average, crowding, measure_hosts
 from stagewright.rehearsal.slices import slice_cluster
 from stagewright.rehearsal.tools import missing
 from tests.rehearsal.clusters import star
@@ -27,6 +28,27 @@ def test_taking_turns_is_told_by_passes_of_few_hosts_and_of_all() -> None:
     speeds = (1.0, 1.5, 1.0)
     turns = [[(few * slow, 2.2 * slow) for slow in speeds] for few in (FEW, FEW, NONE, NONE)]
     assert crowding(find_cluster("hosts-4"), turns) == pytest.approx(1.1)
+
+
+def test_layers_of_several_hosts_add_up_to_the_model_in_one_piece() -> None:
+    """Each host was disturbed in another layer: the medians of the layers know of none of it, the whole's does."""
+
+    def seen(first_s: float, second_s: float) -> Profile:
+        layers = tuple(
+            LayerProfile(
+                name=name, forward_s=(seconds / 3,), backward_s=(seconds / 1.5,), output_bytes=8, saved_bytes=8,
+                parameter_bytes=0,
+            )
+            for name, seconds in (("conv", first_s), ("fc", second_s))
+        )  # fmt: skip
+        return Profile(
+            model="any", device="cpu", source="measured", batch_sizes=(4,), layers=layers, model_s=(first_s + second_s,)
+        )
+
+    made = average([seen(1.5, 1.0), seen(1.0, 1.5), seen(1.0, 1.0)])
+    assert made.model_s == (2.5,)
+    assert sum(layer.forward_s[0] + layer.backward_s[0] for layer in made.layers) == pytest.approx(2.5)
+    assert made.layers[0].backward_s[0] == pytest.approx(2.5 / 3)
 
 
 def test_turns_that_cost_nothing_are_no_gain() -> None:

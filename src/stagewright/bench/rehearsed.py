@@ -4,7 +4,7 @@
 
 For each case hosts are emulated, the model's layers and the links are measured inside them, plans are searched with
 that, and all contenders take turns. Machines drift: before and after each turn of a plan the hosts pass over the model
-as they did when they were profiled, and its prediction is for the speed of that time. DIR keeps everything; a case that
+as they did when they were profiled, and predictions are for the speed of that time. DIR keeps everything; a case that
 is there already is not run again.
 """
 
@@ -18,13 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 from stagewright.bench.entrants import candidates, groups, limit, peers
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite
-from stagewright.bench.speed import Prediction, drifts_of, pass_over
+from stagewright.bench.speed import drift_of, pass_over, predict
 from stagewright.bench.verdict import CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, count
 from stagewright.errors import RunError, StagewrightError, UsageError
@@ -66,13 +65,18 @@ class Bench:
             ]
             told = [limit(case), *ours, *peers(case, profile, cluster)]
             times = self.contest(case, hosts, groups(case, told, profile), passes, folder)
-        drifts = drifts_of(times["pass_s"], passes, profile)
-        usual = [median(drift for rounds in drifts.values() for drift in rounds) if drifts else 1.0] * self.rounds
-        predictions = {
-            name: Prediction(plan, profile, cluster, drifts.get(name, usual)) for name, plan in plans.items()
-        }
-        made = {name: rounds for name, rounds in times["step_s"].items() if len(rounds) == self.rounds}
-        result = make_result(case, cluster, predictions, chosen, made, perf_counter() - started)
+        drift = drift_of(times["pass_s"], passes, profile)
+        entries = []
+        for name, rounds in times["step_s"].items():
+            entry = Entry(name=name, step_s=tuple(rounds), is_chosen=name in chosen)
+            if name in plans:
+                predicted_s = predict(plans[name], profile, cluster, drift)
+                entry = replace(entry, predicted_s=predicted_s, is_exact=plans[name].is_synchronous)
+            entries += [entry] if len(rounds) == self.rounds else []
+        result = CaseResult(
+            case=case.name, batch=case.batch, rounds=self.rounds, entries=tuple(entries), drift=drift,
+            core_share=core_share(cluster) if case.slices is None else 1.0, seconds=perf_counter() - started,
+        )  # fmt: skip
         result.save(done)
         return result
 
@@ -143,26 +147,11 @@ def same_devices(host: Any, known: Any) -> Any:
     return replace(host, devices=known.devices)
 
 
-def make_result(
-    case: RehearsalCase, cluster: Cluster, predictions: Mapping[str, Prediction], chosen: Sequence[str],
-    times: Mapping[str, Sequence[float]], seconds: float,
-) -> CaseResult:  # fmt: skip
-    """What a case came to."""
-    entries = []
-    for name, values in times.items():
-        told = predictions.get(name)
-        entry = Entry(name=name, step_s=tuple(values), is_chosen=name in chosen)
-        if told is not None:
-            is_exact = told.plan.is_synchronous
-            entry = replace(entry, predicted_s=told.round_s, profiled_s=told.profiled_s, is_exact=is_exact)
-        entries.append(entry)
+def core_share(cluster: Cluster) -> float:
+    """The cores that the hosts may use together, against those of the machine."""
     shares = [host.cpu_share for host in cluster.hosts]
     used = sum(share for share in shares if share is not None) if all(shares) else num_cores(cluster)
-    return CaseResult(
-        case=case.name, batch=case.batch, entries=tuple(entries), seconds=seconds,
-        rounds=len(next(iter(times.values()))), core_share=used / num_cores(cluster) if case.slices is None else 1.0,
-        drift=median(drift for told in predictions.values() for drift in told.drifts),
-    )  # fmt: skip
+    return used / num_cores(cluster)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

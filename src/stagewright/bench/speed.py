@@ -1,13 +1,15 @@
-"""Predictions for a machine that drifts: at the speed of the profile, and at that of each round.
+"""Predictions for a machine that drifts: at the speed that it had in a comparison.
 
-Around the turns of a plan the hosts pass over the model as they did when they were profiled; how many times as long
-that takes is the drift of that round.
+Around the turns of plans the hosts pass over the model as they did when they were profiled; how many times as long
+that takes is the drift. One drift holds for a whole case: a single pass says less of the turn beside it than the median
+of all passes does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from stagewright.bench.contest import PASS_S
@@ -20,19 +22,10 @@ from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
 
 
-class Prediction:
-    """What the simulator says of a plan: at the speed of the profile, and at that of each round."""
-
-    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, drifts: Sequence[float]) -> None:
-        schedule = make_schedule(plan)
-
-        def at(drift: float) -> float:
-            later = replace(cluster, core_s_per_byte=cluster.core_s_per_byte * drift)
-            return simulate(schedule, slowed(profile, drift), later, detail=False).median_step_s
-
-        self.plan, self.drifts = plan, drifts
-        self.profiled_s = at(1.0)
-        self.round_s = tuple(map(at, drifts))
+def predict(plan: Plan, profile: Profile, cluster: Cluster, drift: float) -> float:
+    """Seconds of a step on a machine that takes so many times as long as it did for the profile."""
+    later = replace(cluster, core_s_per_byte=cluster.core_s_per_byte * drift)
+    return simulate(make_schedule(plan), slowed(profile, drift), later, detail=False).median_step_s
 
 
 def pass_over(profile: Profile, cluster: Cluster) -> dict[str, Any]:
@@ -43,24 +36,16 @@ def pass_over(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     return {"hosts": hosts, "counted": [n for n in hosts if n in alike(cluster, 0)], "rows": rows, "times": times}
 
 
-def drifts_of(
-    pass_s: Mapping[str, Sequence[float]], passes: Mapping[str, Any] | None, profile: Profile
-) -> dict[str, list[float]]:
-    """For each plan, round by round, how many times as long as in the profile a pass took around its turn."""
-    if passes is None:
-        return {}
+def drift_of(pass_s: Mapping[str, Sequence[float]], passes: Mapping[str, Any] | None, profile: Profile) -> float:
+    """How many times as long as in the profile a pass took, in the median; 1 where there were none."""
+    if passes is None or not pass_s:
+        return 1.0
     usual_s = profile.model_s[profile.batch_sizes.index(passes["rows"])]
-    return {name: [seconds / usual_s for seconds in rounds] for name, rounds in pass_s.items()}
+    return median(seconds for rounds in pass_s.values() for seconds in rounds) / usual_s
 
 
 def slowed(profile: Profile, drift: float) -> Profile:
     """The profile of a machine that takes so many times as long for everything."""
-
-    def times(seconds: Sequence[float]) -> tuple[float, ...]:
-        return tuple(each * drift for each in seconds)
-
-    layers = tuple(
-        layer.with_times({key: times(seconds) for key, seconds in layer.timed.items()}) for layer in profile.layers
-    )
-    optimizer_s = profile.optimizer_s * drift
-    return replace(profile, layers=layers, optimizer_s=optimizer_s, model_s=times(profile.model_s))
+    model_s = tuple(drift * seconds for seconds in profile.model_s)
+    layers = profile.slowed([drift] * len(profile.batch_sizes))
+    return replace(layers, optimizer_s=drift * profile.optimizer_s, model_s=model_s)

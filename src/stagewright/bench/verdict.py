@@ -27,10 +27,8 @@ class Entry:
 
     name: str
     step_s: tuple[float, ...] = Field(min_length=1)
-    predicted_s: tuple[float, ...] = ()
-    """Round by round, for the speed that the machine had then; none for peers, which are not predicted."""
-    profiled_s: float | None = None
-    """What is predicted for the speed that the machine had when it was profiled."""
+    predicted_s: float | None = None
+    """For the speed that the machine had; None for peers, which are not predicted."""
     is_chosen: bool = False
     """Whether it is the planner's own plan."""
     is_exact: bool = True
@@ -38,7 +36,7 @@ class Entry:
     @property
     def is_ours(self) -> bool:
         """Whether it is one of our plans."""
-        return bool(self.predicted_s)
+        return self.predicted_s is not None
 
     @property
     def median_s(self) -> float:
@@ -47,17 +45,12 @@ class Entry:
 
     @property
     def error(self) -> float | None:
-        """The prediction against the measurement, as a share of it: the median of the rounds."""
-        if not self.predicted_s:
-            return None
-        return median(predicted / step for predicted, step in zip(self.predicted_s, self.step_s)) - 1
+        """The prediction against the measurement, as a share of it."""
+        return None if self.predicted_s is None else self.predicted_s / self.median_s - 1
 
-    @property
-    def steady_s(self) -> float:
-        """The step of a plan as it would be at one speed of the machine, so that plans compare."""
-        if self.profiled_s is None or self.error is None:
-            return self.median_s
-        return self.profiled_s / (1 + self.error)
+    def against(self, other: Entry) -> float:
+        """How many times as long as another's a step is: the median of the rounds, in which they are neighbours."""
+        return median(own / others for own, others in zip(self.step_s, other.step_s))
 
 
 @noun(error=RecordError)
@@ -99,17 +92,17 @@ class CaseResult(Saved):
         return next((entry.median_s for entry in self.entries if entry.name == DDP), None)
 
     def lead(self, is_exact: bool) -> float | None:
-        """The planner's choice against the best measured plan of its kind, at one speed: 1 is the best itself."""
+        """The planner's choice against the best measured plan of its kind: 1 is the best itself."""
         own = [entry for entry in self.entries if entry.is_ours and entry.is_exact == is_exact]
-        chosen = [entry.steady_s for entry in own if entry.is_chosen]
-        return min(entry.steady_s for entry in own) / chosen[0] if chosen else None
+        chosen = next((entry for entry in own if entry.is_chosen), None)
+        return None if chosen is None else min(entry.against(chosen) for entry in own)
 
 
 def rows(result: CaseResult) -> Iterator[str]:
     """The lines of one case, the fastest first."""
     for entry in sorted(result.entries, key=lambda entry: entry.median_s):
         step = entry.median_s
-        predicted = f"{result.batch / median(entry.predicted_s):,.1f}" if entry.predicted_s else ""
+        predicted = f"{result.batch / entry.predicted_s:,.1f}" if entry.predicted_s is not None else ""
         error = "" if entry.error is None else f"{entry.error:+.1%}".replace("-", "−").replace("%", " %")
         name = f"**{entry.name}**" if entry.is_chosen else entry.name
         cells = (
@@ -154,7 +147,7 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     drifts = [result.drift for result in results]
     yield (
         f"Around the turns of plans a pass over the model took {min(drifts):.2f} to {max(drifts):.2f} times as long as "
-        "in the profile (medians of the cases); each round's prediction is for the speed that it had."
+        "in the profile (medians of the cases); a case's predictions are for the speed that it had."
     )
     yield f"{sum(result.seconds for result in results) / 60:.0f} minutes in all."
 

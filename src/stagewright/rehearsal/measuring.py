@@ -15,6 +15,7 @@ from stagewright.cluster import Cluster
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.inside import middle
 from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
+from stagewright.profiling.measured import layers_against_model
 from stagewright.rehearsal.forks import launch_in_hosts
 from stagewright.rehearsal.slices import SLICE
 from stagewright.runtime.hosts import Hosts
@@ -155,10 +156,21 @@ def average(profiles: Sequence[Profile]) -> Profile:
         layer.with_times({key: middle_of([each.layers[number].timed[key] for each in profiles]) for key in layer.timed})
         for number, layer in enumerate(first.layers)
     ]
-    return replace(
+    middle_profile = replace(
         first,
         layers=tuple(layers),
         optimizer_s=median(each.optimizer_s for each in profiles),
         model_s=middle_of([each.model_s for each in profiles]),
         notes=(*first.notes, f"medians of {len(profiles)} emulated hosts that computed at once"),
     )
+    return added_up(middle_profile)
+
+
+def added_up(profile: Profile) -> Profile:
+    """The profile with layers that take together what the model takes in one piece.
+
+    Other work on the machine disturbs few of many short samples, and no long one goes without: the layers' medians
+    come to less than that of the whole, and a step is as long as the whole.
+    """
+    factors = [1 / ratio for ratio in layers_against_model(profile)]
+    return profile.slowed(factors)
