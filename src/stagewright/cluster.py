@@ -107,9 +107,6 @@ class Cluster(Saved):
     """How many CPU cores all hosts share, where one machine emulates them; None: each device has its own."""
     core_s_per_byte: float = Field(default=0.0, ge=0)
     """What a core spends on a byte at each end of a transfer; matters where hosts share cores."""
-    crowding: float = Field(default=1.0, ge=1)
-    """How many times as much work it is, caches being cold at every turn, where devices want twice the cores there are;
-    matters where hosts share cores."""
     connection_bytes_per_s: float | None = Field(default=None, gt=0)
     """What one connection between two hosts carries at most, however fast their links are: a transfer has one, a
     collective several."""

@@ -68,8 +68,6 @@ class Cores:
         self.of_all = first + len(limited) if cluster.cores is not None else None
         self.rates = tuple((shares[host] or 0.0) / self.unit_s for host in limited)
         self.rates += () if cluster.cores is None else (cluster.cores / self.unit_s,)
-        self.crowding = {self.of_all: cluster.crowding} if self.of_all is not None and cluster.crowding > 1 else {}
-        """By link how many times as much work it has where twice as much is wanted as it can do."""
         self.cluster = cluster
 
     def wanted(self, id: DeviceId) -> float:
@@ -99,22 +97,13 @@ class Cores:
             if want > level:
                 break
             left, level = left - want, want
-        strained = strain(self.cluster.crowding, sum(wants) / self.cluster.cores)
-        return min(1.0, level / self.wanted(id) / strained)
+        return min(1.0, level / self.wanted(id))
 
     def share(self, computing: Sequence[DeviceId]) -> float:
         """The share of the machine's cores that some devices keep busy, at most 1; 0 where no cores are shared."""
         if self.of_all is None or self.cluster.cores is None:
             return 0.0
         return min(1.0, sum(map(self.wanted, computing)) / self.cluster.cores)
-
-
-def strain(crowding: float, wanted: float) -> float:
-    """How many times as much work it is where `wanted` times the cores are wanted that there are.
-
-    1 up to the cores there are, `crowding` from twice as many on, in between in proportion.
-    """
-    return 1.0 + (crowding - 1.0) * min(max(wanted - 1.0, 0.0), 1.0)
 
 
 class Wires:

@@ -11,23 +11,13 @@ import pytest
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from stagewright.cluster import find_cluster
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.links import all_at_once, with_all_at_once
 from stagewright.rehearsal import emulated_hosts
-from stagewright.rehearsal.measuring import Request, average, crowding, measure_hosts
+from stagewright.rehearsal.measuring import Request, average, measure_hosts
 from stagewright.rehearsal.slices import slice_cluster
 from stagewright.rehearsal.tools import missing
 from tests.rehearsal.clusters import star
-
-FEW, NONE = 1.0, 0.0
-
-
-def test_taking_turns_is_told_by_passes_of_few_hosts_and_of_all() -> None:
-    """Four hosts on two cores: twice as long and a tenth more; a machine slow in one round is so for both passes."""
-    speeds = (1.0, 1.5, 1.0)
-    turns = [[(few * slow, 2.2 * slow) for slow in speeds] for few in (FEW, FEW, NONE, NONE)]
-    assert crowding(find_cluster("hosts-4"), turns) == pytest.approx(1.1)
 
 
 def test_layers_of_several_hosts_add_up_to_the_model_in_one_piece() -> None:
@@ -51,10 +41,6 @@ def test_layers_of_several_hosts_add_up_to_the_model_in_one_piece() -> None:
     assert made.layers[0].backward_s[0] == pytest.approx(2.5 / 3)
 
 
-def test_turns_that_cost_nothing_are_no_gain() -> None:
-    assert crowding(find_cluster("hosts-4"), [[(1.0, 1.9)], [(1.0, 1.9)], [(0.0, 1.9)], [(0.0, 1.9)]]) == 1.0
-
-
 def test_several_connections_at_once_show_what_a_host_and_the_machine_move() -> None:
     """Three workers over loopback; what they show becomes links of the cluster."""
     with TemporaryDirectory() as folder:
@@ -75,10 +61,6 @@ def move_all_at_once(rank: int, size: int, folder: str) -> None:
     strands = [dist.new_group(backend="gloo") for _ in range(2)]
     Path(folder, f"told-{rank}").write_text(json.dumps(all_at_once(rank, size, 1 << 20, strands)))
     dist.destroy_process_group()
-
-
-def test_hosts_with_cores_enough_keep_what_their_file_says() -> None:
-    assert crowding(find_cluster("hosts-8"), []) == find_cluster("hosts-8").crowding
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"emulated hosts: {missing()}")

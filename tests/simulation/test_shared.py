@@ -64,10 +64,9 @@ def test_four_workers_on_fewer_cores_share_them_evenly(cores: float | None, expe
     assert step_s(data_parallel(cluster), cluster, profile()) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("count", "expected"), [(2, 6.0), (3, 9.0 * 1.05), (4, 12.0 * 1.1), (8, 24.0 * 1.1)])
-def test_taking_turns_costs_work_of_its_own(count: int, expected: float) -> None:
-    """Twice as many workers as cores: a tenth more; planner and simulator have one formula for it."""
-    cluster = replace(hosts(count, 2.0), crowding=1.1)
+@pytest.mark.parametrize(("count", "expected"), [(2, 6.0), (3, 9.0), (4, 12.0), (8, 24.0)])
+def test_planner_and_simulator_have_one_formula_for_shared_cores(count: int, expected: float) -> None:
+    cluster = hosts(count, 2.0)
     assert step_s(data_parallel(cluster), cluster, profile()) == pytest.approx(expected)
     speed = Costs(profile(), cluster).speed(cluster.device_ids[0], cluster.device_ids)
     assert 6.0 / speed == pytest.approx(expected)

@@ -92,8 +92,7 @@ class Bench:
         if profile is None:
             assert known is not None
             profile = known[0]
-            devices = tuple(map(same_devices, found.hosts, known[1].hosts))
-            found = replace(found, hosts=devices, crowding=known[1].crowding)
+            found = replace(found, hosts=tuple(map(same_devices, found.hosts, known[1].hosts)))
         self.profiles[key] = (profile, found)
         profile.save(folder / "profile.json")
         found.save(folder / "cluster.yaml")

@@ -35,9 +35,6 @@ NUM_LARGE = 3
 """So few are enough on links with a limit, and beyond four hosts every link is in two pairs."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
-CROWD_ROUNDS = 7
-CROWD_S = 0.5
-"""About how long a pass over the model is that tells what taking turns costs."""
 
 
 def chosen_pairs(num_hosts: int) -> list[tuple[int, int]]:
@@ -90,8 +87,6 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
     elif rank in asked["busy"]:
         found["model_s"] = pass_until_others_are_done(folder, asked, model)
     dist.barrier()
-    if len(asked["busy"]) < size:
-        found["turns"] = take_turns(folder, asked, rank, model)
     return found
 
 
@@ -116,21 +111,6 @@ def pass_until_others_are_done(folder: Path, asked: Mapping[str, Any], model: La
     while not all((folder / f"inside-{other}.profile.json").exists() for other in asked["profiles"]):
         found.append(time_model(model, rows))
     return median(found)
-
-
-def take_turns(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> list[tuple[float, float]]:
-    """Seconds of a pass over the model by the busy hosts, 0 for others, and by all hosts, round by round."""
-    known = Profile.load(folder / f"inside-{asked['profiles'][0]}.profile.json")
-    rows = pass_rows(known, CROWD_S)
-    found = []
-    for number in range(1 + CROWD_ROUNDS):
-        few_s = time_model(model, rows) if rank in asked["busy"] else 0.0
-        dist.barrier()
-        all_s = time_model(model, rows)
-        dist.barrier()
-        if number:  # the first time takes memory
-            found.append((few_s, all_s))
-    return found
 
 
 def pass_rows(profile: Profile, seconds: float) -> int:

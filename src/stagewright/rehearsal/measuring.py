@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from stagewright.cluster import Cluster
@@ -113,23 +113,7 @@ def with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]], request: Req
     hosts = tuple(
         replace(host, devices=tuple(replace(device, cores=cores) for device in host.devices)) for host in cluster.hosts
     )
-    shared = replace(cluster, hosts=hosts, cores=num_cores(cluster), core_s_per_byte=float(f"{spent:.4g}"))
-    return replace(shared, crowding=crowding(shared, [each["turns"] for each in told if each.get("turns")]))
-
-
-def crowding(cluster: Cluster, turns: Sequence[Sequence[Sequence[float]]]) -> float:
-    """What the same work of all hosts takes against that of those which have a core each, beside having more of it.
-
-    `turns` has for each host, round by round, its seconds of a pass with few hosts and with all of them. Where all had
-    cores enough, there are none, and the cluster keeps what it says.
-    """
-    if not turns or cluster.cores is None:
-        return cluster.crowding
-    wanted = sum(host.devices[0].cores for host in cluster.hosts) / cluster.cores
-    few = [mean(host[number][0] for host in turns if host[number][0] > 0) for number in range(len(turns[0]))]
-    every = [mean(host[number][1] for host in turns) for number in range(len(turns[0]))]
-    found = median(all_s / few_s for few_s, all_s in zip(few, every)) / wanted
-    return float(f"{max(1.0, 1 + (found - 1) / min(wanted - 1, 1.0)):.4g}")
+    return replace(cluster, hosts=hosts, cores=num_cores(cluster), core_s_per_byte=float(f"{spent:.4g}"))
 
 
 def with_speeds(cluster: Cluster, model_s: Mapping[int, float]) -> Cluster:

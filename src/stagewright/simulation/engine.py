@@ -102,7 +102,7 @@ class Engine:
         self.moved: list[PlainMoved] = []
         self.reductions: list[Reduced] = []
         wires = program.costs.wires
-        self.network = network = Network(wires.rates, self.at, wires.cores.crowding)
+        self.network = network = Network(wires.rates, self.at)
         # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
         self.missing: dict[int, int] = {}
         self.landing: dict[int, tuple[float, int]] = {}

@@ -11,11 +11,9 @@ Bertsekas and Gallager, "Data Networks", 1992, section 6.5.2: progressive fillin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
-
-from stagewright.wires import strain
 
 Loads = tuple[tuple[int, int], ...]
 """(directed link, edges on it), link by link."""
@@ -39,11 +37,8 @@ class Flow:
 class Network:
     """The flows under way; `at(time_s, flow)` hears when a flow will be over, and again whenever that changes."""
 
-    def __init__(
-        self, rates: Sequence[float], at: Callable[[float, Flow], None], crowding: Mapping[int, float] | None = None
-    ) -> None:
-        self.rates, self.crowding = rates, crowding or {}
-        self.at = at
+    def __init__(self, rates: Sequence[float], at: Callable[[float, Flow], None]) -> None:
+        self.rates, self.at = rates, at
         self.flows: list[Flow] = []
         self._on_link: list[dict[Flow, int]] = [{} for _ in rates]
         self._touched: dict[int, None] = {}
@@ -114,20 +109,10 @@ class Network:
         key = tuple(sorted([flow.number for flow in flows]))
         found = self._known.get(key)
         if found is None:
-            found = fair_rates(flows, self._strained(), self._on_link)
+            found = fair_rates(flows, self.rates, self._on_link)
             if len(self._known) < MAX_KNOWN:
                 self._known[key] = found
         return found
-
-    def _strained(self) -> Sequence[float]:
-        """The rates, those of crowded links for what is under way on them now."""
-        if not self.crowding:
-            return self.rates
-        rates = list(self.rates)
-        for link, crowding in self.crowding.items():
-            wanted = sum(flow.alone * edges for flow, edges in self._on_link[link].items())
-            rates[link] /= strain(crowding, wanted / rates[link])
-        return rates
 
     def _change(self, flow: Flow, rate: float, now_s: float) -> None:
         if flow.rate:
