@@ -46,7 +46,7 @@ def test_two_hosts_train_and_leave_a_record_and_nothing_else(tmp_path: Path) -> 
     record = Record.load(tmp_path / "run" / "record.json")
     assert (record.source, record.cluster, record.plan.placement) == ("rehearsed", "star", "0:0.1:0")
     assert json.loads(done.stdout)["source"] == "rehearsed"
-    assert stale() == before
+    assert set(stale()) <= set(before), "what a killed one left before may go, nothing may come"
 
 
 @needs_root
@@ -62,7 +62,7 @@ def test_a_worker_that_fails_is_named_and_all_is_removed(tmp_path: Path) -> None
     assert "worker 0 (stage 0, device 0:0)" in done.stderr
     assert "--on-nan skip" in done.stderr
     assert "Traceback" not in done.stderr
-    assert stale() == before
+    assert set(stale()) <= set(before), "what a killed one left before may go, nothing may come"
 
 
 def test_it_has_the_options_of_train_but_those_that_say_where_workers_run() -> None:
