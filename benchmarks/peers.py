@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
@@ -120,10 +119,8 @@ def wait(world: World) -> None:
         dist.barrier(group=world.control)
 
 
-def show(title: str, times: Turns, world: World) -> None:
+def show(title: str, times: Turns) -> None:
     """A line a peer: medians, spreads, and the peer's time over ours, who come last."""
-    if world.worker:
-        return
     *peers, own = times
     for peer in peers:
         parts = []
@@ -150,7 +147,9 @@ def compare_dp(world: World) -> None:
             "DDP": data_parallel(build_model(name, image_size=size), Rows((data[0],), data[1]), world),
             "ours": ours(model, world, [(0, model.num_layers)], world.size, data, 1),
         }
-        show(f"dp, {name}, {world.size} workers", take_turns(contenders, 3, world), world)
+        times = take_turns(contenders, 3, world)
+        if world.worker == 0:
+            show(f"dp, {name}, {world.size} workers", times)
 
 
 def compare_pipeline(world: World) -> None:
@@ -165,7 +164,9 @@ def compare_pipeline(world: World) -> None:
         "Schedule1F1B": pipelining(other, Rows((data[0],), data[1]), world, edges[1:-1], microbatches),
         "ours": ours(model, world, list(zip(edges, edges[1:])), 1, data, microbatches),
     }
-    show(f"1f1b, {count} even stages, 8 microbatches", take_turns(contenders, 4, world), world)
+    times = take_turns(contenders, 4, world)
+    if world.worker == 0:
+        show(f"1f1b, {count} even stages, 8 microbatches", times)
 
 
 def compare_single() -> None:
@@ -175,7 +176,7 @@ def compare_single() -> None:
         for _ in range(MAKINGS):
             for which, turns in take_turns_alone(name, size, batch).items():
                 times[which] += turns
-        show(f"one device, {name}", times, World(0, 1, torch.device("cpu"), timedelta()))
+        show(f"one device, {name}", times)
 
 
 def take_turns_alone(name: str, size: int, batch: int) -> Turns:
@@ -200,17 +201,21 @@ def take_turns_alone(name: str, size: int, batch: int) -> Turns:
 
 
 def alone(which: str, name: str, size: int, batch: int, pipe: Connection) -> None:
-    """All of a model on one device, in the plain loop or as our one stage: a step each time it is asked for."""
+    """All of a model on one device, in the plain loop or as our one stage."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     data = rows((3, size, size), 1000, batch)
     model = build_model(name, image_size=size)
     if which == "ours":
         with open_world(Settings()) as world:
-            step = ours(model, world, [(0, model.num_layers)], 1, data, 1)
-    else:
-        if which != "plain loop":
-            keep_freed_memory()
-        step = plain_loop(model.model, Rows((data[0],), data[1]))
+            serve(ours(model, world, [(0, model.num_layers)], 1, data, 1), pipe)
+        return
+    if which != "plain loop":
+        keep_freed_memory()
+    serve(plain_loop(model.model, Rows((data[0],), data[1])), pipe)
+
+
+def serve(step: Step, pipe: Connection) -> None:
+    """Takes a step each time it is asked for, and tells how long it took, and its CPUs."""
     step(3)
     pipe.send("ready")
     while pipe.recv() == "step":

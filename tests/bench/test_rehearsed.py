@@ -320,8 +320,9 @@ def test_a_peer_that_hung_is_told_and_the_rest_counts() -> None:
 def test_plans_compare_round_by_round() -> None:
     """The machine becomes slower from round to round: medians of each alone would call them equal."""
     choice = Entry(name="choice", step_s=(1.0, 2.0, 4.0), predicted_s=1.8, is_chosen=True)
-    other = Entry(name="other", step_s=(0.9, 1.8, 2.0), predicted_s=1.8)
+    other = Entry(name="other", step_s=(2.0, 1.8, 3.6), predicted_s=1.8)
     stale = Entry(name="stale", step_s=(0.5, 0.5, 0.5), predicted_s=0.5, is_exact=False)
+    assert choice.median_s == other.median_s
     assert choice.error == pytest.approx(-0.1)
     assert other.against(choice) == pytest.approx(0.9)
     made = replace(result(), entries=(choice, other, stale))

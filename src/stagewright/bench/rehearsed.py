@@ -68,11 +68,13 @@ class Bench:
         drift = drift_of(times["pass_s"], passes, profile)
         entries = []
         for name, rounds in times["step_s"].items():
+            if len(rounds) < self.rounds:
+                continue  # it hung
             entry = Entry(name=name, step_s=tuple(rounds), is_chosen=name in chosen)
             if name in plans:
                 predicted_s = predict(plans[name], profile, cluster, drift)
                 entry = replace(entry, predicted_s=predicted_s, is_exact=plans[name].is_synchronous)
-            entries += [entry] if len(rounds) == self.rounds else []
+            entries.append(entry)
         result = CaseResult(
             case=case.name, batch=case.batch, rounds=self.rounds, entries=tuple(entries), drift=drift,
             core_share=core_share(cluster) if case.slices is None else 1.0, seconds=perf_counter() - started,

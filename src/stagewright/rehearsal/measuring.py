@@ -140,14 +140,14 @@ def average(profiles: Sequence[Profile]) -> Profile:
         layer.with_times({key: middle_of([each.layers[number].timed[key] for each in profiles]) for key in layer.timed})
         for number, layer in enumerate(first.layers)
     ]
-    middle_profile = replace(
+    medians = replace(
         first,
         layers=tuple(layers),
         optimizer_s=median(each.optimizer_s for each in profiles),
         model_s=middle_of([each.model_s for each in profiles]),
         notes=(*first.notes, f"medians of {len(profiles)} emulated hosts that computed at once"),
     )
-    return added_up(middle_profile)
+    return added_up(medians)
 
 
 def added_up(profile: Profile) -> Profile:
