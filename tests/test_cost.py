@@ -45,6 +45,12 @@ def test_one_measured_size_means_proportion():
     assert interpolate((10,), (3.0,), 25) == pytest.approx(7.5)
 
 
+@pytest.mark.parametrize(("rows", "seconds"), [(15, 4.0), (20, 3.0), (40, 3.0)])
+def test_beyond_the_largest_measured_size_time_never_falls(rows: float, seconds: float):
+    """A library may take a faster way for twenty rows than for ten; for forty it is not faster still."""
+    assert interpolate((10, 20), (5.0, 3.0), rows) == pytest.approx(seconds)
+
+
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=9), st.integers(1, 9), st.data())
 def test_prefix_sums_are_sums(seconds, rows, data):
     costs = Costs(profile(*(layer(f"l{n}", value, 2 * value) for n, value in enumerate(seconds))), make_cluster(1))

@@ -55,7 +55,8 @@ def interpolate(sizes: Sequence[int], seconds: Sequence[float], rows: float) -> 
     """Seconds at `rows`: on the lines between the measured sizes, and on the outermost lines beyond them.
 
     Below the smallest size it is no less than in proportion to rows: where large sizes fall out of a cache, the line
-    would meet zero before the rows do. One measured size alone means proportion.
+    would meet zero before the rows do. Beyond the largest it is no less than there: a library that turns to a faster
+    way for many rows makes the last line fall. One measured size alone means proportion.
     """
     if rows <= 0:
         return 0.0
@@ -64,7 +65,8 @@ def interpolate(sizes: Sequence[int], seconds: Sequence[float], rows: float) -> 
     upper = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
     low, high = sizes[upper - 1], sizes[upper]
     slope = (seconds[upper] - seconds[upper - 1]) / (high - low)
-    return max(seconds[upper - 1] + slope * (rows - low), seconds[0] * rows / sizes[0] if rows < sizes[0] else 0.0)
+    least = seconds[0] * rows / sizes[0] if rows < sizes[0] else seconds[-1] if rows > sizes[-1] else 0.0
+    return max(seconds[upper - 1] + slope * (rows - low), least)
 
 
 def forward_s(profile: Profile, first: int, last: int, rows: float) -> float:

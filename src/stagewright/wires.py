@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from stagewright.cluster import Cluster, DeviceId
@@ -64,6 +64,7 @@ class Cores:
         self.moving = int(cluster.core_s_per_byte > 0)
         shares = [host.cpu_share for host in cluster.hosts] if cluster.cores is not None else []
         limited = [host for host, share in enumerate(shares) if share is not None]
+        self.first = first
         self.of_host = {host: first + number for number, host in enumerate(limited)}
         self.of_all = first + len(limited) if cluster.cores is not None else None
         self.rates = tuple((shares[host] or 0.0) / self.unit_s for host in limited)
@@ -85,6 +86,16 @@ class Cores:
             return ()
         ends = tuple((self.of_host[id.host], 1) for id in (source, target) if id.host in self.of_host)
         return (*ends, (self.of_all, 2))
+
+    def filled(self, loads: Mapping[int, int], rate: float) -> dict[int, int]:
+        """A collective's loads, with hosts' shares full at its rate.
+
+        A host that has used up its share of a period handles no message before the next, and all others in the ring
+        wait for it: between hosts with a quarter of a core, of an all-reduce that backward should hide two thirds came
+        after it. So such a host reduces or computes, one at a time.
+        """
+        full = {link: int(self.rates[link - self.first] / rate) for link in self.of_host.values() if link in loads}
+        return {link: max(load, full.get(link, 0)) for link, load in loads.items()}
 
     def crowded(self, id: DeviceId, computing: Sequence[DeviceId]) -> float:
         """A device's speed while some compute, itself among them, against its speed alone: 0.5 where four share two."""
@@ -200,7 +211,8 @@ class Wires:
             loads.update(dict(self.loads(source, target)))
         rate = min(self.rates[link] / load for link, load in loads.items())
         latency = max(self.latency_s(source, target) for source, target in edges)
-        return Collective(kind, passes, tuple(sorted(loads.items())), rate, rounds * latency)
+        filled = self.cores.filled(loads, rate)
+        return Collective(kind, passes, tuple(sorted(filled.items())), rate, rounds * latency)
 
     def ring_order(self, devices: Sequence[DeviceId]) -> tuple[DeviceId, ...]:
         """The devices in the order of a good ring: host by host, each next one near and over fast links.

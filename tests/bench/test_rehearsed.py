@@ -18,10 +18,11 @@ import torch
 from stagewright.bench import contest as contests
 from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
-from stagewright.bench.contest import Clocked, Contest, Ours, Times, fastest, steady, steps_for, take_turns
+from stagewright.bench.contest import Clocked, Contest, Ours, Times, hosted_parameters, take_turns
 from stagewright.bench.entrants import add, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
+from stagewright.bench.rounds import close_ones, fastest, steady, steps_for
 from stagewright.bench.speed import drift_of, pass_over, predict, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
@@ -120,8 +121,8 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     times = json.loads((tmp_path / "times.json").read_text())
     assert {"single", "exact", "stale", "ddp"} < set(times["step_s"])
     assert len(times["step_s"]) == 6, "of a family the fastest stays"
-    assert set(times["pass_s"]) == set(plans), "passes stand around plans alone"
-    assert all(len(values) == 2 and min(values) > 0 for kind in times.values() for values in kind.values())
+    assert len(times["pass_s"]) == 3 * 2, "before, amid and after the plans of each round"
+    assert all(len(values) == 2 and min(values) > 0 for values in times["step_s"].values())
 
 
 def test_a_slower_host_passes_too_but_does_not_count() -> None:
@@ -208,6 +209,39 @@ def test_a_long_first_step_of_a_peer_is_its_first_round(tmp_path: Path, monkeypa
     assert made["known"].steps == [4, 4, 4]
 
 
+def test_plans_close_to_the_choice_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two rounds the rival is a little slower, the far one by much, and the stale one is of another kind."""
+    known = {"choice": [1.0, 1.0], "rival": [1.05, 1.05], "far": [1.07, 1.07], "stale": [1.0, 1.0]}
+    told = [
+        {"kind": "plan", "name": name, "is_chosen": name == "choice", "is_exact": name != "stale", "expected_s": 1.0}
+        for name in known
+    ]
+    assert list(close_ones(told, known)) == [["choice", "rival"]]
+    assert list(close_ones(told, known | {"rival": [2.0, 2.0]})) == []
+    made = {name: Told([*seconds, 0.5, 0.5, 0.5]) for name, seconds in known.items()}
+    monkeypatch.setattr(contests, "make_contender", lambda told, contest, world: made[told["name"]])
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(contests.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(contests, "RUN_ON_S", 30.0)
+    spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 2, "turn_s": 2.0}
+    world, times = World(0, 1, torch.device("cpu"), timedelta(seconds=10)), Times()
+    take_turns(told, Contest(tmp_path, spec), world, times, passes=False)
+    assert {name: len(seconds) for name, seconds in times.step_s.items()} == {
+        "choice": 4, "rival": 4, "far": 2, "stale": 2,
+    }  # fmt: skip
+
+
+def test_a_worker_of_a_plan_copies_what_it_hosts_alone(tmp_path: Path) -> None:
+    plan = two_workers()
+    contest = Contest(tmp_path, {"model": "tiny-cnn", "options": {}, "batch": 8})
+    kept = dict(contest.kept.model.named_parameters())
+    own = [hosted_parameters(plan, contest.kept, worker) for worker in (0, 1)]
+    assert own[0] | own[1] == set(kept)
+    assert not own[0] & own[1]
+    made = dict(contest.new_model(own[1]).model.named_parameters())
+    assert {name for name in kept if made[name] is not kept[name]} == own[1]
+
+
 def test_everyone_minimises_the_same_loss() -> None:
     model = build_model("tiny-cnn")
     rows = make_rows(model, 8)
@@ -272,9 +306,9 @@ def test_a_slower_machine_is_predicted_to_take_as_many_times_as_long() -> None:
 def test_the_drift_of_a_case_is_the_median_of_its_passes() -> None:
     profile = chain_profile(two_workers())
     passes = {"rows": profile.batch_sizes[0]}
-    assert drift_of({"3-1": [2.0, 3.0], "2-2": [9.0]}, passes, profile) == 1.5
-    assert drift_of({}, passes, profile) == 1.0
-    assert drift_of({"3-1": [2.0]}, None, profile) == 1.0
+    assert drift_of([2.0, 3.0, 9.0], passes, profile) == 1.5
+    assert drift_of([], passes, profile) == 1.0
+    assert drift_of([2.0], None, profile) == 1.0
 
 
 def chain_profile(plan: Plan) -> Profile:

@@ -107,6 +107,14 @@ def test_buckets_are_ready_while_backward_runs_at_half_speed() -> None:
     assert cut == pytest.approx(12.0 + 2.0)
 
 
+def test_hosts_with_a_share_of_a_core_reduce_or_compute() -> None:
+    """The first of two buckets, a second on the wire, is ready in the middle of 4 s of backward."""
+    small = profile(parameter_bytes=10**9)
+    free, limited = (hosts(2, 2.0, share=share, spent=1e-12) for share in (None, 1.0))
+    assert step_s(data_parallel(free, num_buckets=2), free, small) == pytest.approx(7.0, rel=0.01)
+    assert step_s(data_parallel(limited, num_buckets=2), limited, small) == pytest.approx(8.0, rel=0.01)
+
+
 def test_an_op_is_cut_where_buckets_are_ready() -> None:
     assert pieces(()) == [(1.0, -1)]
     assert pieces((0.25, 1.0)) == [(0.25, 0), (0.75, 1)]

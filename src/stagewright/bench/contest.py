@@ -4,9 +4,11 @@
     python -m stagewright.bench.contest FOLDER alone  the single process, which takes its turns outside of the hosts
 
 FOLDER/contest.json says what to run; worker 0 leaves FOLDER/times.json with each contender's seconds a step, round by
-round, and for each plan those of the passes over the model around its turns, which tell how fast the machine was then:
+round, and those of the passes over the model around the turns of plans, which tell how fast the machine was then:
 
-    single  pass  plan  pass  plan  pass … pass  peer  peer        one round
+    single  pass  plan  plan  pass  plan  plan  pass  peer  peer        one round
+
+Few rounds tell plans apart that are far from each other. Those that stay close to the planner's choice go on with it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
@@ -36,6 +38,7 @@ from stagewright.bench.baselines import (
     pipelining,
     plain_loop,
 )
+from stagewright.bench.rounds import close_ones, family_of, fastest, steady, steps_for
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.profiling.heap import give_back_freed_memory
@@ -56,6 +59,8 @@ LONG_STEP_S = 3.0
 """A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
 HOPELESS_S = 5.0
 """A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
+RUN_ON_S = 20.0
+"""How long plans go on that the rounds could not tell from the planner's choice."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
 CARD_PATIENCE_S = 60.0
@@ -78,9 +83,12 @@ class Contest:
         self.kept = build_model(self.spec["model"], **self.spec["options"])
         self.rows = make_rows(self.kept, self.spec["batch"]).to(torch.device(self.device))
 
-    def new_model(self) -> Layered:
-        """The model, each time anew: contenders put hooks on its layers, and where others' are they can not fold."""
-        return self.kept.copy()
+    def new_model(self, own: Collection[str] | None = None) -> Layered:
+        """The model, each time anew: contenders put hooks on its layers, and where others' are they can not fold.
+
+        Of some parameters alone there are new ones where a worker hosts no others.
+        """
+        return self.kept.copy(own)
 
     def share_weights(self, world: World) -> None:
         """Lets all workers keep one copy of the weights among them: eight of their own are more than memory has."""
@@ -131,7 +139,7 @@ class Ours(Clocked):
         used = replace(world, size=len(plan.devices))
         self.takes_part = world.worker < used.size
         settings = Settings(device=contest.device)
-        model = contest.new_model()
+        model = contest.new_model(hosted_parameters(plan, contest.kept, world.worker))
         self.worker = Worker(schedule, model, used, settings, make_optimizer=make_optimizer, feed=feed)
         if self.takes_part:
             warm_up(self.worker)
@@ -157,15 +165,14 @@ class Ours(Clocked):
             self.worker.close()
 
 
-def steady(gaps: Sequence[float], batches: int, versions: int) -> Sequence[float]:
-    """Of all gaps between updates those of the last so many batches in which a pipeline without a flush is full.
-
-    With K versions a forward waits for the update K batches before it. So of n batches, counted from 0, the gap before
-    update n − K is the last with a forward in it: then the pipeline drains, and updates follow one another faster.
-
-        K = 3    F0 F1 F2 … U0  F3  U1  F4  U2    U3    U4        of 5 batches two gaps count
-    """
-    return gaps[1 - batches : 1 - versions]
+def hosted_parameters(plan: Plan, model: Layered, worker: int) -> set[str]:
+    """The names of the parameters that a worker of a plan hosts."""
+    found: set[str] = set()
+    for stage in plan.stages:
+        if worker in (plan.devices.index(id) for id in stage.devices):
+            first = model.names.index(stage.layers[0])
+            found |= set(model.parameter_names(first, first + len(stage.layers)))
+    return found
 
 
 class Pass:
@@ -241,10 +248,10 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
 
 @dataclass
 class Times:
-    """What worker 0 saw: by contender its seconds a step, and for plans those of a pass over the model meanwhile."""
+    """What worker 0 saw: by contender its seconds a step, and those of passes over the model meanwhile."""
 
     step_s: dict[str, list[float]] = field(default_factory=dict)
-    pass_s: dict[str, list[float]] = field(default_factory=dict)
+    pass_s: list[float] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Writes them down."""
@@ -277,25 +284,42 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
     for name, each in contenders.items():
         times.step_s[name] = [first[name]] if first[name] > LONG_STEP_S and not isinstance(each, Ours) else []
     sensor = Pass(contest.spec["pass"], contest.new_model()) if passes else None
-    for number in range(contest.spec["rounds"]):
-        before: float | None = None
-        # Who comes after whom matters: so they change places.
-        for name, each in list(contenders.items())[:: -1 if number % 2 else 1]:
-            if len(times.step_s[name]) > number:
-                continue
-            looks = sensor if isinstance(each, Ours) else None
-            if looks is not None and before is None:
-                before = looks.turn(world)
-            times.step_s[name].append(each.turn(steps[name], world))
-            after = None if looks is None else looks.turn(world)
-            if before is not None and after is not None:
-                times.pass_s.setdefault(name, []).append((before + after) / 2)
-            before = after
+    rounds = contest.spec["rounds"]
+    for number in range(rounds):
+        one_round(number, contenders, steps, world, times, sensor)
         if world.worker == 0:
             times.save(contest.folder / "times.json")
+    for names in told_by_first([] if world.worker else list(close_ones(told, times.step_s)), world):
+        close, started = {name: contenders[name] for name in names}, time.perf_counter()
+        number = rounds
+        while agreed(time.perf_counter() - started, world) < RUN_ON_S:
+            one_round(number, close, steps, world, times, None)
+            number += 1
+    if world.worker == 0:
+        times.save(contest.folder / "times.json")
     for each in contenders.values():
         if isinstance(each, Clocked):
             each.close()
+
+
+def one_round(
+    number: int,
+    contenders: Mapping[str, Contender],
+    steps: Mapping[str, int],
+    world: World,
+    times: Times,
+    sensor: Pass | None,
+) -> None:
+    """A turn of everyone who has none of this round yet, with passes before, amid and after those of plans."""
+    # Who comes after whom matters: so they change places.
+    order = [name for name in contenders if len(times.step_s[name]) <= number][:: -1 if number % 2 else 1]
+    plans = [name for name in order if isinstance(contenders[name], Ours)]
+    for name in order:
+        if sensor is not None and name in (plans[0], plans[len(plans) // 2]):
+            times.pass_s.append(sensor.turn(world))
+        times.step_s[name].append(contenders[name].turn(steps[name], world))
+        if sensor is not None and name == plans[-1]:
+            times.pass_s.append(sensor.turn(world))
 
 
 def warmed_up_ones(
@@ -334,32 +358,20 @@ def warmed_up(each: Contender, world: World, expected_s: float | None = None) ->
     return first if first > LONG_STEP_S else agreed(each.turn(1, world), world)
 
 
+def told_by_first(names: list[list[str]], world: World) -> list[list[str]]:
+    """What worker 0 names."""
+    told = [names]
+    if world.control is not None:
+        dist.broadcast_object_list(told, 0, group=world.control)
+    return told[0]
+
+
 def agreed(seconds: float, world: World) -> float:
     """What worker 0 has measured."""
     told = torch.tensor([seconds])
     if world.control is not None:
         dist.broadcast(told, 0, group=world.control)
     return float(told)
-
-
-def fastest(told: Sequence[Spec], seconds: Mapping[str, float]) -> list[str]:
-    """The contenders that stay: of a family, such as one peer with several numbers of microbatches, the fastest."""
-    best: dict[str, str] = {}
-    for each in told:
-        name, family = each["name"], family_of(each)
-        if family not in best or seconds[name] < seconds[best[family]]:
-            best[family] = name
-    return list(best.values())
-
-
-def family_of(told: Spec) -> str:
-    """What a contender competes with first: itself, or one peer with several numbers of microbatches."""
-    return str(told.get("family", told["name"]))
-
-
-def steps_for(seconds: float, turn_s: float) -> int:
-    """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches."""
-    return max(1 + (seconds < turn_s), min(20, round(turn_s / max(seconds, 1e-6))))
 
 
 def run_alone(contest: Contest) -> None:

@@ -6,16 +6,14 @@ passes, plan, plan, data parallel │ DDP, pipelining, pipelining        two gro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from stagewright.bench.rounds import Told, family_of
 from stagewright.plan import Plan
 from stagewright.profile import Profile
-
-Told = Mapping[str, Any]
-"""A contender as contest.json has it."""
 
 FRAMEWORK_BYTES = 350e6
 """What a process has in memory before it has a model."""
@@ -34,17 +32,18 @@ def in_groups(
 
     Passes need a model and its gradients on every host. Whoever finds no room beside them goes without, and whoever
     is too large for any group is one by itself. A peer with several numbers of microbatches is a family, never parted.
-    Before a worker keeps its own layers, it has all of the model.
+    Before a worker of a peer keeps its own layers, it has all of the model.
     """
     model_bytes = sum(layer.parameter_bytes for layer in profile.layers)
     left = USED_SHARE * free_bytes - FRAMEWORK_BYTES * (num_hosts + 1) - COPIES * model_bytes
     group: list[Told] = []
     passes, held = True, 2.0 * num_hosts * model_bytes
-    for _, members in groupby(contenders, key=lambda told: told.get("family", told["name"])):
+    for _, members in groupby(contenders, key=family_of):
         # Of a family the fastest stays: at most two are there at once.
         family = list(members)
         own = sum(held_bytes(told, profile, num_hosts) for told in family[:2])
-        most = max(own, float(num_hosts * model_bytes)) if own else 0.0
+        is_peer = family[0]["kind"] not in ("plan", "alone")
+        most = max(own, float(num_hosts * model_bytes)) if is_peer else own
         if group and held + most > left:
             yield made(group, passes)
             group, passes, held = [], True, 2.0 * num_hosts * model_bytes

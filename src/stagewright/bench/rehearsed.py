@@ -3,7 +3,7 @@
     python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out DIR [--short] [--case NAME …] [--results FILE]
 
 For each case hosts are emulated, the model's layers and the links are measured inside them, plans are searched with
-that, and all contenders take turns. Machines drift: before and after each turn of a plan the hosts pass over the model
+that, and all contenders take turns. Machines drift: before and after the turns of plans the hosts pass over the model
 as they did when they were profiled, and predictions are for the speed of that time. DIR keeps everything; a case that
 is there already is not run again.
 """
@@ -35,8 +35,8 @@ from stagewright.rehearsal.slices import sliced_card
 from stagewright.runtime.hosts import HostError, Hosts
 
 CONTEST = "stagewright.bench.contest"
-TURN_S = {"cpu": 2.0, "cuda": 1.0}
-"""How long a turn is: a step on slices of a card takes a tenth of one on CPUs, and a card keeps its speed."""
+TURN_S = 1.0
+"""How long a turn is at least: neighbours see the same machine the better, the shorter their turns are."""
 SHORT_ROUNDS = 3
 
 
@@ -60,9 +60,10 @@ class Bench:
             plans, chosen, expected = candidates(case, profile, cluster)
             passes = pass_over(profile, cluster) if case.slices is None else None
             ours: list[dict[str, Any]] = [
-                {"kind": "plan", "name": name, "plan": plan.to_dict(), "expected_s": expected[name]}
-                for name, plan in plans.items()
-            ]
+                {"kind": "plan", "name": name, "plan": plan.to_dict(), "expected_s": expected[name],
+                 "is_chosen": name in chosen, "is_exact": plan.is_synchronous}
+                for name, plan in sorted(plans.items(), key=lambda item: not item[1].is_synchronous)
+            ]  # fmt: skip
             told = [limit(case), *ours, *peers(case, profile, cluster)]
             times = self.contest(case, hosts, groups(case, told, profile), passes, folder)
         drift = drift_of(times["pass_s"], passes, profile)
@@ -107,12 +108,12 @@ class Bench:
         groups: Sequence[Mapping[str, Any]],
         passes: Mapping[str, Any] | None,
         folder: Path,
-    ) -> dict[str, dict[str, list[float]]]:
-        """Each contender's seconds a step, and those of the passes around it, round by round."""
+    ) -> dict[str, Any]:
+        """Each contender's seconds a step, round by round, and those of the passes meanwhile."""
         cores = num_cores(case.hosts())
         spec = {
             "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
-            "turn_s": TURN_S[case.device], "cores": cores, "groups": groups, "device": case.device, "pass": passes,
+            "turn_s": TURN_S, "cores": cores, "groups": groups, "device": case.device, "pass": passes,
         }  # fmt: skip
         (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
         with single_process(folder) if case.slices is None else nullcontext():
@@ -122,7 +123,7 @@ class Bench:
                 # On a card contenders come one after the other: those before the one that hung count.
                 if case.slices is None or not (folder / "times.json").exists():
                     raise
-        times: dict[str, dict[str, list[float]]] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
+        times: dict[str, Any] = json.loads((folder / "times.json").read_text(encoding="utf-8"))
         return times
 
 

@@ -36,12 +36,12 @@ def pass_over(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     return {"hosts": hosts, "counted": [n for n in hosts if n in alike(cluster, 0)], "rows": rows, "times": times}
 
 
-def drift_of(pass_s: Mapping[str, Sequence[float]], passes: Mapping[str, Any] | None, profile: Profile) -> float:
+def drift_of(pass_s: Sequence[float], passes: Mapping[str, Any] | None, profile: Profile) -> float:
     """How many times as long as in the profile a pass took, in the median; 1 where there were none."""
     if passes is None or not pass_s:
         return 1.0
     usual_s = profile.model_s[profile.batch_sizes.index(passes["rows"])]
-    return median(seconds for rounds in pass_s.values() for seconds in rounds) / usual_s
+    return median(pass_s) / usual_s
 
 
 def slowed(profile: Profile, drift: float) -> Profile:

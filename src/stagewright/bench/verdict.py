@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 
 from stagewright.bench.contest import ALONE
+from stagewright.bench.rounds import times_as_long
 from stagewright.errors import RecordError, StagewrightError
 from stagewright.noun import Saved, noun
 
@@ -49,8 +50,8 @@ class Entry:
         return None if self.predicted_s is None else self.predicted_s / self.median_s - 1
 
     def against(self, other: Entry) -> float:
-        """How many times as long as another's a step is: the median of the rounds, in which they are neighbours."""
-        return median(own / others for own, others in zip(self.step_s, other.step_s))
+        """How many times as long as another's a step is, round by round."""
+        return times_as_long(self.step_s, other.step_s)
 
 
 @noun(error=RecordError)
@@ -166,7 +167,8 @@ def section(results: Sequence[CaseResult], command: str) -> str:
     return "\n".join([
         BEGIN, "## Rehearsal", "",
         f"Machine: {machine}. Emulated hosts; all contenders of a case take turns in the same processes, medians of "
-        f"{rounds} rounds. Bold: the planner's choice. *Of the limit*: against one process with the same cores.",
+        f"{rounds} rounds, or of more where plans stay close to the planner's choice. Bold: the planner's choice. "
+        "*Of the limit*: against one process with the same cores.",
         "", f"    {command}", "", table(results), END,
     ])  # fmt: skip
 

@@ -8,7 +8,7 @@ conv1 │ conv2 │ fc1 │ loss             stage(0, 2), stage(2, 4): run in tu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -117,9 +117,14 @@ class Layered:
                 users.setdefault(name, []).append(layer)
         return tuple((name, tuple(layers)) for name, layers in users.items() if len(layers) > 1)
 
-    def copy(self) -> Layered:
-        """The same model with weights of its own, which takes less time than to draw them; what is tied stays so."""
-        return deepcopy(replace(self))  # without what was found out so far, which refers to this one's graph
+    def copy(self, own: Collection[str] | None = None) -> Layered:
+        """The same model with weights of its own, which takes less time than to draw them; what is tied stays so.
+
+        With the names of some parameters the copy has these of its own, and the others are this one's.
+        """
+        named = () if own is None else self.model.named_parameters()
+        shared = {id(parameter): parameter for name, parameter in named if own is not None and name not in own}
+        return deepcopy(replace(self), shared)  # without what was found out so far, which refers to this one's graph
 
     def cuts(self) -> tuple[int, ...]:
         """The layers that may begin a stage, apart from the first."""

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.links import all_at_once, bounce, bounce_pairs
 from stagewright.profiling.measured import make_profile, time_model
+from stagewright.profiling.noise import evened_out
 
 ALL_PAIRS = 4
 """Up to so many hosts every pair is measured; beyond, each host and the one after it."""
@@ -33,6 +35,8 @@ SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
 NUM_LARGE = 3
 """So few are enough on links with a limit, and beyond four hosts every link is in two pairs."""
+IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 30.0, 2, 12
+"""How long the model in one piece is timed on CPUs, in rounds over all batch sizes."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
 
@@ -95,6 +99,10 @@ def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layer
     profile = make_profile(
         model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"], warm_up=WARM_UP
     )
+    if asked["device"] == "cpu":
+        times = min(max(round(IN_ROUNDS_S / sum(profile.model_s)), FEWEST_ROUNDS), MOST_ROUNDS)
+        rounds = [[time_model(model, rows) for rows in profile.batch_sizes] for _ in range(times)]
+        profile = replace(profile, model_s=evened_out(rounds))
     profile.save(folder / f"inside-{rank}.profile.json")
     return profile.model_s[-1]
 

@@ -117,7 +117,7 @@ def make_profile(
             for rows, timing in zip(batch_sizes, timings):
                 kept = timing if number >= warm_up else Timing([], [], [], [])
                 time_once(pieces, whole, rows, device, kept)
-                if (number - warm_up) % APART_EVERY == 0:
+                if number >= warm_up and (number - warm_up) % APART_EVERY == 0:
                     time_weights(pieces, rows, device, kept)
                 done += 1
                 if progress is not None:

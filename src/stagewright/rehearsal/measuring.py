@@ -15,14 +15,14 @@ from stagewright.cluster import Cluster
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.inside import middle
 from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
-from stagewright.profiling.measured import layers_against_model
+from stagewright.profiling.noise import added_up, on_lines
 from stagewright.rehearsal.forks import launch_in_hosts
 from stagewright.rehearsal.slices import SLICE
 from stagewright.runtime.hosts import Hosts
 from stagewright.runtime.transport.staged import STRANDS
 
-SAMPLES = 6
-"""How often each layer is timed, by all hosts that are like the first together."""
+SAMPLES = 4
+"""How often each layer is timed, by all hosts that are like the first together; the model in one piece more often."""
 CARD_CORES = 0.1
 """About what a worker's card keeps busy of the host's cores: handing work over."""
 
@@ -147,14 +147,5 @@ def average(profiles: Sequence[Profile]) -> Profile:
         model_s=middle_of([each.model_s for each in profiles]),
         notes=(*first.notes, f"medians of {len(profiles)} emulated hosts that computed at once"),
     )
-    return added_up(medians)
-
-
-def added_up(profile: Profile) -> Profile:
-    """The profile with layers that take together what the model takes in one piece.
-
-    Other work on the machine disturbs few of many short samples, and no long one goes without: the layers' medians
-    come to less than that of the whole, and a step is as long as the whole.
-    """
-    factors = [1 / ratio for ratio in layers_against_model(profile)]
-    return profile.slowed(factors)
+    whole = added_up(medians)
+    return on_lines(whole) if whole.device == "cpu" else whole

@@ -1,0 +1,67 @@
+"""What turns are, and what rounds of them tell: who stays, who is ahead, and whom they cannot tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+Told = Mapping[str, Any]
+"""A contender as contest.json has it."""
+
+CLOSE = 1.06
+"""Plans that take no more than so many times as long as the planner's choice, by a few rounds, may well be faster."""
+
+
+def steps_for(seconds: float, turn_s: float) -> int:
+    """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches."""
+    return max(1 + (seconds < turn_s), min(20, round(turn_s / max(seconds, 1e-6))))
+
+
+def steady(gaps: Sequence[float], batches: int, versions: int) -> Sequence[float]:
+    """Of all gaps between updates those of the last so many batches in which a pipeline without a flush is full.
+
+    With K versions a forward waits for the update K batches before it. So of n batches, counted from 0, the gap before
+    update n − K is the last with a forward in it: then the pipeline drains, and updates follow one another faster.
+
+        K = 3    F0 F1 F2 … U0  F3  U1  F4  U2    U3    U4        of 5 batches two gaps count
+    """
+    return gaps[1 - batches : 1 - versions]
+
+
+def family_of(told: Told) -> str:
+    """What a contender competes with first: itself, or one peer with several numbers of microbatches."""
+    return str(told.get("family", told["name"]))
+
+
+def fastest(told: Sequence[Told], seconds: Mapping[str, float]) -> list[str]:
+    """The contenders that stay: of a family, such as one peer with several numbers of microbatches, the fastest."""
+    best: dict[str, str] = {}
+    for each in told:
+        name, family = each["name"], family_of(each)
+        if family not in best or seconds[name] < seconds[best[family]]:
+            best[family] = name
+    return list(best.values())
+
+
+def times_as_long(own_s: Sequence[float], others_s: Sequence[float]) -> float:
+    """How many times as long as another's one's steps are: the median of the rounds, in which they are neighbours."""
+    return median(own / others for own, others in zip(own_s, others_s))
+
+
+def close_ones(told: Sequence[Told], step_s: Mapping[str, Sequence[float]]) -> Iterator[list[str]]:
+    """For the planner's exact choice and its stale one: itself, and the plans of its kind that may be faster."""
+    for choice in told:
+        if not choice.get("is_chosen"):
+            continue
+        name = choice["name"]
+        rivals = [
+            other["name"]
+            for other in told
+            if other["kind"] == "plan"
+            and other["name"] != name
+            and other["is_exact"] == choice["is_exact"]
+            and times_as_long(step_s[other["name"]], step_s[name]) < CLOSE
+        ]
+        if rivals:
+            yield [name, *rivals]

@@ -1,0 +1,64 @@
+"""Profiles of cores that others use too: for seconds they are a fifth slower or faster, and no layer's fault is it.
+
+All samples count together: rounds give a batch size its share, the model in one piece gives its layers their sum, and
+all batch sizes give a layer its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from stagewright.profile import Profile
+from stagewright.profiling.measured import layers_against_model
+
+
+def evened_out(rounds: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Seconds for each batch size out of rounds over all of them.
+
+    What counts of a size is its share of its rounds: a round that was slow as a whole says as much as others do.
+    """
+    usual_s = median(map(sum, rounds))
+    shares = [[seconds / sum(each) for seconds in each] for each in rounds]
+    return tuple(usual_s * median(of_size) for of_size in zip(*shares))
+
+
+def added_up(profile: Profile) -> Profile:
+    """The profile with layers that take together what the model takes in one piece.
+
+    Other work on the machine disturbs few of many short samples, and no long one goes without: the layers' medians
+    come to less than that of the whole, and a step is as long as the whole.
+    """
+    return profile.slowed([1 / ratio for ratio in layers_against_model(profile)])
+
+
+def on_lines(profile: Profile) -> Profile:
+    """The profile with every time on a line over the batch sizes: something for a batch, and something for each row.
+
+    A layer on a CPU is close to such a line: AlexNet's convolutions, timed for four minutes, within 4 % from 4 rows to
+    64, where a minute's profile strayed by 40 %. Every layer's line weighs the sizes alike, so that sums stay sums.
+    """
+    if len(profile.batch_sizes) < 3:
+        return profile
+    layers = tuple(
+        layer.with_times({
+            key: line_through(profile.batch_sizes, seconds, profile.model_s) for key, seconds in layer.timed.items()
+        })
+        for layer in profile.layers
+    )  # fmt: skip
+    sums = (sum(layer.forward_s[n] + layer.backward_s[n] for layer in layers) for n in range(len(profile.batch_sizes)))
+    return replace(profile, layers=layers, model_s=tuple(sums))
+
+
+def line_through(sizes: Sequence[int], seconds: Sequence[float], scale_s: Sequence[float]) -> tuple[float, ...]:
+    """The seconds on the line that is nearest in units of a scale, which neither begins below zero nor falls."""
+    rows, weights = np.array(sizes, dtype=float), 1 / np.array(scale_s)
+    slope, start = np.polyfit(rows, seconds, 1, w=weights)
+    if start < 0:
+        slope, start = np.average(np.array(seconds) / rows, weights=(weights * rows) ** 2), 0.0
+    elif slope < 0:
+        slope, start = 0.0, np.average(seconds, weights=weights**2)
+    return tuple(float(start + slope * size) for size in sizes)
