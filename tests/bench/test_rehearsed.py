@@ -22,7 +22,7 @@ from stagewright.bench.contest import Clocked, Contest, Ours, Times, hosted_para
 from stagewright.bench.entrants import add, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
-from stagewright.bench.rounds import close_ones, fastest, steady, steps_for
+from stagewright.bench.rounds import batches_for, close_ones, fastest, steady, steps_for
 from stagewright.bench.speed import drift_of, pass_over, predict, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
@@ -31,6 +31,7 @@ from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.rehearsal.slices import Slices, sliced_card
+from stagewright.runtime.hosts import HostError
 from stagewright.runtime.world import World
 from stagewright.schedule import Kind
 from stagewright.scheduling import make_schedule
@@ -95,6 +96,29 @@ def test_slices_are_measured_planned_and_compared(tmp_path: Path, monkeypatch: p
     assert any(entry.is_chosen for entry in ours)
     assert all(len(entry.step_s) == 2 and entry.median_s > 0 for entry in result.entries)
     assert result.limit_s == result.named("single").median_s
+
+
+def test_whoever_hangs_on_a_card_goes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here nobody has a card: what the workers of a contest would leave is written down, up to the one that hangs."""
+    hangs, asked = [1, 1, 0], []
+
+    def launch(module: str, folder: Path, *_: object, **__: object) -> None:
+        groups = json.loads((folder / "contest.json").read_text())["groups"]
+        asked.append([told["name"] for group in groups for told in group["contenders"]])
+        is_hung = bool(hangs.pop(0))
+        through = asked[-1][:-1] if is_hung else asked[-1]
+        if through:
+            seen = {name: [1.0, 2.0] for name in through}
+            (folder / "times.json").write_text(json.dumps({"step_s": seen, "pass_s": []}))
+        if is_hung:
+            raise HostError(0, 1, "a worker gave up")
+
+    monkeypatch.setattr(rehearsed, "launch_in_hosts", launch)
+    case = RehearsalCase(name="small", model="tiny-cnn", batch=16, slices=2, batch_sizes=(4, 8), plans=(Wanted(),) * 3)
+    groups = [{"contenders": [{"kind": kind, "name": kind}], "passes": False} for kind in ("each alone", "plan", "ddp")]
+    times = rehearsed.Bench(tmp_path, rounds=2).contest(case, Slices(2, {}), groups, None, tmp_path)
+    assert asked == [["each alone", "plan", "ddp"], ["ddp"], ["ddp"]]
+    assert times["step_s"] == {name: [1.0, 2.0] for name in ("each alone", "plan", "ddp")}
 
 
 @pytest.mark.slow
@@ -267,13 +291,14 @@ def test_without_a_flush_updates_count_while_forwards_go_on(stages: int, steps: 
     plan = Plan(model="any", batch=4, stages=tuple(
         Stage(layers=(f"layer{n}",), devices=(DeviceId(n, 0),), versions=version) for n, version in enumerate(versions)
     ))  # fmt: skip
-    batches = steps + stages
+    batches = batches_for(steps, stages)
     order = make_schedule(plan).unroll(0, batches, 0)
     kinds = "".join(action.kind.value for action in order if action.kind in (Kind.FORWARD, Kind.UPDATE))
     forwards = [1.0 * len(between) for between in kinds.split("U")[1:-1]]  # between one update and the next
     assert len(forwards) == batches - 1
-    assert steady([9.0, *forwards], batches, stages) == [1.0] * steps
-    assert sum(forwards) == steps, "no other gap has one"
+    assert forwards == [1.0] * (stages - 1 + steps) + [0.0] * (stages - 1), "full, then it drains"
+    numbered = [9.0, *map(float, range(batches - 1))]
+    assert steady(numbered, steps, stages) == [float(stages - 1 + step) for step in range(steps)], "it filled before"
 
 
 def test_equal_plans_are_in_the_table_once() -> None:

@@ -38,7 +38,7 @@ from stagewright.bench.baselines import (
     pipelining,
     plain_loop,
 )
-from stagewright.bench.rounds import close_ones, family_of, fastest, steady, steps_for
+from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest, steady, steps_for
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.profiling.heap import give_back_freed_memory
@@ -156,9 +156,8 @@ class Ours(Clocked):
     def turn(self, steps: int, world: World) -> float:
         if self.flushes:
             return super().turn(steps, world)
-        number = steps + self.versions
-        super().turn(number, world)
-        return mean(steady(self.worker.clock.step_s(), number, self.versions)) if self.takes_part else 0.0
+        super().turn(batches_for(steps, self.versions), world)
+        return mean(steady(self.worker.clock.step_s(), steps, self.versions)) if self.takes_part else 0.0
 
     def close(self) -> None:
         if self.takes_part:
