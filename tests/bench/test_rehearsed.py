@@ -24,7 +24,7 @@ from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
 from stagewright.bench.rounds import batches_for, close_ones, fastest, steady, steps_for
 from stagewright.bench.speed import drift_of, pass_over, predict, slowed
-from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, table, write_results
+from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, Lead, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError
 from stagewright.models import build_model
@@ -366,6 +366,7 @@ def test_the_table_says_how_everyone_stands() -> None:
     assert "| alexnet | torch DDP |  | 8.0 |  | 1.00 | 0.50 | 12 % |" in made
     assert "Predicted steps are 15.0% off on average and 20.0% at most (2 plans)." in made
     assert "reaches 80% or more of the best measured plan" in made
+    assert "within 3% of it in 0 of 1, and may be for all that the rounds can tell (two standard errors) in 1." in made
     assert "never below 3.20 (alexnet)" in made
 
 
@@ -385,7 +386,11 @@ def test_plans_compare_round_by_round() -> None:
     assert choice.error == pytest.approx(-0.1)
     assert other.against(choice) == pytest.approx(0.9)
     made = replace(result(), entries=(choice, other, stale))
-    assert made.lead(is_exact=True) == pytest.approx(0.9)
+    lead = made.lead(is_exact=True)
+    assert lead is not None
+    assert lead.share == pytest.approx(0.9)
+    assert (lead.is_near, lead.may_be_near) == (False, True), "2, 0.9 and 0.9: three rounds know little"
+    assert not Lead(0.9, 0.03).may_be_near
     assert made.lead(is_exact=False) is None, "nothing was chosen of its kind"
 
 

@@ -38,7 +38,7 @@ from stagewright.bench.baselines import (
     pipelining,
     plain_loop,
 )
-from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest, steady, steps_for
+from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest, stale_steps, steady, steps_for
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.profiling.heap import give_back_freed_memory
@@ -156,8 +156,9 @@ class Ours(Clocked):
     def turn(self, steps: int, world: World) -> float:
         if self.flushes:
             return super().turn(steps, world)
-        super().turn(batches_for(steps, self.versions), world)
-        return mean(steady(self.worker.clock.step_s(), steps, self.versions)) if self.takes_part else 0.0
+        gaps = stale_steps(steps)
+        super().turn(batches_for(gaps, self.versions), world)
+        return mean(steady(self.worker.clock.step_s(), gaps, self.versions)) if self.takes_part else 0.0
 
     def close(self) -> None:
         if self.takes_part:
@@ -292,7 +293,7 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
         close, started = {name: contenders[name] for name in names}, time.perf_counter()
         number = rounds
         while agreed(time.perf_counter() - started, world) < RUN_ON_S:
-            one_round(number, close, steps, world, times, None)
+            one_round(number, close, steps, world, times, sensor)
             number += 1
     if world.worker == 0:
         times.save(contest.folder / "times.json")

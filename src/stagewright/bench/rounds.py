@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 Told = Mapping[str, Any]
@@ -16,6 +17,11 @@ CLOSE = 1.06
 def steps_for(seconds: float, turn_s: float) -> int:
     """How many steps fill a turn: two at least where they are not long, for the first finds others' data in caches."""
     return max(1 + (seconds < turn_s), min(20, round(turn_s / max(seconds, 1e-6))))
+
+
+def stale_steps(steps: int) -> int:
+    """How many gaps between updates count in a turn without a flush: two at least, for they come in bursts."""
+    return max(2, steps)
 
 
 def batches_for(steps: int, versions: int) -> int:
@@ -53,6 +59,12 @@ def fastest(told: Sequence[Told], seconds: Mapping[str, float]) -> list[str]:
 def times_as_long(own_s: Sequence[float], others_s: Sequence[float]) -> float:
     """How many times as long as another's one's steps are: the median of the rounds, in which they are neighbours."""
     return median(own / others for own, others in zip(own_s, others_s))
+
+
+def known_to(own_s: Sequence[float], others_s: Sequence[float]) -> float:
+    """How far that median may be off: its standard error, were the rounds' ratios scattered as by a normal law."""
+    ratios = [own / others for own, others in zip(own_s, others_s)]
+    return math.sqrt(math.pi / 2) * stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.inf
 
 
 def close_ones(told: Sequence[Told], step_s: Mapping[str, Sequence[float]]) -> Iterator[list[str]]:

@@ -8,17 +8,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 
 from stagewright.bench.contest import ALONE
-from stagewright.bench.rounds import times_as_long
+from stagewright.bench.rounds import known_to, times_as_long
 from stagewright.errors import RecordError, StagewrightError
 from stagewright.noun import Saved, noun
 
 DDP = "torch DDP"
+NEAR = 0.03
+"""How close to the best plan the planner's choice should be."""
 BEGIN, END = "<!-- rehearsal: begin -->", "<!-- rehearsal: end -->"
 
 
@@ -52,6 +54,24 @@ class Entry:
     def against(self, other: Entry) -> float:
         """How many times as long as another's a step is, round by round."""
         return times_as_long(self.step_s, other.step_s)
+
+
+class Lead(NamedTuple):
+    """Where the planner's choice stands to the best measured plan: 1 is the best itself."""
+
+    share: float
+    known_to: float
+    """The standard error of the share."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the choice is within 3 % of the best."""
+        return self.share >= 1 - NEAR
+
+    @property
+    def may_be_near(self) -> bool:
+        """Whether it may be, for all that the rounds can tell."""
+        return self.share + 2 * self.known_to >= 1 - NEAR
 
 
 @noun(error=RecordError)
@@ -92,11 +112,14 @@ class CaseResult(Saved):
         """DDP's step, None where it did not come through."""
         return next((entry.median_s for entry in self.entries if entry.name == DDP), None)
 
-    def lead(self, is_exact: bool) -> float | None:
-        """The planner's choice against the best measured plan of its kind: 1 is the best itself."""
+    def lead(self, is_exact: bool) -> Lead | None:
+        """The planner's choice against the best measured plan of its kind."""
         own = [entry for entry in self.entries if entry.is_ours and entry.is_exact == is_exact]
         chosen = next((entry for entry in own if entry.is_chosen), None)
-        return None if chosen is None else min(entry.against(chosen) for entry in own)
+        if chosen is None:
+            return None
+        best = min(own, key=lambda entry: entry.against(chosen))
+        return Lead(best.against(chosen), 0.0 if best is chosen else known_to(best.step_s, chosen.step_s))
 
 
 def rows(result: CaseResult) -> Iterator[str]:
@@ -140,7 +163,12 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     errors = [abs(entry.error) for result in results for entry in result.entries if entry.error is not None]
     yield f"Predicted steps are {mean(errors):.1%} off on average and {max(errors):.1%} at most ({len(errors)} plans)."
     leads = [lead for result in results for exact in (True, False) if (lead := result.lead(exact)) is not None]
-    yield f"The planner's choice reaches {min(leads):.0%} or more of the best measured plan of its kind in every case."
+    near, maybe = sum(lead.is_near for lead in leads), sum(lead.may_be_near for lead in leads)
+    yield (
+        f"The planner's choice reaches {min(lead.share for lead in leads):.0%} or more of the best measured plan of "
+        f"its kind in every case; it is within {NEAR:.0%} of it in {near} of {len(leads)}, and may be for all that the "
+        f"rounds can tell (two standard errors) in {maybe}."
+    )
     stands = [(stand, each.case) for each in results if (stand := best_against_peers(each)) is not None]
     if stands:
         yield f"Against the best peer: never below {min(stands)[0]:.2f} ({min(stands)[1]})."

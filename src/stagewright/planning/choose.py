@@ -9,7 +9,7 @@ from stagewright.cost import num_buckets
 from stagewright.errors import PlanError, StagewrightError
 from stagewright.plan import Plan, Policy, Stage
 from stagewright.planning.estimate import Estimator, Shortage, estimate
-from stagewright.planning.exact import Leaders, Placed
+from stagewright.planning.exact import Found, Leaders, Placed
 from stagewright.planning.fixed import row_weights
 from stagewright.planning.normal import normal_form
 from stagewright.planning.problem import Problem
@@ -22,6 +22,8 @@ Score = Callable[[Plan], Record]
 NUM_SCORED = 8
 MORE_BUCKETS_GAIN = 0.01
 """How much faster a plan must be with its gradients in more pieces, for each piece costs something everywhere."""
+MORE_STAGES_GAIN = 0.02
+"""How much faster a plan with more stages must be: each waits for others, and holds weights of its own."""
 OTHER_POLICIES: tuple[Policy, ...] = ("zero-bubble", "gpipe")
 OTHER_ORDER_GAIN = 0.03
 """How much faster than in 1f1b a plan must be in another order, which holds more, or folds nothing."""
@@ -75,9 +77,7 @@ def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator)
 def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choice | None) -> list[Choice]:
     """The leaders as choices, the fastest first; those that exceed memory when scored are left out."""
     choices: list[Choice] = [] if rival is None else [rival]
-    for _, stages, estimator in leaders.found:
-        if score is not None and len(choices) >= NUM_SCORED:
-            break
+    for _, stages, estimator in to_score(leaders) if score is not None else leaders.found:
         plan = whole_plan(problem, stages, estimator)
         if rival is None or plan != rival.plan:
             found = judged(plan, problem, score)
@@ -87,8 +87,26 @@ def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choic
     if not choices:
         raise refused(problem)
     choices.sort(key=lambda choice: (choice.step_s, len(choice.plan.stages)))
-    best = refined(choices[0], problem, score)
-    return [best, *choices[1:]]
+    simplest = choices[0] if score is None else simplest_of(choices)
+    best = refined(simplest, problem, score)
+    return [best, *(choice for choice in choices if choice is not simplest)]
+
+
+def to_score(leaders: Leaders) -> list[Found]:
+    """The leaders that are worth a simulation: the best of all, and of few stages the best of each number.
+
+    The estimate may hold a dozen cuts of one deep pipeline for a little faster than all that has two stages.
+    """
+    best = leaders.found[:NUM_SCORED]
+    return [*best, *(entry for _, entry in sorted(leaders.shallow.items()) if entry not in best)]
+
+
+def simplest_of(choices: Sequence[Choice]) -> Choice:
+    """Of the plans next to the fastest that with the fewest stages, so the fewest versions of weights as well."""
+    near_s = min(choice.step_s for choice in choices) * (1 + MORE_STAGES_GAIN)
+    return min(
+        (each for each in choices if each.step_s <= near_s), key=lambda each: (len(each.plan.stages), each.step_s)
+    )
 
 
 def judged(plan: Plan, problem: Problem, score: Score | None) -> Choice | None:

@@ -27,13 +27,20 @@ class Placed(NamedTuple):
     recompute: bool
 
 
+Found = tuple[float, tuple[Placed, ...], Estimator]
+"""What the estimate says of a plan, its stages, and who said it."""
+SHALLOW = 4
+
+
 @dataclass
 class Leaders:
     """The best plans so far, and how many were looked at."""
 
     most: int = 8
     looked_at: int = 0
-    found: list[tuple[float, tuple[Placed, ...], Estimator]] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    shallow: dict[int, Found] = field(default_factory=dict)
+    """Of few stages the best plan of each number, even where it is not among the best of all."""
 
     @property
     def bound(self) -> float:
@@ -48,6 +55,9 @@ class Leaders:
 
     def offer(self, step_s: float, stages: tuple[Placed, ...], estimator: Estimator) -> None:
         """Keeps a plan if it is among the best; of plans with equal shape only the best."""
+        depth = len(stages)
+        if depth <= SHALLOW and (depth not in self.shallow or step_s < self.shallow[depth][0]):
+            self.shallow[depth] = (step_s, stages, estimator)
         if len(self.found) >= self.most and step_s >= self.found[-1][0]:
             return
         shape = shape_of(stages)

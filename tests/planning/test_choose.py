@@ -1,0 +1,37 @@
+"""From candidates to a choice: who is simulated, and who wins when several are as fast."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from stagewright.cluster import DeviceId
+from stagewright.plan import Plan, Stage
+from stagewright.planning.choose import Choice, simplest_of, to_score
+from stagewright.planning.exact import Leaders, Placed
+
+
+def choice(num_stages: int, step_s: float) -> Choice:
+    stages = tuple(Stage(layers=(f"layer{n}",), devices=(DeviceId(0, n),)) for n in range(num_stages))
+    return Choice(plan=Plan(model="any", stages=stages, batch=8), step_s=step_s, peak_bytes=(), limit="")
+
+
+def test_a_plan_with_more_stages_must_be_faster() -> None:
+    deep, flat = choice(8, 1.0), choice(3, 1.018)
+    assert simplest_of([deep, flat, choice(3, 1.019), choice(2, 1.03)]) is flat
+    assert simplest_of([deep, choice(3, 1.021)]) is deep
+
+
+def test_the_best_plan_of_few_stages_is_simulated_though_the_estimate_prefers_others() -> None:
+    leaders, nobody = Leaders(most=2), cast(Any, None)
+
+    def offer(num_stages: int, step_s: float, first: int = 1) -> None:
+        edges = (0, *range(first, first + num_stages - 1), 20)
+        stages = (
+            Placed(low, high, (DeviceId(0, n),), recompute=False) for n, (low, high) in enumerate(zip(edges, edges[1:]))
+        )
+        leaders.offer(step_s, tuple(stages), nobody)
+
+    for num_stages, step_s, first in ((5, 1.0, 1), (5, 1.1, 2), (2, 2.0, 1), (2, 1.5, 2), (3, 1.2, 1), (6, 1.3, 1)):
+        offer(num_stages, step_s, first)
+    assert [step_s for step_s, _, _ in leaders.found] == [1.0, 1.1]
+    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.5, 1.2]
