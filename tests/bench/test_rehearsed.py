@@ -22,7 +22,7 @@ from stagewright.bench.contest import Clocked, Contest, Ours, Times, hosted_para
 from stagewright.bench.entrants import add, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
-from stagewright.bench.rounds import batches_for, close_ones, fastest, steady, steps_for
+from stagewright.bench.rounds import batches_for, close_ones, fastest, stale_steps, steady, steps_for
 from stagewright.bench.speed import drift_of, pass_over, predict, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, Lead, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
@@ -146,6 +146,7 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     assert {"single", "exact", "stale", "ddp"} < set(times["step_s"])
     assert len(times["step_s"]) == 6, "of a family the fastest stays"
     assert len(times["pass_s"]) == 3 * 2, "before, amid and after the plans of each round"
+    assert min(times["pass_s"]) > 0
     assert all(len(values) == 2 and min(values) > 0 for values in times["step_s"].values())
 
 
@@ -298,6 +299,7 @@ def test_without_a_flush_updates_count_while_forwards_go_on(stages: int, steps: 
     assert len(forwards) == batches - 1
     assert forwards == [1.0] * (stages - 1 + steps) + [0.0] * (stages - 1), "full, then it drains"
     numbered = [9.0, *map(float, range(batches - 1))]
+    assert stale_steps(steps) == max(2, steps)
     assert steady(numbered, steps, stages) == [float(stages - 1 + step) for step in range(steps)], "it filled before"
 
 

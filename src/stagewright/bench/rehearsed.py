@@ -118,41 +118,35 @@ class Bench:
 
         On a card contenders come one after the other. Where one hangs, those before it count, and the rest goes again.
         """
-        times = self.one_go(case, hosts, groups, passes, folder)
+        spec = {
+            "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
+            "turn_s": TURN_S, "cores": num_cores(case.hosts()), "groups": groups, "device": case.device, "pass": passes,
+        }  # fmt: skip
+        times = one_go(case, hosts, spec, folder)
         for _ in range(MORE_GOES if case.slices is not None else 0):
             left = [group for group in groups if not self.is_through(group, times)]
             if left:
-                times["step_s"] |= self.one_go(case, hosts, left, passes, folder)["step_s"]
+                times["step_s"] |= one_go(case, hosts, {**spec, "groups": left}, folder)["step_s"]
         return times
 
     def is_through(self, group: Mapping[str, Any], times: Mapping[str, Any]) -> bool:
         """Whether everyone in a group has had all turns."""
         return all(len(times["step_s"].get(told["name"], ())) >= self.rounds for told in group["contenders"])
 
-    def one_go(
-        self,
-        case: RehearsalCase,
-        hosts: Hosts,
-        groups: Sequence[Mapping[str, Any]],
-        passes: Mapping[str, Any] | None,
-        folder: Path,
-    ) -> dict[str, Any]:
-        """The times of some groups; on a card those of the first few where one hangs."""
-        spec = {
-            "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
-            "turn_s": TURN_S, "cores": num_cores(case.hosts()), "groups": groups, "device": case.device, "pass": passes,
-        }  # fmt: skip
-        (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
-        seen = folder / "times.json"
-        seen.unlink(missing_ok=True)
-        with single_process(folder) if case.slices is None else nullcontext():
-            try:
-                launch_in_hosts(CONTEST, folder, hosts, {"OMP_NUM_THREADS": "1"}, uses_card=case.device == "cuda")
-            except HostError:
-                if case.slices is None:
-                    raise
-        times: dict[str, Any] = {"step_s": {}, "pass_s": []}
-        return json.loads(seen.read_text(encoding="utf-8")) if seen.exists() else times
+
+def one_go(case: RehearsalCase, hosts: Hosts, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The times of a contest; on a card, where one hangs, of those before it."""
+    (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
+    seen = folder / "times.json"
+    seen.unlink(missing_ok=True)
+    with single_process(folder) if case.slices is None else nullcontext():
+        try:
+            launch_in_hosts(CONTEST, folder, hosts, {"OMP_NUM_THREADS": "1"}, uses_card=case.device == "cuda")
+        except HostError:
+            if case.slices is None:
+                raise
+    times: dict[str, Any] = {"step_s": {}, "pass_s": []}
+    return json.loads(seen.read_text(encoding="utf-8")) if seen.exists() else times
 
 
 @contextmanager

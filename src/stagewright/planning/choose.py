@@ -75,7 +75,7 @@ def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator)
 
 
 def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choice | None) -> list[Choice]:
-    """The leaders as choices, the fastest first; those that exceed memory when scored are left out."""
+    """The leaders as choices: the one to take, then others, the fastest first; whoever exceeds memory is left out."""
     choices: list[Choice] = [] if rival is None else [rival]
     for _, stages, estimator in to_score(leaders) if score is not None else leaders.found:
         plan = whole_plan(problem, stages, estimator)

@@ -30,6 +30,7 @@ class Placed(NamedTuple):
 Found = tuple[float, tuple[Placed, ...], Estimator]
 """What the estimate says of a plan, its stages, and who said it."""
 SHALLOW = 4
+"""Up to so many stages the best plan of each number is kept."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Profiles of cores that others use too: for seconds they are a fifth slower or faster, and no layer's fault is it.
+"""Profiles of cores that others use too: for seconds they are a fifth slower or faster, whatever layer runs.
 
 All samples count together: rounds give a batch size its share, the model in one piece gives its layers their sum, and
 all batch sizes give a layer its line.
