@@ -241,8 +241,9 @@ def test_plans_close_to_the_choice_go_on(tmp_path: Path, monkeypatch: pytest.Mon
         {"kind": "plan", "name": name, "is_chosen": name == "choice", "is_exact": name != "stale", "expected_s": 1.0}
         for name in known
     ]
-    assert list(close_ones(told, known)) == [["choice", "rival"]]
-    assert list(close_ones(told, known | {"rival": [2.0, 2.0]})) == []
+    assert close_ones(told, known) == ["choice", "rival"]
+    assert close_ones(told, known | {"rival": [2.0, 2.0]}) == []
+    assert close_ones([{**each, "is_exact": not each["is_exact"]} for each in told], known) == []
     made = {name: Told([*seconds, 0.5, 0.5, 0.5]) for name, seconds in known.items()}
     monkeypatch.setattr(contests, "make_contender", lambda told, contest, world: made[told["name"]])
     clock = iter(range(0, 1000, 10))

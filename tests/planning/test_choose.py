@@ -16,9 +16,9 @@ def choice(num_stages: int, step_s: float) -> Choice:
 
 
 def test_a_plan_with_more_stages_must_be_faster() -> None:
-    deep, flat = choice(8, 1.0), choice(3, 1.018)
-    assert simplest_of([deep, flat, choice(3, 1.019), choice(2, 1.03)]) is flat
-    assert simplest_of([deep, choice(3, 1.021)]) is deep
+    deep, flat = choice(8, 1.0), choice(3, 1.028)
+    assert simplest_of([deep, flat, choice(3, 1.029), choice(2, 1.04)]) is flat
+    assert simplest_of([deep, choice(3, 1.031)]) is deep
 
 
 def test_the_best_plan_of_few_stages_is_simulated_though_the_estimate_prefers_others() -> None:

@@ -8,7 +8,7 @@ round, and those of the passes over the model around the turns of plans, which t
 
     single  pass  plan  plan  pass  plan  plan  pass  peer  peer        one round
 
-Few rounds tell plans apart that are far from each other. Those that stay close to the planner's choice go on with it.
+Few rounds tell plans apart that are far from each other. Exact ones that stay close to the planner's choice go on.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LONG_STEP_S = 3.0
 HOPELESS_S = 5.0
 """A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
 RUN_ON_S = 20.0
-"""How long plans go on that the rounds could not tell from the planner's choice."""
+"""How long exact plans go on that the rounds could not tell from the planner's choice."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
 CARD_PATIENCE_S = 60.0
@@ -289,12 +289,11 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
         one_round(number, contenders, steps, world, times, sensor)
         if world.worker == 0:
             times.save(contest.folder / "times.json")
-    for names in told_by_first([] if world.worker else list(close_ones(told, times.step_s)), world):
-        close, started = {name: contenders[name] for name in names}, time.perf_counter()
-        number = rounds
-        while agreed(time.perf_counter() - started, world) < RUN_ON_S:
-            one_round(number, close, steps, world, times, sensor)
-            number += 1
+    names = told_by_first([] if world.worker else close_ones(told, times.step_s), world)
+    close, started = {name: contenders[name] for name in names}, time.perf_counter()
+    while close and agreed(time.perf_counter() - started, world) < RUN_ON_S:
+        one_round(rounds, close, steps, world, times, sensor)
+        rounds += 1
     if world.worker == 0:
         times.save(contest.folder / "times.json")
     for each in contenders.values():
@@ -358,7 +357,7 @@ def warmed_up(each: Contender, world: World, expected_s: float | None = None) ->
     return first if first > LONG_STEP_S else agreed(each.turn(1, world), world)
 
 
-def told_by_first(names: list[list[str]], world: World) -> list[list[str]]:
+def told_by_first(names: list[str], world: World) -> list[str]:
     """What worker 0 names."""
     told = [names]
     if world.control is not None:

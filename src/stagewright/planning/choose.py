@@ -22,7 +22,7 @@ Score = Callable[[Plan], Record]
 NUM_SCORED = 8
 MORE_BUCKETS_GAIN = 0.01
 """How much faster a plan must be with its gradients in more pieces, for each piece costs something everywhere."""
-MORE_STAGES_GAIN = 0.02
+MORE_STAGES_GAIN = 0.03
 """How much faster a plan with more stages must be: each waits for others, and holds weights of its own."""
 OTHER_POLICIES: tuple[Policy, ...] = ("zero-bubble", "gpipe")
 OTHER_ORDER_GAIN = 0.03

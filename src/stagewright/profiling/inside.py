@@ -35,7 +35,7 @@ SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
 NUM_LARGE = 3
 """So few are enough on links with a limit, and beyond four hosts every link is in two pairs."""
-IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 30.0, 2, 12
+IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 20.0, 2, 12
 """How long the model in one piece is timed on CPUs, in rounds over all batch sizes."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
