@@ -10,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,20 +24,20 @@ from stagewright.bench.entrants import add, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
 from stagewright.bench.rounds import batches_for, close_ones, fastest, stale_steps, steady, steps_for
-from stagewright.bench.speed import drift_of, pass_over, predict, slowed
+from stagewright.bench.speed import at_one_speed, predict, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, Lead, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
+from stagewright.profiling.pulse import BEAT, Timed
 from stagewright.rehearsal.slices import Slices, sliced_card
 from stagewright.runtime.hosts import HostError
 from stagewright.runtime.world import World
 from stagewright.schedule import Kind
 from stagewright.scheduling import make_schedule
 
-PASSES = {"hosts": [0, 1], "counted": [0], "rows": 4, "times": 1}
 SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
 
 
@@ -104,21 +105,24 @@ def test_whoever_hangs_on_a_card_goes_again(tmp_path: Path, monkeypatch: pytest.
 
     def launch(module: str, folder: Path, *_: object, **__: object) -> None:
         groups = json.loads((folder / "contest.json").read_text())["groups"]
-        asked.append([told["name"] for group in groups for told in group["contenders"]])
+        asked.append([told["name"] for group in groups for told in group])
         is_hung = bool(hangs.pop(0))
         through = asked[-1][:-1] if is_hung else asked[-1]
         if through:
             seen = {name: [1.0, 2.0] for name in through}
-            (folder / "times.json").write_text(json.dumps({"step_s": seen, "pass_s": []}))
+            (folder / "times.json").write_text(
+                json.dumps({"step_s": seen, "when": dict.fromkeys(seen, [[0.0, 1.0]] * 2)})
+            )
         if is_hung:
             raise HostError(0, 1, "a worker gave up")
 
     monkeypatch.setattr(rehearsed, "launch_in_hosts", launch)
     case = RehearsalCase(name="small", model="tiny-cnn", batch=16, slices=2, batch_sizes=(4, 8), plans=(Wanted(),) * 3)
-    groups = [{"contenders": [{"kind": kind, "name": kind}], "passes": False} for kind in ("each alone", "plan", "ddp")]
-    times = rehearsed.Bench(tmp_path, rounds=2).contest(case, Slices(2, {}), groups, None, tmp_path)
+    groups = [[{"kind": kind, "name": kind}] for kind in ("each alone", "plan", "ddp")]
+    times = rehearsed.Bench(tmp_path, rounds=2).contest(case, Slices(2, {}), groups, tmp_path)
     assert asked == [["each alone", "plan", "ddp"], ["ddp"], ["ddp"]]
     assert times["step_s"] == {name: [1.0, 2.0] for name in ("each alone", "plan", "ddp")}
+    assert times["when"].keys() == times["step_s"].keys()
 
 
 @pytest.mark.slow
@@ -133,8 +137,7 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
         {"kind": "pipelining", "name": "1F1B of 4", "family": "1F1B", "cuts": [2], "microbatches": 4},
     ]
     spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 2, "turn_s": 0.05, "cores": 1}
-    groups = {"groups": [{"contenders": contenders, "passes": True}], "pass": PASSES}
-    (tmp_path / "contest.json").write_text(json.dumps({**spec, **groups}))
+    (tmp_path / "contest.json").write_text(json.dumps({**spec, "groups": [contenders]}))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     module = ["-m", "stagewright.bench.contest", str(tmp_path)]
@@ -145,18 +148,17 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     times = json.loads((tmp_path / "times.json").read_text())
     assert {"single", "exact", "stale", "ddp"} < set(times["step_s"])
     assert len(times["step_s"]) == 6, "of a family the fastest stays"
-    assert len(times["pass_s"]) == 3 * 2, "before, amid and after the plans of each round"
-    assert min(times["pass_s"]) > 0
     assert all(len(values) == 2 and min(values) > 0 for values in times["step_s"].values())
-
-
-def test_a_slower_host_passes_too_but_does_not_count() -> None:
-    profile, cluster = chain_profile(two_workers()), find_cluster("hosts-4-mixed")
-    assert pass_over(profile, cluster) == {"hosts": [0, 1, 2, 3], "counted": [0, 1, 2], "rows": 8, "times": 1}
+    turns = sorted(turn for own in times["when"].values() for turn in own)
+    assert all(start < stop for start, stop in turns)
+    assert all(before[1] <= after[0] for before, after in pairwise(turns)), "one after the other"
+    for name, own in times["when"].items():
+        for seconds, (start, stop) in zip(times["step_s"][name], own):
+            assert seconds <= stop - start + 1e-6, name
 
 
 def test_as_many_contenders_are_in_memory_as_fit() -> None:
-    """Two hosts and a model of 1 GB: passes take 4 GB, the plan 3, DDP 8, the single process its own 3."""
+    """Two hosts and a model of 1 GB: the plan takes 3 GB, DDP 8, the single process its own 3."""
     plan = two_workers()
     profile = replace(chain_profile(plan), layers=tuple(
         replace(layer, parameter_bytes=int(1e9 / len(chain_profile(plan).layers)))
@@ -167,17 +169,17 @@ def test_as_many_contenders_are_in_memory_as_fit() -> None:
         {"kind": "ddp", "name": "ddp"},
     ]  # fmt: skip
 
-    def split(free_bytes: float) -> list[tuple[int, bool]]:
-        made = in_groups(told, profile, 2, free_bytes)
-        return [(len(group["contenders"]), group["passes"]) for group in made]
+    def split(free_bytes: float) -> list[int]:
+        return [len(group) for group in in_groups(told, profile, 2, free_bytes)]
 
-    assert split(math.inf) == [(3, True)]
-    assert split(16e9) == [(2, True), (1, False)], "passes stand around plans alone"
-    assert split(1e9) == [(1, False)] * 3
+    assert split(math.inf) == [3]
+    assert split(18e9) == [3]
+    assert split(16e9) == [2, 1]
+    assert split(1e9) == [1, 1, 1]
     pipes = [
         {"kind": "pipelining", "name": f"of {n}", "family": "pipe", "cuts": [1], "microbatches": n} for n in (2, 4)
     ]
-    assert [len(group["contenders"]) for group in in_groups(pipes, profile, 2, 1e9)] == [2], "a family is not parted"
+    assert [len(group) for group in in_groups(pipes, profile, 2, 1e9)] == [2], "a family is not parted"
     ddp, alone = {"kind": "ddp"}, {"kind": "pipelining", "cuts": [1]}
     assert held_bytes(ddp, profile, 2) / 2 == pytest.approx(4e9, rel=1e-6), "weight, momentum, buckets, the next ones"
     assert held_bytes(alone, profile, 2) == pytest.approx(3e9, rel=1e-6)
@@ -206,9 +208,9 @@ class Told(Clocked):
         super().__init__(lambda steps: None)
         self.left, self.steps = seconds, list[int]()
 
-    def turn(self, steps: int, world: World) -> float:
+    def turn(self, steps: int, world: World) -> Timed:
         self.steps.append(steps)
-        return self.left.pop(0)
+        return Timed(self.left.pop(0), 0.0, 1.0)
 
 
 def test_a_long_first_step_of_a_peer_is_its_first_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +227,7 @@ def test_a_long_first_step_of_a_peer_is_its_first_round(tmp_path: Path, monkeypa
     told += [{"kind": "pipelining", "name": name, "family": "slow"} for name in ("hopeless", "not tried")]
     times = Times()
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
-    take_turns(told, Contest(tmp_path, spec), world, times, passes=False)
+    take_turns(told, Contest(tmp_path, spec), world, times)
     assert times.step_s == {"long": [9.0, 8.0, 7.0], "short": [1.0, 1.1, 1.2], "known": [1.0, 2.0, 3.0]} | {
         "hopeless": [20.0, 21.0, 22.0]
     }
@@ -251,7 +253,7 @@ def test_plans_close_to_the_choice_go_on(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(contests, "RUN_ON_S", 30.0)
     spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 2, "turn_s": 2.0}
     world, times = World(0, 1, torch.device("cpu"), timedelta(seconds=10)), Times()
-    take_turns(told, Contest(tmp_path, spec), world, times, passes=False)
+    take_turns(told, Contest(tmp_path, spec), world, times)
     assert {name: len(seconds) for name, seconds in times.step_s.items()} == {
         "choice": 4, "rival": 4, "far": 2, "stale": 2,
     }  # fmt: skip
@@ -329,17 +331,19 @@ def test_a_slower_machine_is_predicted_to_take_as_many_times_as_long() -> None:
     """Compute alone: what crosses a wire takes as long as before."""
     plan, cluster = replace(two_workers(), num_microbatches=1), find_cluster("hosts-4")
     profile = chain_profile(plan)
-    assert predict(plan, profile, cluster, 3.0) == pytest.approx(3 * predict(plan, profile, cluster, 1.0), rel=1e-3)
+    usual_s = predict(plan, profile, cluster)
+    assert predict(plan, profile, cluster, 3.0) == pytest.approx(3 * usual_s, rel=1e-3)
+    made = at_one_speed((60.0, 10.0, 40.0), (3.0, 1.0, 2.0), plan, profile, cluster)
+    assert made == pytest.approx((20.0, 10.0, 20.0), rel=1e-3)
     assert slowed(profile, 3.0).model_s == (6.0,)
     assert slowed(profile, 3.0).layers[0].backward_s == (6.0,)
 
 
-def test_the_drift_of_a_case_is_the_median_of_its_passes() -> None:
-    profile = chain_profile(two_workers())
-    passes = {"rows": profile.batch_sizes[0]}
-    assert drift_of([2.0, 3.0, 9.0], passes, profile) == 1.5
-    assert drift_of([], passes, profile) == 1.0
-    assert drift_of([2.0], None, profile) == 1.0
+def test_the_drift_of_a_turn_is_that_of_the_pulse_meanwhile(tmp_path: Path) -> None:
+    beats = [(float(moment), 2.0 if moment < 40 else 3.0) for moment in range(80)]
+    (tmp_path / rehearsed.PULSE).write_bytes(b"".join(BEAT.pack(*beat) for beat in beats))
+    assert rehearsed.drifts_of([(0.0, 30.0), (50.0, 70.0)], tmp_path, 2.0) == [1.0, 1.5]
+    assert rehearsed.drifts_of([(0.0, 30.0)], tmp_path, None) == [1.0]
 
 
 def chain_profile(plan: Plan) -> Profile:
@@ -360,34 +364,35 @@ def result() -> CaseResult:
         Entry(name="single", step_s=(1.0, 1.0, 9.0)),
         Entry(name="torch DDP", step_s=(8.0,)),
         Entry(name="torch pipelining", step_s=(4.0,)),
-        Entry(name="3-1", step_s=(1.25,), predicted_s=1.0, is_chosen=True),
-        Entry(name="2-2", step_s=(1.0,), predicted_s=1.1),
+        Entry(name="3-1", step_s=(2.5,), even_s=(1.25,), predicted_s=1.0, is_chosen=True),
+        Entry(name="2-2", step_s=(2.0,), even_s=(1.0,), predicted_s=1.1),
     )
     return CaseResult(case="alexnet", batch=64, rounds=1, seconds=60.0, entries=entries)
 
 
 def test_the_table_says_how_everyone_stands() -> None:
     made = table([result()])
-    assert "| alexnet | **3-1** | 64.0 | 51.2 | −20.0 % | 6.40 | 3.20 | 80 % |" in made
-    assert "| alexnet | torch DDP |  | 8.0 |  | 1.00 | 0.50 | 12 % |" in made
+    assert "| alexnet | **3-1** | 64.0 | 51.2 | −20.0 % | 25.6 | 3.20 | 1.60 | 40 % |" in made
+    assert "| alexnet | torch DDP |  |  |  | 8.0 | 1.00 | 0.50 | 12 % |" in made
     assert "Predicted steps are 15.0% off on average and 20.0% at most (2 plans)." in made
     assert "reaches 80% or more of the best measured plan" in made
     assert "within 3% of it in 0 of 1, and may be for all that the rounds can tell (two standard errors) in 1." in made
-    assert "never below 3.20 (alexnet)" in made
+    assert "never below 1.60 (alexnet)" in made
 
 
 def test_a_peer_that_hung_is_told_and_the_rest_counts() -> None:
     left = tuple(entry for entry in result().entries if not entry.name.startswith("torch"))
     made = table([replace(result(), entries=left)])
-    assert "| alexnet | **3-1** | 64.0 | 51.2 | −20.0 % | – | – | 80 % |" in made
+    assert "| alexnet | **3-1** | 64.0 | 51.2 | −20.0 % | 25.6 | – | – | 40 % |" in made
     assert "No peer came through in alexnet: it hung." in made
 
 
 def test_plans_compare_round_by_round() -> None:
     """The machine becomes slower from round to round: medians of each alone would call them equal."""
-    choice = Entry(name="choice", step_s=(1.0, 2.0, 4.0), predicted_s=1.8, is_chosen=True)
-    other = Entry(name="other", step_s=(2.0, 1.8, 3.6), predicted_s=1.8)
-    stale = Entry(name="stale", step_s=(0.5, 0.5, 0.5), predicted_s=0.5, is_exact=False)
+    seconds, others, staler = (1.0, 2.0, 4.0), (2.0, 1.8, 3.6), (0.5, 0.5, 0.5)
+    choice = Entry(name="choice", step_s=seconds, even_s=seconds, predicted_s=1.8, is_chosen=True)
+    other = Entry(name="other", step_s=others, even_s=others, predicted_s=1.8)
+    stale = Entry(name="stale", step_s=staler, even_s=staler, predicted_s=0.5, is_exact=False)
     assert choice.median_s == other.median_s
     assert choice.error == pytest.approx(-0.1)
     assert other.against(choice) == pytest.approx(0.9)

@@ -21,7 +21,7 @@ def test_a_plan_with_more_stages_must_be_faster() -> None:
     assert simplest_of([deep, choice(3, 1.031)]) is deep
 
 
-def test_the_best_plan_of_few_stages_is_simulated_though_the_estimate_prefers_others() -> None:
+def test_the_best_plans_of_few_stages_are_simulated_though_the_estimate_prefers_others() -> None:
     leaders, nobody = Leaders(most=2), cast(Any, None)
 
     def offer(num_stages: int, step_s: float, first: int = 1) -> None:
@@ -34,4 +34,7 @@ def test_the_best_plan_of_few_stages_is_simulated_though_the_estimate_prefers_ot
     for num_stages, step_s, first in ((5, 1.0, 1), (5, 1.1, 2), (2, 2.0, 1), (2, 1.5, 2), (3, 1.2, 1), (6, 1.3, 1)):
         offer(num_stages, step_s, first)
     assert [step_s for step_s, _, _ in leaders.found] == [1.0, 1.1]
-    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.5, 1.2]
+    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.5, 2.0, 1.2]
+    for step_s, first in ((1.9, 1), (1.6, 3), (1.7, 4), (1.4, 2)):
+        offer(2, step_s, first)
+    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.4, 1.6, 1.7, 1.2], "three shapes of a number"

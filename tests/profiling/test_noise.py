@@ -7,16 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.profile import LayerProfile, Profile
-from stagewright.profiling.noise import evened_out, line_through, on_lines
+from stagewright.profiling.noise import line_through, on_lines
 
 SIZES = (4, 8, 16)
-
-
-def test_a_slow_round_over_all_batch_sizes_says_as_much_as_others() -> None:
-    """Each round is slower than the last, and one disturbed one size alone: shares know it, plain medians do not."""
-    rounds = [(1.0, 3.0), (4.0, 4.0), (4.0, 12.0)]
-    assert evened_out(rounds) == pytest.approx((2.0, 6.0))
-    assert [sorted(each)[1] for each in zip(*rounds)] == [4.0, 4.0]
 
 
 def test_times_on_a_line_stay_and_others_come_to_it() -> None:

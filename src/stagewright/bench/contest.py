@@ -4,9 +4,7 @@
     python -m stagewright.bench.contest FOLDER alone  the single process, which takes its turns outside of the hosts
 
 FOLDER/contest.json says what to run; worker 0 leaves FOLDER/times.json with each contender's seconds a step, round by
-round, and those of the passes over the model around the turns of plans, which tell how fast the machine was then:
-
-    single  pass  plan  plan  pass  plan  plan  pass  peer  peer        one round
+round, and from when to when these were.
 
 Few rounds tell plans apart that are far from each other. Exact ones that stay close to the planner's choice go on.
 """
@@ -42,7 +40,7 @@ from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.profiling.heap import give_back_freed_memory
-from stagewright.profiling.measured import time_model
+from stagewright.profiling.pulse import Pulse, Timed
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.flight import write_json
 from stagewright.runtime.settings import Settings
@@ -53,13 +51,11 @@ from stagewright.scheduling import make_schedule
 
 ALONE = "single"
 """The contender that runs outside of the hosts."""
-PASS_S = 0.6
-"""About how long the hosts pass over the model between turns."""
 LONG_STEP_S = 3.0
 """A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
 HOPELESS_S = 5.0
 """A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
-RUN_ON_S = 20.0
+RUN_ON_S = 30.0
 """How long exact plans go on that the rounds could not tell from the planner's choice."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
@@ -103,6 +99,13 @@ class Contest:
         path.unlink(missing_ok=True)  # what is mapped stays
         give_back_freed_memory()
 
+    def evened(self, times: Times) -> dict[str, list[float]]:
+        """By contender its seconds a step, in beats of the machine's pulse where there is one."""
+        if self.spec.get("pulse") is None:
+            return times.step_s
+        pulse = Pulse.load(Path(self.spec["pulse"]))
+        return {name: pulse.evened(turns, 1.0) for name, turns in times.turns.items()}
+
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """What all contenders compute on."""
@@ -115,13 +118,14 @@ class Clocked:
     def __init__(self, step: Step) -> None:
         self.step = step
 
-    def turn(self, steps: int, world: World) -> float:
+    def turn(self, steps: int, world: World) -> Timed:
         """Seconds a step of a turn in which all workers take part."""
         wait(world)
         started = time.perf_counter()
         self.step(steps)
         wait(world)
-        return (time.perf_counter() - started) / steps
+        stopped = time.perf_counter()
+        return Timed((stopped - started) / steps, started, stopped)
 
     def close(self) -> None:
         """Ends what runs in the background."""
@@ -153,12 +157,17 @@ class Ours(Clocked):
         self.done += number
         self.worker.figures.clear()
 
-    def turn(self, steps: int, world: World) -> float:
+    def turn(self, steps: int, world: World) -> Timed:
         if self.flushes:
             return super().turn(steps, world)
-        gaps = stale_steps(steps)
-        super().turn(batches_for(gaps, self.versions), world)
-        return mean(steady(self.worker.clock.step_s(), gaps, self.versions)) if self.takes_part else 0.0
+        wanted = stale_steps(steps)
+        whole = super().turn(batches_for(wanted, self.versions), world)
+        if not self.takes_part:
+            return whole
+        gaps = self.worker.clock.step_s()
+        counted = steady(gaps, wanted, self.versions)
+        stopped = whole.stop_s - sum(gaps[len(gaps) - self.versions + 1 :])  # then it drained
+        return Timed(mean(counted), stopped - sum(counted), stopped)
 
     def close(self) -> None:
         if self.takes_part:
@@ -175,39 +184,21 @@ def hosted_parameters(plan: Plan, model: Layered, worker: int) -> set[str]:
     return found
 
 
-class Pass:
-    """The whole model forward and backward on each host that profiled it, all at once, as often as it is told."""
-
-    def __init__(self, told: Spec, model: Layered) -> None:
-        self.hosts, self.counted, self.rows, self.times = (told[key] for key in ("hosts", "counted", "rows", "times"))
-        self.model = model
-
-    def turn(self, world: World) -> float:
-        """Seconds of one, the mean over the hosts that count: those like the one whose profile is used."""
-        wait(world)
-        seconds = time_model(self.model, self.rows, self.times) if world.worker in self.hosts else 0.0
-        self.model.model.zero_grad(set_to_none=True)
-        told = torch.tensor([seconds, 1.0]) * float(world.worker in self.counted)
-        if world.control is not None:
-            dist.all_reduce(told, group=world.control)
-        return float(told[0] / told[1])
-
-
 class Outside:
     """The single process, seen from the workers: worker 0 asks it for a turn through files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, 0
 
-    def turn(self, steps: int, world: World) -> float:
+    def turn(self, steps: int, world: World) -> Timed:
         wait(world)
-        seconds = 0.0
+        seconds, started = 0.0, time.perf_counter()
         if world.worker == 0:
             write_json(self.folder / f"asked-{self.number}.json", {"steps": steps})
             seconds = float(awaited(self.folder / f"answer-{self.number}.json")["seconds"])
         self.number += 1
         wait(world)
-        return seconds
+        return Timed(seconds, started, time.perf_counter())
 
 
 Contender = Clocked | Outside
@@ -248,14 +239,19 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
 
 @dataclass
 class Times:
-    """What worker 0 saw: by contender its seconds a step, and those of passes over the model meanwhile."""
+    """What worker 0 saw: by contender its turns."""
 
-    step_s: dict[str, list[float]] = field(default_factory=dict)
-    pass_s: list[float] = field(default_factory=list)
+    turns: dict[str, list[Timed]] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> dict[str, list[float]]:
+        """By contender its seconds a step."""
+        return {name: [each.seconds for each in turns] for name, turns in self.turns.items()}
 
     def save(self, path: Path) -> None:
         """Writes them down."""
-        write_json(path, {"step_s": self.step_s, "pass_s": self.pass_s})
+        when = {name: [(each.start_s, each.stop_s) for each in turns] for name, turns in self.turns.items()}
+        write_json(path, {"step_s": self.step_s, "when": when})
 
 
 def run_worker(contest: Contest) -> None:
@@ -266,9 +262,9 @@ def run_worker(contest: Contest) -> None:
         for group in contest.spec["groups"]:
             if contest.device == "cuda":
                 faulthandler.dump_traceback_later(CARD_PATIENCE_S, exit=True)
-            take_turns(group["contenders"], contest, world, times, passes=group["passes"])
+            take_turns(group, contest, world, times)
             faulthandler.cancel_dump_traceback_later()
-            if world.worker == 0 and any(told["kind"] == "alone" for told in group["contenders"]):
+            if world.worker == 0 and any(told["kind"] == "alone" for told in group):
                 write_json(contest.folder / "over.json", {})  # the single process ends, and others have its memory
             gc.collect()
             give_back_freed_memory()
@@ -276,23 +272,22 @@ def run_worker(contest: Contest) -> None:
         wait(world)
 
 
-def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Times, *, passes: bool) -> None:
+def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Times) -> None:
     """Adds the seconds a step of some contenders, round by round."""
     contenders, first = warmed_up_ones(told, contest, world)
     turn_s = contest.spec["turn_s"]
-    steps = {name: steps_for(seconds, turn_s) for name, seconds in first.items()}
+    steps = {name: steps_for(turn.seconds, turn_s) for name, turn in first.items()}
     for name, each in contenders.items():
-        times.step_s[name] = [first[name]] if first[name] > LONG_STEP_S and not isinstance(each, Ours) else []
-    sensor = Pass(contest.spec["pass"], contest.new_model()) if passes else None
+        times.turns[name] = [first[name]] if first[name].seconds > LONG_STEP_S and not isinstance(each, Ours) else []
     rounds = contest.spec["rounds"]
     for number in range(rounds):
-        one_round(number, contenders, steps, world, times, sensor)
+        one_round(number, contenders, steps, world, times)
         if world.worker == 0:
             times.save(contest.folder / "times.json")
-    names = told_by_first([] if world.worker else close_ones(told, times.step_s), world)
+    names = told_by_first([] if world.worker else close_ones(told, contest.evened(times)), world)
     close, started = {name: contenders[name] for name in names}, time.perf_counter()
     while close and agreed(time.perf_counter() - started, world) < RUN_ON_S:
-        one_round(rounds, close, steps, world, times, sensor)
+        one_round(rounds, close, steps, world, times)
         rounds += 1
     if world.worker == 0:
         times.save(contest.folder / "times.json")
@@ -307,44 +302,40 @@ def one_round(
     steps: Mapping[str, int],
     world: World,
     times: Times,
-    sensor: Pass | None,
 ) -> None:
-    """A turn of everyone who has none of this round yet, with passes before, amid and after those of plans."""
+    """A turn of everyone who has none of this round yet."""
     # Who comes after whom matters: so they change places.
-    order = [name for name in contenders if len(times.step_s[name]) <= number][:: -1 if number % 2 else 1]
-    plans = [name for name in order if isinstance(contenders[name], Ours)]
-    for name in order:
-        if sensor is not None and name in (plans[0], plans[len(plans) // 2]):
-            times.pass_s.append(sensor.turn(world))
-        times.step_s[name].append(contenders[name].turn(steps[name], world))
-        if sensor is not None and name == plans[-1]:
-            times.pass_s.append(sensor.turn(world))
+    for name in list(contenders)[:: -1 if number % 2 else 1]:
+        if len(times.turns[name]) <= number:
+            times.turns[name].append(contenders[name].turn(steps[name], world))
 
 
 def warmed_up_ones(
     told: Sequence[Spec], contest: Contest, world: World
-) -> tuple[dict[str, Contender], dict[str, float]]:
+) -> tuple[dict[str, Contender], dict[str, Timed]]:
     """The contenders that stay, and what their first steps took.
 
     Whoever is out goes at once: eight workers with all of them need more memory than most machines have.
     """
     contenders: dict[str, Contender] = {}
-    first: dict[str, float] = {}
+    first: dict[str, Timed] = {}
+    seconds: dict[str, float] = {}
     for one in told:
-        if any(first.get(other["name"], 0.0) > HOPELESS_S for other in told if family_of(other) == family_of(one)):
+        if any(seconds.get(other["name"], 0.0) > HOPELESS_S for other in told if family_of(other) == family_of(one)):
             continue
         made = contenders[one["name"]] = make_contender(one, contest, world)
         gc.collect()  # of its model a worker needs its own layers alone
         give_back_freed_memory()
         torch.set_num_threads(contest.spec.get("threads", 1))
         first[one["name"]] = warmed_up(made, world, one.get("expected_s"))
-        for lost in first.keys() - fastest([known for known in told if known["name"] in first], first):
+        seconds = {name: turn.seconds for name, turn in first.items()}
+        for lost in first.keys() - fastest([known for known in told if known["name"] in first], seconds):
             del contenders[lost], first[lost]
     return contenders, first
 
 
-def warmed_up(each: Contender, world: World, expected_s: float | None = None) -> float:
-    """Seconds of a contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
+def warmed_up(each: Contender, world: World, expected_s: float | None = None) -> Timed:
+    """A contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
 
     Where a step is long, that does not matter, and the first is enough. What is expected of a plan tells well enough
     how many steps fill a turn, and only the first is run.
@@ -352,9 +343,9 @@ def warmed_up(each: Contender, world: World, expected_s: float | None = None) ->
     if expected_s is not None and isinstance(each, Clocked):
         each.step(1)
         wait(world)
-        return expected_s
-    first = agreed(each.turn(1, world), world)
-    return first if first > LONG_STEP_S else agreed(each.turn(1, world), world)
+        return Timed(expected_s, 0.0, 0.0)
+    first = agreed_turn(each.turn(1, world), world)
+    return first if first.seconds > LONG_STEP_S else agreed_turn(each.turn(1, world), world)
 
 
 def told_by_first(names: list[str], world: World) -> list[str]:
@@ -363,6 +354,11 @@ def told_by_first(names: list[str], world: World) -> list[str]:
     if world.control is not None:
         dist.broadcast_object_list(told, 0, group=world.control)
     return told[0]
+
+
+def agreed_turn(turn: Timed, world: World) -> Timed:
+    """A turn with the seconds that worker 0 has measured."""
+    return turn._replace(seconds=agreed(turn.seconds, world))
 
 
 def agreed(seconds: float, world: World) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from stagewright.bench.baselines import has_deepspeed
 from stagewright.bench.contest import ALONE
 from stagewright.bench.memory import free_memory, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase
+from stagewright.bench.rounds import Told
 from stagewright.bench.verdict import DDP
 from stagewright.cluster import Cluster, DeviceId
 from stagewright.cost import Costs
@@ -104,10 +105,10 @@ def limit(case: RehearsalCase) -> dict[str, str]:
     return {"kind": "alone" if case.slices is None else "each alone", "name": ALONE}
 
 
-def groups(case: RehearsalCase, told: Sequence[Mapping[str, Any]], profile: Profile) -> list[dict[str, Any]]:
-    """Who is in memory at once; a card has not the memory for two, and keeps its speed without anyone looking."""
+def groups(case: RehearsalCase, told: Sequence[Told], profile: Profile) -> list[list[Told]]:
+    """Who is in memory at once; a card has not the memory for two."""
     if case.slices is not None:
-        return [{"contenders": [each], "passes": False} for each in told]
+        return [[each] for each in told]
     return list(in_groups(told, profile, len(case.hosts().hosts), free_memory()))
 
 

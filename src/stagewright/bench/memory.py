@@ -1,6 +1,6 @@
 """Which contenders of a comparison are in memory at once: as many as fit, in their order.
 
-passes, plan, plan, data parallel │ DDP, pipelining, pipelining        two groups, one after the other
+plan, plan, plan, data parallel │ DDP, pipelining, pipelining        two groups, one after the other
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from stagewright.bench.rounds import Told, family_of
 from stagewright.plan import Plan
@@ -25,19 +24,16 @@ WITH_BUCKETS = 4
 """Where DDP adds up: after its first step it makes its buckets anew, beside those that hold the gradients."""
 
 
-def in_groups(
-    contenders: Sequence[Told], profile: Profile, num_hosts: int, free_bytes: float
-) -> Iterator[dict[str, Any]]:
-    """The groups, each with its contenders and whether there is room for passes over the model between them.
+def in_groups(contenders: Sequence[Told], profile: Profile, num_hosts: int, free_bytes: float) -> Iterator[list[Told]]:
+    """The groups.
 
-    Passes need a model and its gradients on every host. Whoever finds no room beside them goes without, and whoever
-    is too large for any group is one by itself. A peer with several numbers of microbatches is a family, never parted.
-    Before a worker of a peer keeps its own layers, it has all of the model.
+    Whoever is too large for any is one by itself. A peer with several numbers of microbatches is a family, never
+    parted. Before a worker of a peer keeps its own layers, it has all of the model.
     """
     model_bytes = sum(layer.parameter_bytes for layer in profile.layers)
     left = USED_SHARE * free_bytes - FRAMEWORK_BYTES * (num_hosts + 1) - COPIES * model_bytes
     group: list[Told] = []
-    passes, held = True, 2.0 * num_hosts * model_bytes
+    held = 0.0
     for _, members in groupby(contenders, key=family_of):
         # Of a family the fastest stays: at most two are there at once.
         family = list(members)
@@ -45,19 +41,12 @@ def in_groups(
         is_peer = family[0]["kind"] not in ("plan", "alone")
         most = max(own, float(num_hosts * model_bytes)) if is_peer else own
         if group and held + most > left:
-            yield made(group, passes)
-            group, passes, held = [], True, 2.0 * num_hosts * model_bytes
-        if not group and held + most > left:
-            passes, held = False, 0.0
+            yield group
+            group, held = [], 0.0
         group += family
         held += own
     if group:
-        yield made(group, passes)
-
-
-def made(contenders: list[Told], has_room: bool) -> dict[str, Any]:
-    """A group; passes stand around plans alone."""
-    return {"contenders": contenders, "passes": has_room and any(each["kind"] == "plan" for each in contenders)}
+        yield group
 
 
 def held_bytes(told: Told, profile: Profile, num_hosts: int) -> float:

@@ -3,19 +3,19 @@
     python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out DIR [--short] [--case NAME …] [--results FILE]
 
 For each case hosts are emulated, the model's layers and the links are measured inside them, plans are searched with
-that, and all contenders take turns. Machines drift: before and after the turns of plans the hosts pass over the model
-as they did when they were profiled, and predictions are for the speed of that time. DIR keeps everything; a case that
-is there already is not run again.
+that, and all contenders take turns. Machines drift: a pulse beats beside the profile and beside the turns, and plans
+are brought to the speed of the profile. DIR keeps everything; a case that is there already is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -24,18 +24,19 @@ from typing import Any
 from stagewright.bench.contest import ALONE
 from stagewright.bench.entrants import candidates, groups, limit, peers
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite
-from stagewright.bench.speed import drift_of, pass_over, predict
+from stagewright.bench.rounds import Told
+from stagewright.bench.speed import at_one_speed, predict
 from stagewright.bench.verdict import CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, count
 from stagewright.errors import RunError, StagewrightError, UsageError
-from stagewright.profile import Profile
+from stagewright.profiling.pulse import Pulse, beating
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.forks import launch_in_hosts
-from stagewright.rehearsal.measuring import Request, measure_hosts
+from stagewright.rehearsal.measuring import Measured, Request, measure_hosts
 from stagewright.rehearsal.slices import sliced_card
 from stagewright.runtime.hosts import HostError, Hosts
 
-CONTEST = "stagewright.bench.contest"
+CONTEST, PULSE = "stagewright.bench.contest", "pulse.bin"
 TURN_S = 1.0
 """How long a turn is at least: neighbours see the same machine the better, the shorter their turns are."""
 SHORT_ROUNDS = 3
@@ -48,7 +49,7 @@ class Bench:
 
     def __init__(self, folder: Path, rounds: int) -> None:
         self.folder, self.rounds = folder, rounds
-        self.profiles: dict[str, tuple[Profile, Cluster]] = {}
+        self.known: dict[str, Measured] = {}
 
     def run(self, case: RehearsalCase) -> CaseResult:
         """The result of a case, from its folder where it was run before."""
@@ -59,93 +60,109 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         started = perf_counter()
         with emulated_hosts(case.hosts()) if case.slices is None else sliced_card(case.slices) as hosts:
-            profile, cluster = self.measured(case, hosts, folder)
+            profile, cluster, pulse_s = self.measured(case, hosts, folder)
+            assert profile is not None
             plans, chosen, expected = candidates(case, profile, cluster)
-            passes = pass_over(profile, cluster) if case.slices is None else None
             ours: list[dict[str, Any]] = [
                 {"kind": "plan", "name": name, "plan": plan.to_dict(), "expected_s": expected[name],
                  "is_chosen": name in chosen, "is_exact": plan.is_synchronous}
                 for name, plan in sorted(plans.items(), key=lambda item: not item[1].is_synchronous)
             ]  # fmt: skip
             told = [limit(case), *ours, *peers(case, profile, cluster)]
-            times = self.contest(case, hosts, groups(case, told, profile), passes, folder)
+            times = self.contest(case, hosts, groups(case, told, profile), folder)
         if len(times["step_s"].get(ALONE, ())) < self.rounds:
             raise RunError(f"{case.name}: the limit did not come through", f"see the logs under {folder}")
-        drift = drift_of(times["pass_s"], passes, profile)
-        entries = []
+        entries, drifts = [], [1.0]
         for name, rounds in times["step_s"].items():
             if len(rounds) < self.rounds:
                 continue  # it hung every time
             entry = Entry(name=name, step_s=tuple(rounds), is_chosen=name in chosen)
             if name in plans:
-                predicted_s = predict(plans[name], profile, cluster, drift)
-                entry = replace(entry, predicted_s=predicted_s, is_exact=plans[name].is_synchronous)
+                plan, own = plans[name], drifts_of(times["when"][name], folder, pulse_s)
+                entry = replace(
+                    entry, predicted_s=predict(plan, profile, cluster), is_exact=plan.is_synchronous,
+                    even_s=at_one_speed(rounds, own, plan, profile, cluster),
+                )  # fmt: skip
+                drifts += own
             entries.append(entry)
         result = CaseResult(
-            case=case.name, batch=case.batch, rounds=self.rounds, entries=tuple(entries), drift=drift,
+            case=case.name, batch=case.batch, rounds=self.rounds, entries=tuple(entries),
+            slowest=max(drifts), fastest=min(drifts),
             core_share=core_share(cluster) if case.slices is None else 1.0, seconds=perf_counter() - started,
         )  # fmt: skip
         result.save(done)
         return result
 
-    def measured(self, case: RehearsalCase, hosts: Hosts, folder: Path) -> tuple[Profile, Cluster]:
+    def measured(self, case: RehearsalCase, hosts: Hosts, folder: Path) -> Measured:
         """The profile and the cluster as the hosts showed them; layers are timed once for hosts of the same shares."""
         cluster = case.hosts()
         shares = [host.cpu_share for host in cluster.hosts]
         key = json.dumps([case.model, dict(case.options), case.batch_sizes, shares])
-        known = self.profiles.get(key)
+        known = self.known.get(key)
         sizes = () if known else case.batch_sizes
         request = Request(model=case.model, options=case.options, batch_sizes=sizes, device=case.device)
-        profile, found = measure_hosts(cluster, hosts, request, folder / "measured")
-        if profile is None:
-            assert known is not None
-            profile = known[0]
-            found = replace(found, hosts=tuple(map(same_devices, found.hosts, known[1].hosts)))
-        self.profiles[key] = (profile, found)
-        profile.save(folder / "profile.json")
-        found.save(folder / "cluster.yaml")
-        return profile, found
+        found = measure_hosts(cluster, hosts, request, folder / "measured")
+        if known is not None:
+            devices = tuple(map(same_devices, found.cluster.hosts, known.cluster.hosts))
+            found = known._replace(cluster=replace(found.cluster, hosts=devices))
+        self.known[key] = found
+        assert found.profile is not None
+        found.profile.save(folder / "profile.json")
+        found.cluster.save(folder / "cluster.yaml")
+        return found
 
     def contest(
         self,
         case: RehearsalCase,
         hosts: Hosts,
-        groups: Sequence[Mapping[str, Any]],
-        passes: Mapping[str, Any] | None,
+        groups: Sequence[Sequence[Told]],
         folder: Path,
     ) -> dict[str, Any]:
-        """Each contender's seconds a step, round by round, and those of the passes meanwhile.
+        """Each contender's seconds a step, round by round, and when these were.
 
         On a card contenders come one after the other. Where one hangs, those before it count, and the rest goes again.
         """
         spec = {
             "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
-            "turn_s": TURN_S, "cores": num_cores(case.hosts()), "groups": groups, "device": case.device, "pass": passes,
+            "turn_s": TURN_S, "cores": num_cores(case.hosts()), "groups": groups, "device": case.device,
         }  # fmt: skip
         times = one_go(case, hosts, spec, folder)
         for _ in range(MORE_GOES if case.slices is not None else 0):
             left = [group for group in groups if not self.is_through(group, times)]
             if left:
-                times["step_s"] |= one_go(case, hosts, {**spec, "groups": left}, folder)["step_s"]
+                more = one_go(case, hosts, {**spec, "groups": left}, folder)
+                times = {key: known | more[key] for key, known in times.items()}
         return times
 
-    def is_through(self, group: Mapping[str, Any], times: Mapping[str, Any]) -> bool:
+    def is_through(self, group: Sequence[Told], times: Mapping[str, Any]) -> bool:
         """Whether everyone in a group has had all turns."""
-        return all(len(times["step_s"].get(told["name"], ())) >= self.rounds for told in group["contenders"])
+        return all(len(times["step_s"].get(told["name"], ())) >= self.rounds for told in group)
+
+
+def drifts_of(when: Sequence[tuple[float, float]], folder: Path, pulse_s: float | None) -> list[float]:
+    """How many times as long as for the profile a beat took in each turn; a card's speed is its own."""
+    if pulse_s is None:
+        return [1.0] * len(when)
+    pulse = Pulse.load(folder / PULSE)
+    return [pulse.between(start, stop) / pulse_s for start, stop in when]
 
 
 def one_go(case: RehearsalCase, hosts: Hosts, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The times of a contest; on a card, where one hangs, of those before it."""
-    (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
     seen = folder / "times.json"
     seen.unlink(missing_ok=True)
-    with single_process(folder) if case.slices is None else nullcontext():
+    with ExitStack() as meanwhile:
+        pulse = meanwhile.enter_context(beating(folder / PULSE)) if case.device == "cpu" else None
+        told = {**spec, "pulse": None if pulse is None else os.fspath(pulse)}
+        (folder / "contest.json").write_text(json.dumps(told), encoding="utf-8")
+        if case.slices is None:
+            meanwhile.enter_context(single_process(folder))
         try:
             launch_in_hosts(CONTEST, folder, hosts, {"OMP_NUM_THREADS": "1"}, uses_card=case.device == "cuda")
         except HostError:
             if case.slices is None:
                 raise
-    times: dict[str, Any] = {"step_s": {}, "pass_s": []}
+    times: dict[str, Any] = {"step_s": {}, "when": {}}
     return json.loads(seen.read_text(encoding="utf-8")) if seen.exists() else times
 
 

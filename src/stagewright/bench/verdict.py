@@ -31,7 +31,9 @@ class Entry:
     name: str
     step_s: tuple[float, ...] = Field(min_length=1)
     predicted_s: float | None = None
-    """For the speed that the machine had; None for peers, which are not predicted."""
+    """For the speed of the profile; None for peers, which are not predicted."""
+    even_s: tuple[float, ...] = ()
+    """Its steps, had the machine been as fast as for the profile in every turn; none for peers."""
     is_chosen: bool = False
     """Whether it is the planner's own plan."""
     is_exact: bool = True
@@ -47,13 +49,18 @@ class Entry:
         return median(self.step_s)
 
     @property
+    def even_median_s(self) -> float:
+        """The median of its rounds at the speed of the profile."""
+        return median(self.even_s)
+
+    @property
     def error(self) -> float | None:
-        """The prediction against the measurement, as a share of it."""
-        return None if self.predicted_s is None else self.predicted_s / self.median_s - 1
+        """The prediction against the measurement, both at the speed of the profile, as a share of it."""
+        return None if self.predicted_s is None else self.predicted_s / self.even_median_s - 1
 
     def against(self, other: Entry) -> float:
-        """How many times as long as another's a step is, round by round."""
-        return times_as_long(self.step_s, other.step_s)
+        """How many times as long as another plan's a step is, round by round."""
+        return times_as_long(self.even_s, other.even_s)
 
 
 class Lead(NamedTuple):
@@ -87,8 +94,10 @@ class CaseResult(Saved):
     seconds: float = Field(ge=0)
     core_share: float = Field(default=1.0, gt=0)
     """The cores of the hosts together, against those of the single process."""
-    drift: float = Field(default=1.0, gt=0)
-    """How many times as long as in the profile a pass over the model took between the turns."""
+    slowest: float = Field(default=1.0, gt=0)
+    """How many times as long as for the profile a beat of the machine's pulse took, at most, in a turn of a plan."""
+    fastest: float = Field(default=1.0, gt=0)
+    """The same, at least."""
     entries: tuple[Entry, ...] = Field(min_length=1)
 
     def named(self, name: str) -> Entry:
@@ -119,7 +128,7 @@ class CaseResult(Saved):
         if chosen is None:
             return None
         best = min(own, key=lambda entry: entry.against(chosen))
-        return Lead(best.against(chosen), 0.0 if best is chosen else known_to(best.step_s, chosen.step_s))
+        return Lead(best.against(chosen), 0.0 if best is chosen else known_to(best.even_s, chosen.even_s))
 
 
 def rows(result: CaseResult) -> Iterator[str]:
@@ -127,10 +136,11 @@ def rows(result: CaseResult) -> Iterator[str]:
     for entry in sorted(result.entries, key=lambda entry: entry.median_s):
         step = entry.median_s
         predicted = f"{result.batch / entry.predicted_s:,.1f}" if entry.predicted_s is not None else ""
+        even = f"{result.batch / entry.even_median_s:,.1f}" if entry.is_ours else ""
         error = "" if entry.error is None else f"{entry.error:+.1%}".replace("-", "−").replace("%", " %")
         name = f"**{entry.name}**" if entry.is_chosen else entry.name
         cells = (
-            result.case, name, predicted, f"{result.batch / step:,.1f}", error, against(result.ddp_s, step),
+            result.case, name, predicted, even, error, f"{result.batch / step:,.1f}", against(result.ddp_s, step),
             against(result.peer_s, step), f"{result.limit_s / step:.0%}".replace("%", " %"),
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
@@ -147,8 +157,9 @@ def table(results: Sequence[CaseResult]) -> str:
         "case",
         "plan",
         "predicted images/s",
-        "measured",
+        "measured at the profile's speed",
         "error of the step",
+        "measured",
         "× DDP",
         "× best peer",
         "of the limit",
@@ -173,11 +184,12 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     if stands:
         yield f"Against the best peer: never below {min(stands)[0]:.2f} ({min(stands)[1]})."
     yield from (f"No peer came through in {each.case}: it hung." for each in results if each.peer_s is None)
-    drifts = [result.drift for result in results]
-    yield (
-        f"Around the turns of plans a pass over the model took {min(drifts):.2f} to {max(drifts):.2f} times as long as "
-        "in the profile (medians of the cases); a case's predictions are for the speed that it had."
-    )
+    slowest, fastest = max(each.slowest for each in results), min(each.fastest for each in results)
+    if slowest > fastest:
+        yield (
+            f"In the turns of plans a beat of the machine's pulse took {fastest:.2f} to {slowest:.2f} times as long as "
+            "for the profile; predictions, and plans with each other, are compared at the profile's speed."
+        )
     yield f"{sum(result.seconds for result in results) / 60:.0f} minutes in all."
 
 

@@ -3,7 +3,8 @@
     table[cut] = for (devices used, group in front, stages so far) the labels that none other beats in every field
 
 Labels grow from the last stage to the first. One is dropped only where another is no worse in every field, or where it
-already takes longer than a whole plan: so what is found at cut 0 is the optimum of the space.
+already takes longer than a whole plan: so what is found at cut 0 is the optimum of the space. Plans of one or two
+stages that are a little slower come along, for whoever looks closer.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class Placed(NamedTuple):
 
 Found = tuple[float, tuple[Placed, ...], Estimator]
 """What the estimate says of a plan, its stages, and who said it."""
-SHALLOW = 4
-"""Up to so many stages the best plan of each number is kept."""
+SHALLOW, SHAPES = 4, 3
+"""Up to so many stages the best plans of each number are kept, of so many shapes."""
+PLAIN, PLAIN_SLACK = 2, 1.15
+"""Up to so many stages a plan counts even where it is estimated to take so many times as long as the best."""
 
 
 @dataclass
@@ -40,8 +43,8 @@ class Leaders:
     most: int = 8
     looked_at: int = 0
     found: list[Found] = field(default_factory=list)
-    shallow: dict[int, Found] = field(default_factory=dict)
-    """Of few stages the best plan of each number, even where it is not among the best of all."""
+    shallow: dict[int, list[Found]] = field(default_factory=dict)
+    """Of few stages the best plans of each number, even where they are not among the best of all."""
 
     @property
     def bound(self) -> float:
@@ -56,21 +59,27 @@ class Leaders:
 
     def offer(self, step_s: float, stages: tuple[Placed, ...], estimator: Estimator) -> None:
         """Keeps a plan if it is among the best; of plans with equal shape only the best."""
-        depth = len(stages)
-        if depth <= SHALLOW and (depth not in self.shallow or step_s < self.shallow[depth][0]):
-            self.shallow[depth] = (step_s, stages, estimator)
-        if len(self.found) >= self.most and step_s >= self.found[-1][0]:
-            return
-        shape = shape_of(stages)
-        for place, (known_s, known, _) in enumerate(self.found):
-            if shape_of(known) == shape:
-                if known_s <= step_s:
-                    return
-                del self.found[place]
-                break
-        self.found.append((step_s, stages, estimator))
-        self.found.sort(key=lambda entry: (entry[0], len(entry[1]), entry[1]))
-        del self.found[self.most :]
+        fresh = (step_s, stages, estimator)
+        if len(stages) <= SHALLOW:
+            keep(self.shallow.setdefault(len(stages), []), SHAPES, fresh)
+        keep(self.found, self.most, fresh)
+
+
+def keep(found: list[Found], most: int, fresh: Found) -> None:
+    """Adds a plan to the best, of which there are at most so many, the fastest first; of equal shapes one alone."""
+    step_s, stages, _ = fresh
+    if len(found) >= most and step_s >= found[-1][0]:
+        return
+    shape = shape_of(stages)
+    for place, (known_s, known, _) in enumerate(found):
+        if shape_of(known) == shape:
+            if known_s <= step_s:
+                return
+            del found[place]
+            break
+    found.append(fresh)
+    found.sort(key=lambda entry: (entry[0], len(entry[1]), entry[1]))
+    del found[most:]
 
 
 def shape_of(stages: Sequence[Placed]) -> Shape:
@@ -125,7 +134,7 @@ def _grow(
             if part is None:
                 continue
             label = estimator.extend(entry.label, between, part)
-            if estimator.total(label, later + 1) > leaders.bound:
+            if estimator.total(label, later + 1) > leaders.bound * (PLAIN_SLACK if later < PLAIN else 1.0):
                 if len(devices) == 1:
                     break  # a stage that begins even earlier takes longer still
                 continue  # with a reduction it may not: more bytes make more buckets, which may overlap better

@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 
 from stagewright.models import Layered, build_model
-from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.links import all_at_once, bounce, bounce_pairs
 from stagewright.profiling.measured import make_profile, time_model
-from stagewright.profiling.noise import evened_out
+from stagewright.profiling.pulse import Pulse, Timed, evened_median
 
 ALL_PAIRS = 4
 """Up to so many hosts every pair is measured; beyond, each host and the one after it."""
@@ -35,7 +34,7 @@ SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
 NUM_LARGE = 3
 """So few are enough on links with a limit, and beyond four hosts every link is in two pairs."""
-IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 20.0, 2, 12
+IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 16.0, 2, 12
 """How long the model in one piece is timed on CPUs, in rounds over all batch sizes."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
@@ -85,26 +84,36 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
         return found
     model = build_model(asked["model"], device=asked["device"], **asked["options"])
     if rank in asked["profiles"]:
-        started = perf_counter()
-        found["model_s"] = profile_here(folder, asked, rank, model)
-        found["seconds"] = perf_counter() - started
+        found |= profile_here(folder, asked, rank, model)
     elif rank in asked["busy"]:
         found["model_s"] = pass_until_others_are_done(folder, asked, model)
     dist.barrier()
     return found
 
 
-def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> float:
-    """Profiles the model while other hosts are as busy, so that all see full cores; seconds of the largest pass."""
+def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> dict[str, float]:
+    """Profiles the model while other hosts are as busy, so that all see full cores.
+
+    Returns the seconds of the largest pass, and those that a beat of the machine's pulse took meanwhile.
+    """
     profile = make_profile(
         model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"], warm_up=WARM_UP
     )
+    told: dict[str, float] = {}
     if asked["device"] == "cpu":
         times = min(max(round(IN_ROUNDS_S / sum(profile.model_s)), FEWEST_ROUNDS), MOST_ROUNDS)
-        rounds = [[time_model(model, rows) for rows in profile.batch_sizes] for _ in range(times)]
-        profile = replace(profile, model_s=evened_out(rounds))
+        rounds = [[timed_pass(model, rows) for rows in profile.batch_sizes] for _ in range(times)]
+        pulse = Pulse.load(Path(asked["pulse"]))
+        usual_s = told["pulse_s"] = pulse.between(rounds[0][0].start_s, rounds[-1][-1].stop_s)
+        profile = replace(profile, model_s=tuple(median(pulse.evened(of_size, usual_s)) for of_size in zip(*rounds)))
     profile.save(folder / f"inside-{rank}.profile.json")
-    return profile.model_s[-1]
+    return told | {"model_s": profile.model_s[-1]}
+
+
+def timed_pass(model: Layered, rows: int) -> Timed:
+    """A pass over the model, and when it was."""
+    started = perf_counter()
+    return Timed(time_model(model, rows), started, perf_counter())
 
 
 def pass_until_others_are_done(folder: Path, asked: Mapping[str, Any], model: Layered) -> float:
@@ -115,16 +124,10 @@ def pass_until_others_are_done(folder: Path, asked: Mapping[str, Any], model: La
     """
     rows = asked["batch_sizes"][-1]
     time_model(model, rows)  # the first time takes memory
-    found = [time_model(model, rows)]
+    found = [timed_pass(model, rows)]
     while not all((folder / f"inside-{other}.profile.json").exists() for other in asked["profiles"]):
-        found.append(time_model(model, rows))
-    return median(found)
-
-
-def pass_rows(profile: Profile, seconds: float) -> int:
-    """The largest of a profile's batch sizes with which a pass over the model takes no longer, or the smallest."""
-    fitting = [rows for rows, spent in zip(profile.batch_sizes, profile.model_s) if spent <= seconds]
-    return max(fitting, default=profile.batch_sizes[0])
+        found.append(timed_pass(model, rows))
+    return evened_median(found, Pulse.load(Path(asked["pulse"])) if asked["pulse"] else None)
 
 
 def middle(values: Sequence[float]) -> float:

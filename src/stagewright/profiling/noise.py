@@ -1,29 +1,18 @@
 """Profiles of cores that others use too: for seconds they are a fifth slower or faster, whatever layer runs.
 
-All samples count together: rounds give a batch size its share, the model in one piece gives its layers their sum, and
-all batch sizes give a layer its line.
+All samples count together: the model in one piece gives its layers their sum, and all batch sizes give a layer its
+line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 import numpy as np
 
 from stagewright.profile import Profile
 from stagewright.profiling.measured import layers_against_model
-
-
-def evened_out(rounds: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Seconds for each batch size out of rounds over all of them.
-
-    What counts of a size is its share of its rounds: a round that was slow as a whole says as much as others do.
-    """
-    usual_s = median(map(sum, rounds))
-    shares = [[seconds / sum(each) for seconds in each] for each in rounds]
-    return tuple(usual_s * median(of_size) for of_size in zip(*shares))
 
 
 def added_up(profile: Profile) -> Profile:

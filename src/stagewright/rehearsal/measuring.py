@@ -6,22 +6,24 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.cluster import Cluster
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.inside import middle
 from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
 from stagewright.profiling.noise import added_up, on_lines
+from stagewright.profiling.pulse import beating
 from stagewright.rehearsal.forks import launch_in_hosts
 from stagewright.rehearsal.slices import SLICE
 from stagewright.runtime.hosts import Hosts
 from stagewright.runtime.transport.staged import STRANDS
 
-SAMPLES = 4
+SAMPLES = 6
 """How often each layer is timed, by all hosts that are like the first together; the model in one piece more often."""
 CARD_CORES = 0.1
 """About what a worker's card keeps busy of the host's cores: handing work over."""
@@ -40,7 +42,17 @@ class Request:
     links: bool = True
 
 
-def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path) -> tuple[Profile | None, Cluster]:
+class Measured(NamedTuple):
+    """What hosts showed."""
+
+    profile: Profile | None
+    """None where none was asked for."""
+    cluster: Cluster
+    pulse_s: float | None
+    """What a beat of the machine's pulse took while layers were timed; None on cards, whose speed is their own."""
+
+
+def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path) -> Measured:
     """The model's profile on the first host's device, and the cluster with what its hosts and links showed.
 
     As many hosts compute at once as the machine has cores for: then each has what it wants, and memory and caches are
@@ -56,15 +68,18 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
         "bytes_per_s": min(link.bytes_per_s for link in cluster.links), "device": request.device,
         "strands": STRANDS if is_sliced(cluster) else 0,
     }  # fmt: skip
-    (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
-    threads = {"OMP_NUM_THREADS": str(request.threads)}
-    launch_in_hosts("stagewright.profiling.inside", folder, hosts, threads, uses_card=request.device == "cuda")
+    threads, uses_card = {"OMP_NUM_THREADS": str(request.threads)}, request.device == "cuda"
+    with nullcontext() if uses_card else beating(folder / "pulse.bin") as pulse:
+        asked["pulse"] = None if pulse is None else os.fspath(pulse)
+        (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
+        launch_in_hosts("stagewright.profiling.inside", folder, hosts, threads, uses_card=uses_card)
     told = [json.loads((folder / f"inside-{n}.json").read_text(encoding="utf-8")) for n in range(len(cluster.hosts))]
     found = with_cores(with_links(cluster, told), told, request)
     if not request.batch_sizes:
-        return None, found
+        return Measured(None, found, None)
     profile = average([Profile.load(folder / f"inside-{number}.profile.json") for number in profiled])
-    return profile, with_speeds(found, {number: told[number]["model_s"] for number in busy})
+    found = with_speeds(found, {number: told[number]["model_s"] for number in busy})
+    return Measured(profile, found, None if uses_card else median(told[number]["pulse_s"] for number in profiled))
 
 
 def busy_together(cluster: Cluster) -> list[int]:

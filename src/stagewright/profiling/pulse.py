@@ -1,0 +1,120 @@
+"""The pulse of a machine: how long one small piece of work takes on each of its cores, thirty times a second.
+
+    python pulse.py FILE CORE        adds the beats of a core to a file until it is ended
+
+Cores of a virtual machine are a fifth slower or faster for seconds, whatever runs on them. A pulse beats beside what is
+measured and takes 2 % of each core; what was measured while it was slow was slow itself:
+
+    work     ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇        a pass over AlexNet, over the pulse meanwhile: within 3 % in every
+    pulse    │  │  │   │   │   │  │  │         two seconds, where passes alone scatter by 6 to 13 %
+
+It runs as a script and stands on nothing but numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+REST_S = 0.03
+SIDE, PRODUCTS = 192, 3
+"""A beat: so many products of square matrices of that many rows. They fit into a core's own cache, but come cold."""
+BEAT = struct.Struct("<dd")
+"""When it was, by the clock that all processes of a machine share, and the processor's seconds that it took."""
+FEWEST = 10
+"""So many beats tell the speed of a time; where fewer fell into it, those around it count too."""
+CUT_SHARE = 0.1
+"""Of the beats of a time the longest and the shortest do not count, so many of each."""
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class Timed(NamedTuple):
+    """What something took, and from when to when."""
+
+    seconds: float
+    start_s: float
+    stop_s: float
+
+
+class Pulse:
+    """The beats of all cores, in the order of time."""
+
+    def __init__(self, moments_s: Sequence[float], beats_s: Sequence[float]) -> None:
+        order = np.argsort(moments_s)
+        self.moments_s, self.beats_s = np.asarray(moments_s)[order], np.asarray(beats_s)[order]
+
+    @classmethod
+    def load(cls, path: Path) -> Pulse:
+        """The beats in a file so far."""
+        data = path.read_bytes()
+        beats = list(BEAT.iter_unpack(data[: len(data) // BEAT.size * BEAT.size]))
+        return cls([moment for moment, _ in beats], [seconds for _, seconds in beats])
+
+    def between(self, start_s: float, stop_s: float) -> float:
+        """Seconds of a beat at that time, the mean without the longest and the shortest."""
+        first, last = np.searchsorted(self.moments_s, (start_s, stop_s))
+        while last - first < FEWEST and (first > 0 or last < len(self.beats_s)):
+            first, last = max(first - 1, 0), min(last + 1, len(self.beats_s))
+        beats = np.sort(self.beats_s[first:last])
+        cut = int(len(beats) * CUT_SHARE)
+        return float(beats[cut : len(beats) - cut].mean())
+
+    def evened(self, samples: Iterable[Timed], usual_s: float) -> list[float]:
+        """Seconds of each sample, had a beat meanwhile taken what it usually does."""
+        return [each.seconds * usual_s / self.between(each.start_s, each.stop_s) for each in samples]
+
+
+def evened_median(samples: Sequence[Timed], pulse: Pulse | None) -> float:
+    """The median of samples of one thing, at the speed that the machine had on the whole while they were taken."""
+    if pulse is None:
+        return median(each.seconds for each in samples)
+    return median(pulse.evened(samples, pulse.between(samples[0].start_s, samples[-1].stop_s)))
+
+
+@contextmanager
+def beating(path: Path) -> Iterator[Path]:
+    """A file to which the beats of all cores that this process may use are added meanwhile."""
+    from stagewright.runtime.stem import follow_parent
+
+    path.write_bytes(b"")
+    beaters = [
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, os.fspath(path), str(core)], env={**os.environ, **ONE_THREAD},
+            preexec_fn=follow_parent,
+        )
+        for core in sorted(os.sched_getaffinity(0))
+    ]  # fmt: skip
+    try:
+        yield path
+    finally:
+        for beater in beaters:
+            beater.kill()
+            beater.wait()
+
+
+def beat(path: str, core: int) -> None:
+    """Beats on a core for as long as this process lives."""
+    os.sched_setaffinity(0, {core})
+    left, right = np.random.default_rng(0).random((2, SIDE, SIDE), dtype=np.float32)
+    made = left @ right
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    while True:
+        time.sleep(REST_S)
+        moment, before = time.perf_counter(), time.thread_time()
+        for _ in range(PRODUCTS):
+            np.matmul(left, right, out=made)
+        os.write(file, BEAT.pack(moment, time.thread_time() - before))
+
+
+if __name__ == "__main__":
+    beat(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,55 @@
+"""The pulse of a machine: its beats, and what they make of what was measured meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from stagewright.profiling.pulse import BEAT, FEWEST, Pulse, Timed, beating, evened_median
+
+
+def test_every_core_beats_until_the_end(tmp_path: Path) -> None:
+    wanted = 5 * len(os.sched_getaffinity(0))
+    with beating(tmp_path / "pulse.bin") as path:
+        until = time.monotonic() + 60
+        started = time.perf_counter()
+        while path.stat().st_size < wanted * BEAT.size and time.monotonic() < until:
+            time.sleep(0.05)
+        stopped = time.perf_counter()
+    pulse = Pulse.load(path)
+    assert len(pulse.beats_s) >= wanted
+    assert all(started <= moment <= stopped for moment in pulse.moments_s), "one clock for all"
+    assert 0 < pulse.between(started, stopped) < 0.1
+    size = path.stat().st_size
+    time.sleep(0.2)
+    assert path.stat().st_size == size, "none beats on"
+
+
+def test_what_was_slow_with_the_pulse_was_not_slow_itself() -> None:
+    """The machine is half as fast from second 10 on; a pass takes 3 s then, and 1.5 s before."""
+    pulse = Pulse([n / 10 for n in range(200)], [1.0] * 100 + [2.0] * 100)
+    samples = [Timed(1.5, 0.0, 1.5), Timed(3.0, 12.0, 15.0), Timed(3.0, 15.0, 18.0)]
+    assert pulse.evened(samples, 1.0) == pytest.approx([1.5, 1.5, 1.5])
+    usual_s = pulse.between(0.0, 18.0)
+    assert 1.0 < usual_s < 2.0
+    assert evened_median(samples, pulse) == pytest.approx(1.5 * usual_s)
+    assert evened_median(samples, None) == 3.0
+
+
+def test_single_beats_that_were_disturbed_do_not_count() -> None:
+    pulse = Pulse(range(20), [1.0] * 18 + [50.0, 0.1])
+    assert pulse.between(0.0, 20.0) == 1.0
+
+
+def test_a_short_time_has_the_beats_around_it() -> None:
+    pulse = Pulse([3.0, 1.0, 2.0, *range(4, 40)], [5.0, 5.0, 5.0, *[1.0] * 36])
+    assert pulse.between(1.0, 1.5) == pytest.approx(pulse.between(0.0, FEWEST + 1.0))
+    assert pulse.between(30.0, 30.1) == 1.0
+
+
+def test_a_torn_beat_at_the_end_is_none(tmp_path: Path) -> None:
+    (tmp_path / "pulse.bin").write_bytes(BEAT.pack(1.0, 2.0) + b"torn")
+    assert Pulse.load(tmp_path / "pulse.bin").beats_s.tolist() == [2.0]
