@@ -40,11 +40,10 @@ from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.profiling.heap import give_back_freed_memory
-from stagewright.profiling.pulse import Pulse, Timed
+from stagewright.profiling.pulse import Timed
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.flight import write_json
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
@@ -55,7 +54,7 @@ LONG_STEP_S = 3.0
 """A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
 HOPELESS_S = 5.0
 """A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
-RUN_ON_S = 30.0
+RUN_ON_S = 20.0
 """How long exact plans go on that the rounds could not tell from the planner's choice."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
@@ -99,13 +98,6 @@ class Contest:
         path.unlink(missing_ok=True)  # what is mapped stays
         give_back_freed_memory()
 
-    def evened(self, times: Times) -> dict[str, list[float]]:
-        """By contender its seconds a step, in beats of the machine's pulse where there is one."""
-        if self.spec.get("pulse") is None:
-            return times.step_s
-        pulse = Pulse.load(Path(self.spec["pulse"]))
-        return {name: pulse.evened(turns, 1.0) for name, turns in times.turns.items()}
-
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """What all contenders compute on."""
@@ -145,8 +137,6 @@ class Ours(Clocked):
         settings = Settings(device=contest.device)
         model = contest.new_model(hosted_parameters(plan, contest.kept, world.worker))
         self.worker = Worker(schedule, model, used, settings, make_optimizer=make_optimizer, feed=feed)
-        if self.takes_part:
-            warm_up(self.worker)
         self.worker.on_update = lambda batch: self.worker.clock.mark()
         self.done, self.flushes, self.versions = 0, plan.is_synchronous, max(plan.versions)
 
@@ -284,7 +274,7 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
         one_round(number, contenders, steps, world, times)
         if world.worker == 0:
             times.save(contest.folder / "times.json")
-    names = told_by_first([] if world.worker else close_ones(told, contest.evened(times)), world)
+    names = told_by_first([] if world.worker else close_ones(told, times.step_s), world)
     close, started = {name: contenders[name] for name in names}, time.perf_counter()
     while close and agreed(time.perf_counter() - started, world) < RUN_ON_S:
         one_round(rounds, close, steps, world, times)

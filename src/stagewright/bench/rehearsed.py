@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,12 +148,12 @@ def drifts_of(when: Sequence[tuple[float, float]], folder: Path, pulse_s: float 
 
 def one_go(case: RehearsalCase, hosts: Hosts, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The times of a contest; on a card, where one hangs, of those before it."""
+    (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
     seen = folder / "times.json"
     seen.unlink(missing_ok=True)
     with ExitStack() as meanwhile:
-        pulse = meanwhile.enter_context(beating(folder / PULSE)) if case.device == "cpu" else None
-        told = {**spec, "pulse": None if pulse is None else os.fspath(pulse)}
-        (folder / "contest.json").write_text(json.dumps(told), encoding="utf-8")
+        if case.device == "cpu":
+            meanwhile.enter_context(beating(folder / PULSE))
         if case.slices is None:
             meanwhile.enter_context(single_process(folder))
         try:

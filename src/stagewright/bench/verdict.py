@@ -59,8 +59,8 @@ class Entry:
         return None if self.predicted_s is None else self.predicted_s / self.even_median_s - 1
 
     def against(self, other: Entry) -> float:
-        """How many times as long as another plan's a step is, round by round."""
-        return times_as_long(self.even_s, other.even_s)
+        """How many times as long as another's a step is, round by round."""
+        return times_as_long(self.step_s, other.step_s)
 
 
 class Lead(NamedTuple):
@@ -128,7 +128,7 @@ class CaseResult(Saved):
         if chosen is None:
             return None
         best = min(own, key=lambda entry: entry.against(chosen))
-        return Lead(best.against(chosen), 0.0 if best is chosen else known_to(best.even_s, chosen.even_s))
+        return Lead(best.against(chosen), 0.0 if best is chosen else known_to(best.step_s, chosen.step_s))
 
 
 def rows(result: CaseResult) -> Iterator[str]:
@@ -188,7 +188,7 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     if slowest > fastest:
         yield (
             f"In the turns of plans a beat of the machine's pulse took {fastest:.2f} to {slowest:.2f} times as long as "
-            "for the profile; predictions, and plans with each other, are compared at the profile's speed."
+            "for the profile; predictions are compared with steps at the profile's speed."
         )
     yield f"{sum(result.seconds for result in results) / 60:.0f} minutes in all."
 

@@ -33,8 +33,8 @@ BEAT = struct.Struct("<dd")
 """When it was, by the clock that all processes of a machine share, and the processor's seconds that it took."""
 FEWEST = 10
 """So many beats tell the speed of a time; where fewer fell into it, those around it count too."""
-CUT_SHARE = 0.1
-"""Of the beats of a time the longest and the shortest do not count, so many of each."""
+CUT_SHARE = 0.25
+"""Of the beats of a time the longest and the shortest do not count, so many of each: some take ten times as long."""
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 

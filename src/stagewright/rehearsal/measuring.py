@@ -23,7 +23,7 @@ from stagewright.rehearsal.slices import SLICE
 from stagewright.runtime.hosts import Hosts
 from stagewright.runtime.transport.staged import STRANDS
 
-SAMPLES = 6
+SAMPLES = 4
 """How often each layer is timed, by all hosts that are like the first together; the model in one piece more often."""
 CARD_CORES = 0.1
 """About what a worker's card keeps busy of the host's cores: handing work over."""
