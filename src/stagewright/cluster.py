@@ -107,6 +107,9 @@ class Cluster(Saved):
     """How many CPU cores all hosts share, where one machine emulates them; None: each device has its own."""
     core_s_per_byte: float = Field(default=0.0, ge=0)
     """What a core spends on a byte at each end of a transfer; matters where hosts share cores."""
+    core_loss: float = Field(default=0.0, ge=0, lt=0.5)
+    """The part of their work that shared cores lose while each has several devices to run; twice as much is lost while
+    some have only one, for nobody fills its core when it waits for another."""
     connection_bytes_per_s: float | None = Field(default=None, gt=0)
     """What one connection between two hosts carries at most, however fast their links are: a transfer has one, a
     collective several."""

@@ -58,6 +58,8 @@ class Cores:
 
     UNIT_S = 1e-9
     """A byte's work where transfers cost no core anything."""
+    FILLED = 0.6
+    """The part of its share that a host spends on a collective, however little work that is."""
 
     def __init__(self, cluster: Cluster, first: int) -> None:
         self.unit_s = cluster.core_s_per_byte or self.UNIT_S
@@ -88,13 +90,17 @@ class Cores:
         return (*ends, (self.of_all, 2))
 
     def filled(self, loads: Mapping[int, int], rate: float) -> dict[int, int]:
-        """A collective's loads, with hosts' shares full at its rate.
+        """A collective's loads, with hosts' shares more than half full at its rate.
 
         A host that has used up its share of a period handles no message before the next, and all others in the ring
-        wait for it: between hosts with a quarter of a core, of an all-reduce that backward should hide two thirds came
-        after it. So such a host reduces or computes, one at a time.
+        wait for it: between hosts with a quarter of a core, of all-reduces that backward should hide a half to two
+        thirds came after it.
         """
-        full = {link: int(self.rates[link - self.first] / rate) for link in self.of_host.values() if link in loads}
+        full = {
+            link: int(self.FILLED * self.rates[link - self.first] / rate)
+            for link in self.of_host.values()
+            if link in loads
+        }
         return {link: max(load, full.get(link, 0)) for link, load in loads.items()}
 
     def crowded(self, id: DeviceId, computing: Sequence[DeviceId]) -> float:
@@ -108,7 +114,13 @@ class Cores:
             if want > level:
                 break
             left, level = left - want, want
-        return min(1.0, level / self.wanted(id))
+        return min(1.0, level * self.kept(len(wants)) / self.wanted(id))
+
+    def kept(self, computing: int) -> float:
+        """What the machine's cores get done while so many devices compute, against what they could."""
+        if self.cluster.cores is None or self.of_host or computing < 2:
+            return 1.0
+        return 1 - self.cluster.core_loss * (1 if computing >= 2 * self.cluster.cores else 2)
 
     def share(self, computing: Sequence[DeviceId]) -> float:
         """The share of the machine's cores that some devices keep busy, at most 1; 0 where no cores are shared."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 Loads = tuple[tuple[int, int], ...]
 """(directed link, edges on it), link by link."""
@@ -34,11 +34,21 @@ class Flow:
         """What its bytes are, for whoever started it."""
 
 
+class Crowded(NamedTuple):
+    """A link whose rate falls when many load it: a machine's cores."""
+
+    link: int
+    kept: Callable[[int], float]
+    """What is left of its rate while so many flows load it once."""
+
+
 class Network:
     """The flows under way; `at(time_s, flow)` hears when a flow will be over, and again whenever that changes."""
 
-    def __init__(self, rates: Sequence[float], at: Callable[[float, Flow], None]) -> None:
-        self.rates, self.at = rates, at
+    def __init__(
+        self, rates: Sequence[float], at: Callable[[float, Flow], None], crowded: Crowded | None = None
+    ) -> None:
+        self.rates, self.at, self.crowded = rates, at, crowded
         self.flows: list[Flow] = []
         self._on_link: list[dict[Flow, int]] = [{} for _ in rates]
         self._touched: dict[int, None] = {}
@@ -109,7 +119,7 @@ class Network:
         key = tuple(sorted([flow.number for flow in flows]))
         found = self._known.get(key)
         if found is None:
-            found = fair_rates(flows, self.rates, self._on_link)
+            found = fair_rates(flows, self.rates, self._on_link, self.crowded)
             if len(self._known) < MAX_KNOWN:
                 self._known[key] = found
         return found
@@ -161,13 +171,20 @@ def is_covered(users: dict[int, int], others: dict[int, int]) -> bool:
     return len(others) >= len(users) and all(others.get(number, 0) >= edges for number, edges in users.items())
 
 
-def fair_rates(flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence[dict[Flow, int]]) -> dict[Flow, float]:
+def fair_rates(
+    flows: Iterable[Flow],
+    rates: Sequence[float],
+    on_link: Sequence[dict[Flow, int]],
+    crowded: Crowded | None = None,
+) -> dict[Flow, float]:
     """The max-min fair rate of each flow: all rise together until a link is full or a flow reaches its own bound.
 
     Links with one flow only are in that flow's own bound already.
     """
     waiting = sorted(flows, key=lambda flow: (-flow.alone, -flow.number))
     left, edges_on = _shared_links(waiting, rates, on_link)
+    if crowded is not None and crowded.link in left:
+        left[crowded.link] *= crowded.kept(sum(edges == 1 for edges in on_link[crowded.link].values()))
     found: dict[Flow, float] = {}
     while waiting:
         full, level = _fullest(left, edges_on)
