@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.profiling.pulse import BEAT, FEWEST, Pulse, Timed, beating, evened_median
+from stagewright.profiling.pulse import BEAT, FEWEST, Pulse, Timed, evened_median
+from stagewright.rehearsal.beating import beating
 
 
 def test_every_core_beats_until_the_end(tmp_path: Path) -> None:

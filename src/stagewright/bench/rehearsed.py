@@ -28,8 +28,9 @@ from stagewright.bench.speed import at_one_speed, predict
 from stagewright.bench.verdict import CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, count
 from stagewright.errors import RunError, StagewrightError, UsageError
-from stagewright.profiling.pulse import Pulse, beating
+from stagewright.profiling.pulse import Pulse
 from stagewright.rehearsal import emulated_hosts
+from stagewright.rehearsal.beating import beating
 from stagewright.rehearsal.forks import launch_in_hosts
 from stagewright.rehearsal.measuring import Measured, Request, measure_hosts
 from stagewright.rehearsal.slices import sliced_card

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -35,7 +33,6 @@ FEWEST = 10
 """So many beats tell the speed of a time; where fewer fell into it, those around it count too."""
 CUT_SHARE = 0.25
 """Of the beats of a time the longest and the shortest do not count, so many of each: some take ten times as long."""
-ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class Timed(NamedTuple):
@@ -79,27 +76,6 @@ def evened_median(samples: Sequence[Timed], pulse: Pulse | None) -> float:
     if pulse is None:
         return median(each.seconds for each in samples)
     return median(pulse.evened(samples, pulse.between(samples[0].start_s, samples[-1].stop_s)))
-
-
-@contextmanager
-def beating(path: Path) -> Iterator[Path]:
-    """A file to which the beats of all cores that this process may use are added meanwhile."""
-    from stagewright.runtime.stem import follow_parent
-
-    path.write_bytes(b"")
-    beaters = [
-        subprocess.Popen(
-            [sys.executable, "-P", __file__, os.fspath(path), str(core)], env={**os.environ, **ONE_THREAD},
-            preexec_fn=follow_parent,
-        )
-        for core in sorted(os.sched_getaffinity(0))
-    ]  # fmt: skip
-    try:
-        yield path
-    finally:
-        for beater in beaters:
-            beater.kill()
-            beater.wait()
 
 
 def beat(path: str, core: int) -> None:

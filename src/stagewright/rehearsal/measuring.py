@@ -17,7 +17,7 @@ from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.inside import middle
 from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
 from stagewright.profiling.noise import added_up, on_lines
-from stagewright.profiling.pulse import beating
+from stagewright.rehearsal.beating import beating
 from stagewright.rehearsal.forks import launch_in_hosts
 from stagewright.rehearsal.slices import SLICE
 from stagewright.runtime.hosts import Hosts
