@@ -20,11 +20,11 @@ from stagewright.bench import contest as contests
 from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
 from stagewright.bench.contest import Clocked, Contest, Ours, Times, hosted_parameters, take_turns
-from stagewright.bench.entrants import add, limit, on_first_hosts, title
+from stagewright.bench.entrants import add, candidates, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
 from stagewright.bench.rounds import batches_for, close_ones, fastest, stale_steps, steady, steps_for
-from stagewright.bench.speed import at_one_speed, predict, slowed
+from stagewright.bench.speed import at_one_speed, drifts_of, middle_pass, predict, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, Lead, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError
@@ -130,6 +130,7 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     plans = {"exact": two_workers(), "stale": two_workers(versions=2)}
     contenders = [
         {"kind": "alone", "name": "single"},
+        {"kind": "passes", "name": "passes", "rows": 4, "busy": [1], "counted": [1], "expected_s": 0.02},
         *({"kind": "plan", "name": name, "plan": plan.to_dict()} for name, plan in plans.items()),
         {"kind": "ddp", "name": "ddp"},
         {"kind": "each alone", "name": "each alone"},
@@ -147,7 +148,7 @@ def test_contenders_take_turns_in_the_same_workers(tmp_path: Path) -> None:
     assert alone.wait(30) == 0
     times = json.loads((tmp_path / "times.json").read_text())
     assert {"single", "exact", "stale", "ddp"} < set(times["step_s"])
-    assert len(times["step_s"]) == 6, "of a family the fastest stays"
+    assert len(times["step_s"]) == 7, "of a family the fastest stays"
     assert all(len(values) == 2 and min(values) > 0 for values in times["step_s"].values())
     turns = sorted(turn for own in times["when"].values() for turn in own)
     assert all(start < stop for start, stop in turns)
@@ -183,6 +184,7 @@ def test_as_many_contenders_are_in_memory_as_fit() -> None:
     ddp, alone = {"kind": "ddp"}, {"kind": "pipelining", "cuts": [1]}
     assert held_bytes(ddp, profile, 2) / 2 == pytest.approx(4e9, rel=1e-6), "weight, momentum, buckets, the next ones"
     assert held_bytes(alone, profile, 2) == pytest.approx(3e9, rel=1e-6)
+    assert held_bytes({"kind": "passes", "busy": [0, 1]}, profile, 2) == pytest.approx(2e9, rel=1e-6), "gradients"
     assert free_memory() > 0
 
 
@@ -318,6 +320,19 @@ def test_equal_plans_are_in_the_table_once() -> None:
     assert title(two_workers(versions=2)) == "1-1 cut at fc1, 2 × 1f1b, versions 2,1"
 
 
+def test_runners_up_take_part_where_a_case_names_no_others() -> None:
+    """A case that names one plan three times, which may well be the planner's own."""
+    wanted = Wanted(placement="0:0.1:0", cut=("fc1",), microbatches=2)
+    case = RehearsalCase(
+        name="small", model="tiny-cnn", batch=8, cluster="hosts-4", bits_per_s=(1e9,), batch_sizes=(4, 8),
+        plans=(wanted,) * 3,
+    )  # fmt: skip
+    found, chosen, expected = candidates(case, chain_profile(two_workers()), find_cluster("hosts-4"))
+    assert len(found) > 3
+    assert len({title(plan) for plan in found.values() if plan.is_synchronous}) > 1
+    assert set(chosen) <= found.keys() == expected.keys()
+
+
 def test_idle_hosts_come_last() -> None:
     plan = two_workers()
     body, head = (replace(stage, devices=(DeviceId(host, 0),)) for stage, host in zip(plan.stages, (1, 3)))
@@ -339,11 +354,17 @@ def test_a_slower_machine_is_predicted_to_take_as_many_times_as_long() -> None:
     assert slowed(profile, 3.0).layers[0].backward_s == (6.0,)
 
 
-def test_the_drift_of_a_turn_is_that_of_the_pulse_meanwhile(tmp_path: Path) -> None:
-    beats = [(float(moment), 2.0 if moment < 40 else 3.0) for moment in range(80)]
-    (tmp_path / rehearsed.PULSE).write_bytes(b"".join(BEAT.pack(*beat) for beat in beats))
-    assert rehearsed.drifts_of([(0.0, 30.0), (50.0, 70.0)], tmp_path, 2.0) == [1.0, 1.5]
-    assert rehearsed.drifts_of([(0.0, 30.0)], tmp_path, None) == [1.0]
+def test_passes_and_the_pulse_tell_the_drift_of_a_turn(tmp_path: Path) -> None:
+    """A pass takes 2 s by the profile, and 3 s beside beats of 6: so a beat of the profile is 4 s."""
+    beats = [(float(moment), 6.0 if moment < 40 else 8.0, 0) for moment in range(80)]
+    file, profile = tmp_path / rehearsed.PULSE, chain_profile(two_workers())
+    file.write_bytes(b"".join(BEAT.pack(*beat) for beat in beats))
+    when = {"passes": [[0.0, 20.0], [20.0, 38.0], [50.0, 60.0]], "plan": [[0.0, 30.0], [60.0, 70.0]]}
+    times = {"step_s": {"passes": [3.0, 3.0, 9.0], "plan": [1.0, 1.0]}, "when": when}
+    assert middle_pass(profile) == (8, 2.0)
+    assert drifts_of(times, file, profile)["plan"] == pytest.approx([1.5, 2.0])
+    without = {key: {"plan": own["plan"]} for key, own in times.items()}
+    assert drifts_of(without, tmp_path / "none", profile) == {"plan": [1.0, 1.0]}
 
 
 def chain_profile(plan: Plan) -> Profile:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,7 @@ from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.profiling.heap import give_back_freed_memory
+from stagewright.profiling.measured import time_model
 from stagewright.profiling.pulse import Timed
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.flight import write_json
@@ -50,6 +51,8 @@ from stagewright.scheduling import make_schedule
 
 ALONE = "single"
 """The contender that runs outside of the hosts."""
+PASSES = "passes"
+"""The contender that tells how fast the machine is, against the profile."""
 LONG_STEP_S = 3.0
 """A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
 HOPELESS_S = 5.0
@@ -121,6 +124,26 @@ class Clocked:
 
     def close(self) -> None:
         """Ends what runs in the background."""
+
+
+class Passes(Clocked):
+    """Passes over the whole model in the hosts that the profile was taken in, as they were timed for it."""
+
+    def __init__(self, told: Spec, contest: Contest, world: World) -> None:
+        super().__init__(self.run)
+        self.model, self.rows = contest.kept, told["rows"]
+        self.takes_part, self.counted = world.worker in told["busy"], told["counted"]
+        self.pass_s: list[float] = []
+
+    def run(self, number: int) -> None:
+        """Times a number of passes, where this host takes part."""
+        self.pass_s = [time_model(self.model, self.rows) for _ in range(number if self.takes_part else 0)]
+        self.model.model.zero_grad(set_to_none=True)
+
+    def turn(self, steps: int, world: World) -> Timed:
+        whole = super().turn(steps, world)
+        seconds = told_by_all(mean(self.pass_s or [0.0]), world)
+        return whole._replace(seconds=median(seconds[number] for number in self.counted))
 
 
 class Ours(Clocked):
@@ -216,6 +239,8 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
     """The contender that an entry of the contest describes."""
     if told["kind"] == "plan":
         return Ours(Plan.from_dict(told["plan"]), contest, world)
+    if told["kind"] == "passes":
+        return Passes(told, contest, world)
     if told["kind"] == "each alone":
         return Clocked(each_alone(contest.new_model(), contest.rows, world))
     if told["kind"] == "ddp":
@@ -267,8 +292,9 @@ def take_turns(told: Sequence[Spec], contest: Contest, world: World, times: Time
     contenders, first = warmed_up_ones(told, contest, world)
     turn_s = contest.spec["turn_s"]
     steps = {name: steps_for(turn.seconds, turn_s) for name, turn in first.items()}
-    for name, each in contenders.items():
-        times.turns[name] = [first[name]] if first[name].seconds > LONG_STEP_S and not isinstance(each, Ours) else []
+    was_timed = {one["name"] for one in told if one.get("expected_s") is None}
+    for name in contenders:
+        times.turns[name] = [first[name]] if name in was_timed and first[name].seconds > LONG_STEP_S else []
     rounds = contest.spec["rounds"]
     for number in range(rounds):
         one_round(number, contenders, steps, world, times)
@@ -344,6 +370,14 @@ def told_by_first(names: list[str], world: World) -> list[str]:
     if world.control is not None:
         dist.broadcast_object_list(told, 0, group=world.control)
     return told[0]
+
+
+def told_by_all(seconds: float, world: World) -> list[float]:
+    """What every worker has measured."""
+    told = [seconds] * world.size
+    if world.control is not None:
+        dist.all_gather_object(told, seconds, group=world.control)
+    return told
 
 
 def agreed_turn(turn: Timed, world: World) -> Timed:

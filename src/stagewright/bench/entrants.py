@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from stagewright.bench.baselines import has_deepspeed
-from stagewright.bench.contest import ALONE
+from stagewright.bench.contest import ALONE, PASSES
 from stagewright.bench.memory import free_memory, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase
 from stagewright.bench.rounds import Told
+from stagewright.bench.speed import middle_pass
 from stagewright.bench.verdict import DDP
 from stagewright.cluster import Cluster, DeviceId
 from stagewright.cost import Costs
@@ -24,11 +25,14 @@ from stagewright.planning.reasons import shape
 from stagewright.planning.search import Search, make_plan
 from stagewright.profile import Profile
 from stagewright.record import Record
+from stagewright.rehearsal.measuring import busy_together, profiled_hosts
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
 
 FAR_BEHIND = 2.0
 """Data parallelism is no contender of ours where it is predicted to take so many times as long: DDP is one anyway."""
+OTHERS = 3
+"""So many plans at least beside the planner's exact choice; its runners-up where a case names none but its choices."""
 
 
 def candidates(
@@ -41,24 +45,32 @@ def candidates(
         return simulate(make_schedule(plan), profile, cluster, detail=False, costs=costs)
 
     found: dict[str, Plan] = {}
-    chosen = []
-    for staleness in ("0", "ssp"):
-        search = make_plan(profile, cluster, PlanOptions(batch=case.batch, staleness=staleness), score)
-        chosen.append(add(found, best_that_runs(search, cluster)))
+    searches = [
+        make_plan(profile, cluster, PlanOptions(batch=case.batch, staleness=staleness), score)
+        for staleness in ("0", "ssp")
+    ]
+    chosen = [add(found, next(those_that_run(search, cluster))) for search in searches]
     whole, best = fixed_plan(profile, PlanOptions(batch=case.batch), cluster), found[chosen[0]]
     if score(whole).median_step_s < FAR_BEHIND * score(best).median_step_s:
         add(found, whole)
     for wanted in case.plans:
         add(found, fixed_plan(profile, wanted.options(case.batch), cluster))
+    for plan in those_that_run(searches[0], cluster):
+        if len(found) <= OTHERS:
+            add(found, plan)
     return found, tuple(chosen), {name: score(plan).median_step_s for name, plan in found.items()}
 
 
-def best_that_runs(search: Search, cluster: Cluster) -> Plan:
-    """The planner's choice; where a contest cannot run it, the best of its rivals that it can."""
-    for rival in (search.best, *search.others):
+def those_that_run(search: Search, cluster: Cluster) -> Iterator[Plan]:
+    """The planner's choice and its rivals, the best first; without those that a contest cannot run, if it can any."""
+    plans = [rival.plan for rival in (search.best, *search.others)]
+    any_runs = False
+    for plan in plans:
         with suppress(UsageError):
-            return on_first_hosts(rival.plan, cluster)
-    return on_first_hosts(search.best.plan, cluster)
+            yield on_first_hosts(plan, cluster)
+            any_runs = True
+    if not any_runs:
+        yield on_first_hosts(plans[0], cluster)
 
 
 def on_first_hosts(plan: Plan, cluster: Cluster) -> Plan:
@@ -103,6 +115,18 @@ def title(plan: Plan) -> str:
 def limit(case: RehearsalCase) -> dict[str, str]:
     """What nobody can beat: one process with all cores, or each slice of a card alone with its rows."""
     return {"kind": "alone" if case.slices is None else "each alone", "name": ALONE}
+
+
+def passes(case: RehearsalCase, profile: Profile) -> list[dict[str, Any]]:
+    """Passes over the model as the profile has them, beside everyone's turns; a card's speed is its own."""
+    if case.device == "cuda":
+        return []
+    cluster = case.hosts()
+    rows, expected_s = middle_pass(profile)
+    return [
+        {"kind": "passes", "name": PASSES, "rows": rows, "expected_s": expected_s, "busy": busy_together(cluster),
+         "counted": profiled_hosts(cluster)}
+    ]  # fmt: skip
 
 
 def groups(case: RehearsalCase, told: Sequence[Told], profile: Profile) -> list[list[Told]]:

@@ -38,7 +38,7 @@ def in_groups(contenders: Sequence[Told], profile: Profile, num_hosts: int, free
         # Of a family the fastest stays: at most two are there at once.
         family = list(members)
         own = sum(held_bytes(told, profile, num_hosts) for told in family[:2])
-        is_peer = family[0]["kind"] not in ("plan", "alone")
+        is_peer = family[0]["kind"] not in ("plan", "alone", "passes")
         most = max(own, float(num_hosts * model_bytes)) if is_peer else own
         if group and held + most > left:
             yield group
@@ -54,6 +54,8 @@ def held_bytes(told: Told, profile: Profile, num_hosts: int) -> float:
     parameters = {layer.name: layer.parameter_bytes for layer in profile.layers}
     if told["kind"] == "alone":
         return 0.0
+    if told["kind"] == "passes":  # its weights are everyone's
+        return float(len(told["busy"]) * sum(parameters.values()))
     if told["kind"] == "plan":
         return sum(
             len(stage.devices) * (COPIES - 1 + stage.versions) * sum(parameters[name] for name in stage.layers)

@@ -3,8 +3,9 @@
     python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out DIR [--short] [--case NAME …] [--results FILE]
 
 For each case hosts are emulated, the model's layers and the links are measured inside them, plans are searched with
-that, and all contenders take turns. Machines drift: a pulse beats beside the profile and beside the turns, and plans
-are brought to the speed of the profile. DIR keeps everything; a case that is there already is not run again.
+that, and all contenders take turns. Machines drift: passes over the model take turns with the plans and a pulse beats
+beside them, and plans are brought to the speed of the profile. DIR keeps everything; a case that is there already is
+not run again.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from stagewright.bench.contest import ALONE
-from stagewright.bench.entrants import candidates, groups, limit, peers
+from stagewright.bench.contest import ALONE, PASSES
+from stagewright.bench.entrants import candidates, groups, limit, passes, peers
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite
 from stagewright.bench.rounds import Told
-from stagewright.bench.speed import at_one_speed, predict
+from stagewright.bench.speed import at_one_speed, drifts_of, predict
 from stagewright.bench.verdict import CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, count
 from stagewright.errors import RunError, StagewrightError, UsageError
-from stagewright.profiling.pulse import Pulse
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.beating import beating
 from stagewright.rehearsal.forks import launch_in_hosts
@@ -60,7 +60,7 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         started = perf_counter()
         with emulated_hosts(case.hosts()) if case.slices is None else sliced_card(case.slices) as hosts:
-            profile, cluster, pulse_s = self.measured(case, hosts, folder)
+            profile, cluster = self.measured(case, hosts, folder)
             assert profile is not None
             plans, chosen, expected = candidates(case, profile, cluster)
             ours: list[dict[str, Any]] = [
@@ -68,17 +68,18 @@ class Bench:
                  "is_chosen": name in chosen, "is_exact": plan.is_synchronous}
                 for name, plan in sorted(plans.items(), key=lambda item: not item[1].is_synchronous)
             ]  # fmt: skip
-            told = [limit(case), *ours, *peers(case, profile, cluster)]
+            told = [limit(case), *passes(case, profile), *ours, *peers(case, profile, cluster)]
             times = self.contest(case, hosts, groups(case, told, profile), folder)
         if len(times["step_s"].get(ALONE, ())) < self.rounds:
             raise RunError(f"{case.name}: the limit did not come through", f"see the logs under {folder}")
         entries, drifts = [], [1.0]
+        known = drifts_of(times, folder / PULSE, profile)
         for name, rounds in times["step_s"].items():
-            if len(rounds) < self.rounds:
-                continue  # it hung every time
+            if len(rounds) < self.rounds or name == PASSES:
+                continue  # it hung every time, or is none
             entry = Entry(name=name, step_s=tuple(rounds), is_chosen=name in chosen)
             if name in plans:
-                plan, own = plans[name], drifts_of(times["when"][name], folder, pulse_s)
+                plan, own = plans[name], known[name]
                 entry = replace(
                     entry, predicted_s=predict(plan, profile, cluster), is_exact=plan.is_synchronous,
                     even_s=at_one_speed(rounds, own, plan, profile, cluster),
@@ -137,14 +138,6 @@ class Bench:
     def is_through(self, group: Sequence[Told], times: Mapping[str, Any]) -> bool:
         """Whether everyone in a group has had all turns."""
         return all(len(times["step_s"].get(told["name"], ())) >= self.rounds for told in group)
-
-
-def drifts_of(when: Sequence[tuple[float, float]], folder: Path, pulse_s: float | None) -> list[float]:
-    """How many times as long as for the profile a beat took in each turn; a card's speed is its own."""
-    if pulse_s is None:
-        return [1.0] * len(when)
-    pulse = Pulse.load(folder / PULSE)
-    return [pulse.between(start, stop) / pulse_s for start, stop in when]
 
 
 def one_go(case: RehearsalCase, hosts: Hosts, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
 NUM_LARGE = 3
 """So few are enough on links with a limit, and beyond four hosts every link is in two pairs."""
-IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 16.0, 2, 12
+IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 12.0, 2, 12
 """How long the model in one piece is timed on CPUs, in rounds over all batch sizes."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
@@ -94,20 +94,19 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
 def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> dict[str, float]:
     """Profiles the model while other hosts are as busy, so that all see full cores.
 
-    Returns the seconds of the largest pass, and those that a beat of the machine's pulse took meanwhile.
+    Returns the seconds of the largest pass.
     """
     profile = make_profile(
         model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"], warm_up=WARM_UP
     )
-    told: dict[str, float] = {}
     if asked["device"] == "cpu":
         times = min(max(round(IN_ROUNDS_S / sum(profile.model_s)), FEWEST_ROUNDS), MOST_ROUNDS)
         rounds = [[timed_pass(model, rows) for rows in profile.batch_sizes] for _ in range(times)]
         pulse = Pulse.load(Path(asked["pulse"]))
-        usual_s = told["pulse_s"] = pulse.between(rounds[0][0].start_s, rounds[-1][-1].stop_s)
+        usual_s = pulse.between(rounds[0][0].start_s, rounds[-1][-1].stop_s)
         profile = replace(profile, model_s=tuple(median(pulse.evened(of_size, usual_s)) for of_size in zip(*rounds)))
     profile.save(folder / f"inside-{rank}.profile.json")
-    return told | {"model_s": profile.model_s[-1]}
+    return {"model_s": profile.model_s[-1]}
 
 
 def timed_pass(model: Layered, rows: int) -> Timed:

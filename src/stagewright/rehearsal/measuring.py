@@ -51,8 +51,6 @@ class Measured(NamedTuple):
     profile: Profile | None
     """None where none was asked for."""
     cluster: Cluster
-    pulse_s: float | None
-    """What a beat of the machine's pulse took while layers were timed; None on cards, whose speed is their own."""
 
 
 def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path) -> Measured:
@@ -62,8 +60,7 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     as busy as in a run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    busy = busy_together(cluster)
-    profiled = [number for number in busy if number in alike(cluster, 0)]
+    busy, profiled = busy_together(cluster), profiled_hosts(cluster)
     asked = {
         "model": request.model, "options": dict(request.options), "batch_sizes": request.batch_sizes,
         "threads": request.threads, "links": request.links, "busy": busy,
@@ -79,10 +76,9 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     told = [json.loads((folder / f"inside-{n}.json").read_text(encoding="utf-8")) for n in range(len(cluster.hosts))]
     found = with_cores(with_links(cluster, told), told, request)
     if not request.batch_sizes:
-        return Measured(None, found, None)
+        return Measured(None, found)
     profile = average([Profile.load(folder / f"inside-{number}.profile.json") for number in profiled])
-    found = with_speeds(found, {number: told[number]["model_s"] for number in busy})
-    return Measured(profile, found, None if uses_card else median(told[number]["pulse_s"] for number in profiled))
+    return Measured(profile, with_speeds(found, {number: told[number]["model_s"] for number in busy}))
 
 
 def busy_together(cluster: Cluster) -> list[int]:
@@ -96,6 +92,11 @@ def busy_together(cluster: Cluster) -> list[int]:
     left = num_cores(cluster) - sum(host.cpu_share or 0.0 for host in cluster.hosts)
     free = [number for number, host in enumerate(cluster.hosts) if host.cpu_share is None]
     return sorted([*limited, *free[: max(1, int(left + 1e-9))]])
+
+
+def profiled_hosts(cluster: Cluster) -> list[int]:
+    """Of the busy hosts those that are like the first, whose layers are timed."""
+    return [number for number in busy_together(cluster) if number in alike(cluster, 0)]
 
 
 def is_sliced(cluster: Cluster) -> bool:
