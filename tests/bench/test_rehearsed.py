@@ -32,6 +32,7 @@ from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.pulse import BEAT, Timed
+from stagewright.rehearsal.measuring import Beats
 from stagewright.rehearsal.slices import Slices, sliced_card
 from stagewright.runtime.hosts import HostError
 from stagewright.runtime.world import World
@@ -355,16 +356,16 @@ def test_a_slower_machine_is_predicted_to_take_as_many_times_as_long() -> None:
 
 
 def test_passes_and_the_pulse_tell_the_drift_of_a_turn(tmp_path: Path) -> None:
-    """A pass takes 2 s by the profile, and 3 s beside beats of 6: so a beat of the profile is 4 s."""
-    beats = [(float(moment), 6.0 if moment < 40 else 8.0, 0) for moment in range(80)]
-    file, profile = tmp_path / rehearsed.PULSE, chain_profile(two_workers())
-    file.write_bytes(b"".join(BEAT.pack(*beat) for beat in beats))
+    """A pass takes three beats in all turns: the profile's of two were beside beats that were too long to be true."""
+    pulse = [(float(moment), 6.0 if moment < 40 else 8.0, 0) for moment in range(80)]
+    file = tmp_path / rehearsed.PULSE
+    file.write_bytes(b"".join(BEAT.pack(*beat) for beat in pulse))
     when = {"passes": [[0.0, 20.0], [20.0, 38.0], [50.0, 60.0]], "plan": [[0.0, 30.0], [60.0, 70.0]]}
-    times = {"step_s": {"passes": [3.0, 3.0, 9.0], "plan": [1.0, 1.0]}, "when": when}
-    assert middle_pass(profile) == (8, 2.0)
-    assert drifts_of(times, file, profile)["plan"] == pytest.approx([1.5, 2.0])
-    without = {key: {"plan": own["plan"]} for key, own in times.items()}
-    assert drifts_of(without, tmp_path / "none", profile) == {"plan": [1.0, 1.0]}
+    times = {"step_s": {"passes": [18.0, 18.0, 24.0], "plan": [1.0, 1.0]}, "when": when}
+    assert drifts_of(times, file, Beats(6.0, (3.0, 3.0)))["plan"] == pytest.approx([1.0, 8 / 6])
+    assert drifts_of(times, file, Beats(6.0, (2.0, 2.0)))["plan"] == pytest.approx([1.5, 2.0])
+    assert drifts_of(times, tmp_path / "none", None)["plan"] == [1.0, 1.0]
+    assert middle_pass(chain_profile(two_workers())) == (8, 2.0)
 
 
 def chain_profile(plan: Plan) -> Profile:

@@ -68,8 +68,11 @@ def test_a_slower_host_tells_its_speed_and_makes_no_profile(tmp_path: Path) -> N
     cluster = star(125e6, 125e6, shares=(0.8, 0.2))
     request = Request(model="tiny-cnn", options={}, batch_sizes=(8, 64), links=False)
     with emulated_hosts(cluster) as hosts:
-        profile, found = measure_hosts(cluster, hosts, request, tmp_path)
+        profile, found, beats = measure_hosts(cluster, hosts, request, tmp_path)
     assert profile is not None
+    assert beats is not None
+    assert beats.beat_s > 0
+    assert min(beats.in_beats) > 0
     assert profile.batch_sizes == (8, 64)
     assert [path.name for path in tmp_path.glob("*.profile.json")] == ["inside-0.profile.json"]
     fast, slow = (host.devices[0].speed for host in found.hosts)

@@ -60,7 +60,7 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         started = perf_counter()
         with emulated_hosts(case.hosts()) if case.slices is None else sliced_card(case.slices) as hosts:
-            profile, cluster = self.measured(case, hosts, folder)
+            profile, cluster, beats = self.measured(case, hosts, folder)
             assert profile is not None
             plans, chosen, expected = candidates(case, profile, cluster)
             ours: list[dict[str, Any]] = [
@@ -73,7 +73,7 @@ class Bench:
         if len(times["step_s"].get(ALONE, ())) < self.rounds:
             raise RunError(f"{case.name}: the limit did not come through", f"see the logs under {folder}")
         entries, drifts = [], [1.0]
-        known = drifts_of(times, folder / PULSE, profile)
+        known = drifts_of(times, folder / PULSE, beats)
         for name, rounds in times["step_s"].items():
             if len(rounds) < self.rounds or name == PASSES:
                 continue  # it hung every time, or is none

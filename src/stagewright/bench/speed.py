@@ -1,12 +1,14 @@
 """Predictions and measurements on a machine that drifts, brought to one speed: that of the profile.
 
-Passes over the whole model take turns with the plans, and a pulse beats beside all of them. How many times as long as
-in the profile passes take tells how long a beat is at the profile's speed; how many times as long as that a beat is in
-a turn is the turn's drift.
+A pulse beats beside the profile and beside every turn; how many times as long a beat takes is the drift. Work and beats
+do not slow down quite alike, so passes over the whole model take turns with the plans. How many beats a pass takes is
+the same for the profile and for the turns, but for chance: all passes together tell it better than those of the
+profile, which is over in seconds.
 
-    passes   ▇▇▇▇          ▇▇▇▇          ▇▇▇▇    a round each, against the profile: a beat of the profile
-    plans          ▇▇▇ ▇▇        ▇▇▇ ▇▇
-    pulse    │  │   │   │  │  │   │   │   │  │   in a turn, against that: its drift
+              profile       turns
+    passes   ▇▇▇▇ ▇▇▇▇     ▇▇▇▇         ▇▇▇▇         ▇▇▇▇
+    plans                      ▇▇▇ ▇▇       ▇▇▇ ▇▇
+    pulse    │  │  │  │    │  │  │  │  │  │  │  │  │  │  │
 
 A turn's step is then the measured one, times what is predicted without drift over what is predicted with it: compute
 takes as many times as long, and wires do not.
@@ -27,6 +29,7 @@ from stagewright.cluster import Cluster
 from stagewright.plan import Plan
 from stagewright.profile import Profile
 from stagewright.profiling.pulse import Pulse
+from stagewright.rehearsal.measuring import Beats
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
 
@@ -43,17 +46,16 @@ def middle_pass(profile: Profile) -> tuple[int, float]:
     return profile.batch_sizes[middle], profile.model_s[middle]
 
 
-def drifts_of(times: Mapping[str, Any], beats: Path, profile: Profile) -> dict[str, list[float]]:
-    """By contender, how many times as long as for the profile the machine took in each turn; a card's speed is its own.
-
-    One pass scatters by more than beats do, so all rounds tell together what a beat of the profile is.
-    """
-    if PASSES not in times["step_s"]:
+def drifts_of(times: Mapping[str, Any], file: Path, beats: Beats | None) -> dict[str, list[float]]:
+    """By contender, how many times as long as for the profile the machine took in each turn; cards keep their speed."""
+    if beats is None:
         return {name: [1.0] * len(turns) for name, turns in times["when"].items()}
-    pulse, (_, usual_s) = Pulse.load(beats), middle_pass(profile)
+    pulse = Pulse.load(file)
     beat_s = {name: [pulse.between(*turn) for turn in turns] for name, turns in times["when"].items()}
-    of_profile_s = median(beat * usual_s / own for beat, own in zip(beat_s[PASSES], times["step_s"][PASSES]))
-    return {name: [beat / of_profile_s for beat in beats] for name, beats in beat_s.items()}
+    in_beats = [own / beat for own, beat in zip(times["step_s"][PASSES], beat_s[PASSES])]
+    # The profile's passes took what they took: where that is few beats, these were long ones.
+    usual_s = beats.beat_s * median(beats.in_beats) / median([*beats.in_beats, *in_beats])
+    return {name: [beat / usual_s for beat in turns] for name, turns in beat_s.items()}
 
 
 def at_one_speed(

@@ -117,7 +117,7 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
     rows = tuple(sorted({max(batch // part, 2) for part in (16, 4, 1)}))
     request = Request(model=options["model"], options=sizes, batch_sizes=rows, threads=options["threads"] or 1)
     console.print(f"measuring layers and links inside {len(cluster.hosts)} emulated hosts", style="dim")
-    profile, measured = measure_hosts(cluster, hosts, request, folder / "measured")
+    profile, measured, _ = measure_hosts(cluster, hosts, request, folder / "measured")
     assert profile is not None
     profile.save(folder / "profile.json")
     measured.save(folder / "cluster.yaml")

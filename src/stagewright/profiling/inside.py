@@ -91,22 +91,26 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
     return found
 
 
-def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> dict[str, float]:
+def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layered) -> dict[str, Any]:
     """Profiles the model while other hosts are as busy, so that all see full cores.
 
-    Returns the seconds of the largest pass.
+    Returns the seconds of the largest pass; on CPUs also what a beat of the machine's pulse took on the whole while
+    passes were timed, and how many beats each pass of the middle size took.
     """
     profile = make_profile(
         model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"], warm_up=WARM_UP
     )
+    told: dict[str, Any] = {}
     if asked["device"] == "cpu":
         times = min(max(round(IN_ROUNDS_S / sum(profile.model_s)), FEWEST_ROUNDS), MOST_ROUNDS)
         rounds = [[timed_pass(model, rows) for rows in profile.batch_sizes] for _ in range(times)]
         pulse = Pulse.load(Path(asked["pulse"]))
         usual_s = pulse.between(rounds[0][0].start_s, rounds[-1][-1].stop_s)
-        profile = replace(profile, model_s=tuple(median(pulse.evened(of_size, usual_s)) for of_size in zip(*rounds)))
+        evened = [pulse.evened(of_size, usual_s) for of_size in zip(*rounds)]
+        profile = replace(profile, model_s=tuple(map(median, evened)))
+        told = {"beat_s": usual_s, "in_beats": [each / usual_s for each in evened[len(evened) // 2]]}
     profile.save(folder / f"inside-{rank}.profile.json")
-    return {"model_s": profile.model_s[-1]}
+    return told | {"model_s": profile.model_s[-1]}
 
 
 def timed_pass(model: Layered, rows: int) -> Timed:

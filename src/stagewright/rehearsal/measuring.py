@@ -45,12 +45,23 @@ class Request:
     links: bool = True
 
 
+class Beats(NamedTuple):
+    """The pulse of a machine while its hosts passed over a model for a profile."""
+
+    beat_s: float
+    """What a beat took on the whole."""
+    in_beats: tuple[float, ...]
+    """How many beats each pass of the middle size took."""
+
+
 class Measured(NamedTuple):
     """What hosts showed."""
 
     profile: Profile | None
     """None where none was asked for."""
     cluster: Cluster
+    beats: Beats | None
+    """None on cards, whose speed is their own, and where no profile was asked for."""
 
 
 def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path) -> Measured:
@@ -76,9 +87,15 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     told = [json.loads((folder / f"inside-{n}.json").read_text(encoding="utf-8")) for n in range(len(cluster.hosts))]
     found = with_cores(with_links(cluster, told), told, request)
     if not request.batch_sizes:
-        return Measured(None, found)
+        return Measured(None, found, None)
     profile = average([Profile.load(folder / f"inside-{number}.profile.json") for number in profiled])
-    return Measured(profile, with_speeds(found, {number: told[number]["model_s"] for number in busy}))
+    found = with_speeds(found, {number: told[number]["model_s"] for number in busy})
+    return Measured(profile, found, None if uses_card else beats_of([told[number] for number in profiled]))
+
+
+def beats_of(told: Sequence[Mapping[str, Any]]) -> Beats:
+    """The pulse that several hosts saw, and all their passes."""
+    return Beats(median(each["beat_s"] for each in told), tuple(taken for each in told for taken in each["in_beats"]))
 
 
 def busy_together(cluster: Cluster) -> list[int]:
