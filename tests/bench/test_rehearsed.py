@@ -208,12 +208,15 @@ class Told(Clocked):
     """A contender whose turns take what they are told to."""
 
     def __init__(self, seconds: list[float]) -> None:
-        super().__init__(lambda steps: None)
-        self.left, self.steps = seconds, list[int]()
+        super().__init__(self.warm_up)
+        self.left, self.steps, self.warmed_up = seconds, list[int](), 0
 
     def turn(self, steps: int, world: World) -> Timed:
         self.steps.append(steps)
         return Timed(self.left.pop(0), 0.0, 1.0)
+
+    def warm_up(self, steps: int) -> None:
+        self.warmed_up += steps
 
 
 def test_a_long_first_step_of_a_peer_is_its_first_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,18 +225,22 @@ def test_a_long_first_step_of_a_peer_is_its_first_round(tmp_path: Path, monkeypa
         "long": Told([9.0, 8.0, 7.0]),
         "short": Told([5e-1, 1e-1, 1.0, 1.1, 1.2]),
         "known": Told([1.0, 2.0, 3.0]),
+        "known and long": Told([5.0, 5.0, 5.0]),
         "hopeless": Told([20.0, 21.0, 22.0]),
     }
     monkeypatch.setattr(contests, "make_contender", lambda told, contest, world: made[told["name"]])
     spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 3, "turn_s": 2.0}
     told = [{"kind": "ddp", "name": "long"}, {"kind": "ddp", "name": "short"}, {"name": "known", "expected_s": 0.5}]
+    told += [{"name": "known and long", "expected_s": 5.0}]
     told += [{"kind": "pipelining", "name": name, "family": "slow"} for name in ("hopeless", "not tried")]
     times = Times()
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
     take_turns(told, Contest(tmp_path, spec), world, times)
     assert times.step_s == {"long": [9.0, 8.0, 7.0], "short": [1.0, 1.1, 1.2], "known": [1.0, 2.0, 3.0]} | {
-        "hopeless": [20.0, 21.0, 22.0]
+        "known and long": [5.0, 5.0, 5.0],
+        "hopeless": [20.0, 21.0, 22.0],
     }
+    assert (made["known"].warmed_up, made["known and long"].warmed_up) == (1, 0)
     assert made["long"].steps == [1, 1, 1]
     assert made["short"].steps == [1, 1, 20, 20, 20]
     assert made["known"].steps == [4, 4, 4]

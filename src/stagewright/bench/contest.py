@@ -54,7 +54,7 @@ ALONE = "single"
 PASSES = "passes"
 """The contender that tells how fast the machine is, against the profile."""
 LONG_STEP_S = 3.0
-"""A step that takes longer is not spoilt by what its first run does once; that of a peer is its first round."""
+"""A step that takes longer is not spoilt by what its first run does once: it is in the first round already."""
 HOPELESS_S = 5.0
 """A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
 RUN_ON_S = 20.0
@@ -354,11 +354,12 @@ def warmed_up(each: Contender, world: World, expected_s: float | None = None) ->
     """A contender's second step, as worker 0 sees it: the first one opens connections and takes memory.
 
     Where a step is long, that does not matter, and the first is enough. What is expected of a plan tells well enough
-    how many steps fill a turn, and only the first is run.
+    how many steps fill a turn: only the first is run, and none where it is long.
     """
     if expected_s is not None and isinstance(each, Clocked):
-        each.step(1)
-        wait(world)
+        if expected_s <= LONG_STEP_S:
+            each.step(1)
+            wait(world)
         return Timed(expected_s, 0.0, 0.0)
     first = agreed_turn(each.turn(1, world), world)
     return first if first.seconds > LONG_STEP_S else agreed_turn(each.turn(1, world), world)
