@@ -50,11 +50,12 @@ def candidates(
         for staleness in ("0", "ssp")
     ]
     chosen = [add(found, next(those_that_run(search, cluster))) for search in searches]
+    for wanted in case.plans:
+        add(found, fixed_plan(profile, wanted.options(case.batch), cluster))
+    # After those that are small, which are in memory with the planner's choice then.
     whole, best = fixed_plan(profile, PlanOptions(batch=case.batch), cluster), found[chosen[0]]
     if score(whole).median_step_s < FAR_BEHIND * score(best).median_step_s:
         add(found, whole)
-    for wanted in case.plans:
-        add(found, fixed_plan(profile, wanted.options(case.batch), cluster))
     for plan in those_that_run(searches[0], cluster):
         if len(found) <= OTHERS:
             add(found, plan)
