@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.profile import LayerProfile, Profile
-from stagewright.profiling.noise import line_through, on_lines
+from stagewright.profiling.noise import added_up, line_through, on_lines
 
 SIZES = (4, 8, 16)
 
@@ -31,17 +31,23 @@ times = st.tuples(st.floats(1.0, 2.0), st.floats(2.1, 4.0), st.floats(4.1, 8.0))
 
 
 @given(forward=times, backward=times)
-def test_layers_on_lines_add_up_to_the_model_on_a_line(forward: tuple[float, ...], backward: tuple[float, ...]) -> None:
+def test_layers_come_to_lines_and_their_sum_stays_the_models(
+    forward: tuple[float, ...], backward: tuple[float, ...]
+) -> None:
     layer = LayerProfile(
         name="conv", forward_s=forward, backward_s=backward, output_bytes=8, saved_bytes=8, parameter_bytes=0
     )
     whole = tuple(map(sum, zip(forward, backward)))
     profile = Profile(model="any", device="cpu", source="measured", batch_sizes=SIZES, layers=(layer,), model_s=whole)
     made = on_lines(profile)
-    assert made.model_s == pytest.approx([sum(each) for each in zip(*made.layers[0].timed.values())])
-    starts = [line[0] - 4 * (line[1] - line[0]) / 4 for line in made.layers[0].timed.values()]
-    if min(starts) > 1e-6:
-        assert made.model_s == pytest.approx(line_through(SIZES, whole, whole))
+    lines = list(made.layers[0].timed.values())
+    assert all(line[2] - line[1] == pytest.approx(2 * (line[1] - line[0])) for line in lines)
+    if min(2 * line[0] - line[1] for line in lines) > 1e-6:
+        sums = [sum(each) for each in zip(*lines)]
+        assert sums == pytest.approx(line_through(SIZES, whole, whole)), "lines of the parts are the line of the whole"
+    together = added_up(made)
+    assert together.model_s == whole
+    assert [sum(each) for each in zip(*together.layers[0].timed.values())] == pytest.approx(whole)
 
 
 def test_two_batch_sizes_are_a_line_already() -> None:

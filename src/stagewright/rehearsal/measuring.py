@@ -186,4 +186,4 @@ def average(profiles: Sequence[Profile]) -> Profile:
         notes=(*first.notes, f"medians of {len(profiles)} emulated hosts that computed at once"),
     )
     whole = added_up(medians)
-    return on_lines(whole) if whole.device == "cpu" else whole
+    return added_up(on_lines(whole)) if whole.device == "cpu" else whole
