@@ -95,7 +95,7 @@ class CaseResult(Saved):
     core_share: float = Field(default=1.0, gt=0)
     """The cores of the hosts together, against those of the single process."""
     slowest: float = Field(default=1.0, gt=0)
-    """How many times as long as for the profile a beat of the machine's pulse took, at most, in a turn of a plan."""
+    """How many times as long as for the profile the machine took, at most, in a turn of a plan."""
     fastest: float = Field(default=1.0, gt=0)
     """The same, at least."""
     entries: tuple[Entry, ...] = Field(min_length=1)
@@ -187,8 +187,8 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     slowest, fastest = max(each.slowest for each in results), min(each.fastest for each in results)
     if slowest > fastest:
         yield (
-            f"In the turns of plans a beat of the machine's pulse took {fastest:.2f} to {slowest:.2f} times as long as "
-            "for the profile; predictions are compared with steps at the profile's speed."
+            f"In the turns of plans the machine took {fastest:.2f} to {slowest:.2f} times as long as for the profile, "
+            "by its pulse and by passes; predictions are compared with steps at the profile's speed."
         )
     yield f"{sum(result.seconds for result in results) / 60:.0f} minutes in all."
 

@@ -30,7 +30,7 @@ def on_lines(profile: Profile) -> Profile:
     A layer on a CPU is close to such a line: AlexNet's convolutions, timed for four minutes, within 4 % from 4 rows to
     64, where a minute's profile strayed by 40 %. Every layer's line weighs the sizes alike, so that sums stay sums.
     What the model takes in one piece stays as it is: ResNet-50 took 29 % more for a row among 16 than among 8 on cores
-    with small caches, and a line would have told neither.
+    with small caches, which a line would hide.
     """
     if len(profile.batch_sizes) < 3:
         return profile
