@@ -28,6 +28,7 @@ from stagewright.bench.contest import PASSES
 from stagewright.cluster import Cluster
 from stagewright.plan import Plan
 from stagewright.profile import Profile
+from stagewright.profiling.inside import middle_size
 from stagewright.profiling.pulse import Pulse
 from stagewright.rehearsal.measuring import Beats
 from stagewright.scheduling import make_schedule
@@ -42,7 +43,7 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster, drift: float = 1.0) 
 
 def middle_pass(profile: Profile) -> tuple[int, float]:
     """The rows of a pass over the whole model, and the seconds that the profile has for it."""
-    middle = len(profile.batch_sizes) // 2
+    middle = middle_size(profile)
     return profile.batch_sizes[middle], profile.model_s[middle]
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.models import Layered, build_model
+from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.links import all_at_once, bounce, bounce_pairs
 from stagewright.profiling.measured import make_profile, time_model
@@ -108,9 +109,14 @@ def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layer
         usual_s = pulse.between(rounds[0][0].start_s, rounds[-1][-1].stop_s)
         evened = [pulse.evened(of_size, usual_s) for of_size in zip(*rounds)]
         profile = replace(profile, model_s=tuple(map(median, evened)))
-        told = {"beat_s": usual_s, "in_beats": [each / usual_s for each in evened[len(evened) // 2]]}
+        told = {"beat_s": usual_s, "in_beats": [each / usual_s for each in evened[middle_size(profile)]]}
     profile.save(folder / f"inside-{rank}.profile.json")
     return told | {"model_s": profile.model_s[-1]}
+
+
+def middle_size(profile: Profile) -> int:
+    """Which of a profile's batch sizes passes are counted in beats at."""
+    return len(profile.batch_sizes) // 2
 
 
 def timed_pass(model: Layered, rows: int) -> Timed:
