@@ -407,6 +407,8 @@ def test_the_table_says_how_everyone_stands() -> None:
     assert "reaches 80% or more of the best measured plan" in made
     assert "within 3% of it in 0 of 1, and may be for all that the rounds can tell (two standard errors) in 1." in made
     assert "never below 1.60 (alexnet)" in made
+    assert "plain kernels" not in made
+    assert "less time here than oneDNN's, in alexnet." in table([replace(result(), kernels="plain")])
 
 
 def test_a_peer_that_hung_is_told_and_the_rest_counts() -> None:

@@ -39,7 +39,9 @@ from stagewright.bench.baselines import (
 from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest, stale_steps, steady, steps_for
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
+from stagewright.profile import Kernels
 from stagewright.profiling.heap import give_back_freed_memory
+from stagewright.profiling.kernels import computing_with
 from stagewright.profiling.measured import time_model
 from stagewright.profiling.pulse import Timed
 from stagewright.runtime.feed import FunctionFeed
@@ -105,6 +107,12 @@ class Contest:
     def device(self) -> Literal["cpu", "cuda"]:
         """What all contenders compute on."""
         return "cuda" if self.spec.get("device") == "cuda" else "cpu"
+
+    @property
+    def kernels(self) -> Kernels:
+        """What all of them compute with on CPUs."""
+        kernels: Kernels = self.spec.get("kernels", "onednn")
+        return kernels
 
 
 class Clocked:
@@ -271,7 +279,8 @@ class Times:
 
 def run_worker(contest: Contest) -> None:
     """Takes part in all rounds; worker 0 writes the times down after each."""
-    with open_world(Settings(device=contest.device, timeout_s=PATIENCE_S)) as world:
+    settings = Settings(device=contest.device, timeout_s=PATIENCE_S, kernels=contest.kernels)
+    with open_world(settings) as world:
         contest.share_weights(world)
         times = Times()
         for group in contest.spec["groups"]:
@@ -415,7 +424,8 @@ def main(folder: str, role: str = "") -> None:
     where = Path(folder)
     contest = Contest(where, json.loads((where / "contest.json").read_text(encoding="utf-8")))
     if role == "alone":
-        run_alone(contest)
+        with computing_with(contest.kernels):
+            run_alone(contest)
     else:
         run_worker(contest)
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from stagewright.bench.contest import ALONE, PASSES
 from stagewright.bench.entrants import candidates, groups, limit, passes, peers
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite
@@ -29,6 +31,9 @@ from stagewright.bench.speed import at_one_speed, drifts_of, predict
 from stagewright.bench.verdict import CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, count
 from stagewright.errors import RunError, StagewrightError, UsageError
+from stagewright.models import build_model
+from stagewright.profile import Kernels
+from stagewright.profiling.kernels import faster_kernels
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.beating import beating
 from stagewright.rehearsal.forks import launch_in_hosts
@@ -50,6 +55,7 @@ class Bench:
     def __init__(self, folder: Path, rounds: int) -> None:
         self.folder, self.rounds = folder, rounds
         self.known: dict[str, Measured] = {}
+        self.faster: dict[str, Kernels] = {}
 
     def run(self, case: RehearsalCase) -> CaseResult:
         """The result of a case, from its folder where it was run before."""
@@ -88,11 +94,21 @@ class Bench:
             entries.append(entry)
         result = CaseResult(
             case=case.name, batch=case.batch, rounds=self.rounds, entries=tuple(entries),
-            slowest=max(drifts), fastest=min(drifts),
+            kernels=self.kernels(case), slowest=max(drifts), fastest=min(drifts),
             core_share=core_share(cluster) if case.slices is None else 1.0, seconds=perf_counter() - started,
         )  # fmt: skip
         result.save(done)
         return result
+
+    def kernels(self, case: RehearsalCase) -> Kernels:
+        """What everyone computes with on this machine: whatever passes over the model in less time."""
+        if case.device == "cuda":
+            return "onednn"
+        key = json.dumps([case.model, dict(case.options)])
+        if key not in self.faster:
+            torch.set_num_threads(1)  # as workers do
+            self.faster[key] = faster_kernels(build_model(case.model, **case.options), case.batch_sizes[0])
+        return self.faster[key]
 
     def measured(self, case: RehearsalCase, hosts: Hosts, folder: Path) -> Measured:
         """The profile and the cluster as the hosts showed them; layers are timed once for hosts of the same shares."""
@@ -101,7 +117,13 @@ class Bench:
         key = json.dumps([case.model, dict(case.options), case.batch_sizes, shares])
         known = self.known.get(key)
         sizes = () if known else case.batch_sizes
-        request = Request(model=case.model, options=case.options, batch_sizes=sizes, device=case.device)
+        request = Request(
+            model=case.model,
+            options=case.options,
+            batch_sizes=sizes,
+            device=case.device,
+            kernels=self.kernels(case),
+        )
         found = measure_hosts(cluster, hosts, request, folder / "measured")
         if known is not None:
             devices = tuple(map(same_devices, found.cluster.hosts, known.cluster.hosts))
@@ -126,6 +148,7 @@ class Bench:
         spec = {
             "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
             "turn_s": TURN_S, "cores": num_cores(case.hosts()), "groups": groups, "device": case.device,
+            "kernels": self.kernels(case),
         }  # fmt: skip
         times = one_go(case, hosts, spec, folder)
         for _ in range(MORE_GOES if case.slices is not None else 0):

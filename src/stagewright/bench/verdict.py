@@ -17,6 +17,7 @@ from stagewright.bench.contest import ALONE
 from stagewright.bench.rounds import known_to, times_as_long
 from stagewright.errors import RecordError, StagewrightError
 from stagewright.noun import Saved, noun
+from stagewright.profile import Kernels
 
 DDP = "torch DDP"
 NEAR = 0.03
@@ -94,6 +95,8 @@ class CaseResult(Saved):
     seconds: float = Field(ge=0)
     core_share: float = Field(default=1.0, gt=0)
     """The cores of the hosts together, against those of the single process."""
+    kernels: Kernels = "onednn"
+    """What everyone computed with on CPUs."""
     slowest: float = Field(default=1.0, gt=0)
     """How many times as long as for the profile the machine took, at most, in a turn of a plan."""
     fastest: float = Field(default=1.0, gt=0)
@@ -184,6 +187,9 @@ def sentences(results: Sequence[CaseResult]) -> Iterator[str]:
     if stands:
         yield f"Against the best peer: never below {min(stands)[0]:.2f} ({min(stands)[1]})."
     yield from (f"No peer came through in {each.case}: it hung." for each in results if each.peer_s is None)
+    plain = [each.case for each in results if each.kernels == "plain"]
+    if plain:
+        yield (f"Everyone computed with plain kernels, which take less time here than oneDNN's, in {', '.join(plain)}.")
     slowest, fastest = max(each.slowest for each in results), min(each.fastest for each in results)
     if slowest > fastest:
         yield (

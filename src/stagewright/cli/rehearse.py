@@ -115,7 +115,10 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
     wanted = plan_options(options, recipe_of(options))
     batch = wanted.rows(len(cluster.hosts))
     rows = tuple(sorted({max(batch // part, 2) for part in (16, 4, 1)}))
-    request = Request(model=options["model"], options=sizes, batch_sizes=rows, threads=options["threads"] or 1)
+    request = Request(
+        model=options["model"], options=sizes, batch_sizes=rows, threads=options["threads"] or 1,
+        kernels=options["kernels"],
+    )  # fmt: skip
     console.print(f"measuring layers and links inside {len(cluster.hosts)} emulated hosts", style="dim")
     profile, measured, _ = measure_hosts(cluster, hosts, request, folder / "measured")
     assert profile is not None

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from stagewright.models import Layered, build_model
 from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_freed_memory
+from stagewright.profiling.kernels import computing_with
 from stagewright.profiling.links import all_at_once, bounce, bounce_pairs
 from stagewright.profiling.measured import make_profile, time_model
 from stagewright.profiling.pulse import Pulse, Timed, evened_median
@@ -152,7 +153,8 @@ def main(folder: str) -> None:
     torch.set_num_threads(asked["threads"])
     keep_freed_memory()  # as workers do
     dist.init_process_group("gloo")
-    found = measure(where, asked, rank, size)
+    with computing_with(asked["kernels"]):
+        found = measure(where, asked, rank, size)
     (where / f"inside-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -139,8 +139,14 @@ def make_profile(
         optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings),
         versions=versions(device),
-        notes=(f"median of {repeats} repeats after {warm_up}; {torch.get_num_threads()} CPU threads",),
+        notes=(f"median of {repeats} repeats after {warm_up}; {cpu_work()}",),
     )
+
+
+def cpu_work() -> str:
+    """How a CPU computes here, in words."""
+    plain = "" if torch.backends.mkldnn.enabled else " with plain kernels"
+    return f"{torch.get_num_threads()} CPU threads{plain}"
 
 
 def check_request(batch_sizes: Sequence[int], repeats: int) -> None:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from stagewright.cluster import Cluster
-from stagewright.profile import LayerProfile, Profile
+from stagewright.profile import Kernels, LayerProfile, Profile
 from stagewright.profiling.inside import middle
 from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
 from stagewright.profiling.noise import added_up, on_lines
@@ -42,6 +42,7 @@ class Request:
     """The rows at which layers are timed; none where a profile is there already."""
     device: str = "cpu"
     threads: int = 1
+    kernels: Kernels = "onednn"
     links: bool = True
 
 
@@ -74,7 +75,7 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     busy, profiled = busy_together(cluster), profiled_hosts(cluster)
     asked = {
         "model": request.model, "options": dict(request.options), "batch_sizes": request.batch_sizes,
-        "threads": request.threads, "links": request.links, "busy": busy,
+        "threads": request.threads, "kernels": request.kernels, "links": request.links, "busy": busy,
         "profiles": profiled, "repeats": math.ceil(SAMPLES / len(profiled)),
         "bytes_per_s": min(link.bytes_per_s for link in cluster.links), "device": request.device,
         "strands": STRANDS if is_sliced(cluster) else 0,
