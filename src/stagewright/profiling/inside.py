@@ -104,15 +104,26 @@ def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layer
     )
     told: dict[str, Any] = {}
     if asked["device"] == "cpu":
-        times = min(max(round(IN_ROUNDS_S / sum(profile.model_s)), FEWEST_ROUNDS), MOST_ROUNDS)
-        rounds = [[timed_pass(model, rows) for rows in profile.batch_sizes] for _ in range(times)]
+        passes = passes_in_rounds(model, profile)
         pulse = Pulse.load(Path(asked["pulse"]))
-        usual_s = pulse.between(rounds[0][0].start_s, rounds[-1][-1].stop_s)
-        evened = [pulse.evened(of_size, usual_s) for of_size in zip(*rounds)]
+        usual_s = pulse.between(passes[0][0].start_s, passes[-1][-1].stop_s)
+        evened = [pulse.evened(of_size, usual_s) for of_size in passes]
         profile = replace(profile, model_s=tuple(map(median, evened)))
         told = {"beat_s": usual_s, "in_beats": [each / usual_s for each in evened[middle_size(profile)]]}
     profile.save(folder / f"inside-{rank}.profile.json")
     return told | {"model_s": profile.model_s[-1]}
+
+
+def passes_in_rounds(model: Layered, profile: Profile) -> list[list[Timed]]:
+    """By batch size its passes, in rounds over all sizes; of small ones several a round, for they scatter more."""
+    longest_s = profile.model_s[-1]
+    numbers = [max(round(longest_s / seconds / 2), 1) for seconds in profile.model_s]
+    round_s = sum(number * seconds for number, seconds in zip(numbers, profile.model_s))
+    found: list[list[Timed]] = [[] for _ in numbers]
+    for _ in range(min(max(round(IN_ROUNDS_S / round_s), FEWEST_ROUNDS), MOST_ROUNDS)):
+        for of_size, rows, number in zip(found, profile.batch_sizes, numbers):
+            of_size += [timed_pass(model, rows) for _ in range(number)]
+    return found
 
 
 def middle_size(profile: Profile) -> int:
