@@ -24,17 +24,23 @@ def test_a_plan_with_more_stages_must_be_faster() -> None:
 def test_the_best_plans_of_few_stages_are_simulated_though_the_estimate_prefers_others() -> None:
     leaders, nobody = Leaders(most=2), cast(Any, None)
 
-    def offer(num_stages: int, step_s: float, first: int = 1) -> None:
-        edges = (0, *range(first, first + num_stages - 1), 20)
+    def offer(sizes: tuple[int, ...], step_s: float, first: int = 1) -> None:
+        edges = (0, *range(first, first + len(sizes) - 1), 20)
         stages = (
-            Placed(low, high, (DeviceId(0, n),), recompute=False) for n, (low, high) in enumerate(zip(edges, edges[1:]))
+            Placed(low, high, tuple(DeviceId(number, n) for n in range(size)), recompute=False)
+            for number, (low, high, size) in enumerate(zip(edges, edges[1:], sizes))
         )
         leaders.offer(step_s, tuple(stages), nobody)
 
-    for num_stages, step_s, first in ((5, 1.0, 1), (5, 1.1, 2), (2, 2.0, 1), (2, 1.5, 2), (3, 1.2, 1), (6, 1.3, 1)):
-        offer(num_stages, step_s, first)
+    deep = (1,) * 5
+    for sizes, step_s, first in ((deep, 1.0, 1), (deep, 1.1, 2), ((2, 1), 1.4, 1), ((2, 1), 1.3, 2), ((3, 1), 1.5, 1)):
+        offer(sizes, step_s, first)
+    offer((1, 1, 2), 1.2)
+    offer((1,) * 6, 1.3)
     assert [step_s for step_s, _, _ in leaders.found] == [1.0, 1.1]
-    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.5, 2.0, 1.2]
-    for step_s, first in ((1.9, 1), (1.6, 3), (1.7, 4), (1.4, 2)):
-        offer(2, step_s, first)
-    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.4, 1.6, 1.7, 1.2], "three shapes of a number"
+    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.3, 1.5, 1.2], "of 2-1 the better cut, and 3-1"
+    for sizes, step_s in (((2, 2), 1.6), ((1, 2), 1.7), ((1, 1), 1.35)):
+        offer(sizes, step_s)
+    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.3, 1.35, 1.5, 1.2], (
+        "three sizes of two stages"
+    )

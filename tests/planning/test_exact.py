@@ -15,7 +15,7 @@ from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
 from stagewright.planning.choose import whole_plan
 from stagewright.planning.estimate import estimate
-from stagewright.planning.exact import PLAIN_SLACK, SHAPES, Leaders, Placed, Shape, search_exactly
+from stagewright.planning.exact import PLAIN_SLACK, SIZES, Leaders, Placed, search_exactly
 from stagewright.planning.exhaustive import best_of_all, every_candidate
 from stagewright.planning.groups import Setting
 from stagewright.planning.problem import Problem, make_problem
@@ -75,7 +75,7 @@ def test_labels_alone_find_the_optimum_without_a_good_plan_to_begin_with(seed: i
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_plans_of_two_stages_come_along_though_deeper_ones_are_a_little_faster(seed: int) -> None:
-    """Of each shape the best, as every plan there is says; a simulation may prefer one of them."""
+    """Of each size of groups the best, as every plan there is says; a simulation may prefer one of them."""
     draw = random.Random(seed)
     profile, cluster = random_profile(draw, 6), make_cluster(4)
     options = replace(random_options(draw, wide=False), num_microbatches=4, staleness="0")
@@ -83,12 +83,13 @@ def test_the_best_plans_of_two_stages_come_along_though_deeper_ones_are_a_little
     (setting,) = problem.settings()
     estimator, leaders = problem.estimator(setting), Leaders()
     search_exactly(estimator, problem.cuts, Subsets(problem.costs, cluster.device_ids), leaders)
-    best: dict[Shape, float] = {}
+    best: dict[tuple[int, ...], float] = {}
     for candidate in every_candidate(problem.costs, setting):
         found = price(candidate, estimator) if len(candidate.groups) == 2 else None
         if found is not None:
-            best[candidate.shape] = min(found[0], best.get(candidate.shape, float("inf")))
-    near = sorted(step_s for step_s in best.values() if step_s <= PLAIN_SLACK * leaders.bound)[:SHAPES]
+            sizes = tuple(map(len, candidate.groups))
+            best[sizes] = min(found[0], best.get(sizes, float("inf")))
+    near = sorted(step_s for step_s in best.values() if step_s <= PLAIN_SLACK * leaders.bound)[:SIZES]
     kept = [step_s for step_s, _, _ in leaders.shallow.get(2, [])]
     assert kept[: len(near)] == pytest.approx(near, rel=1e-9)
 

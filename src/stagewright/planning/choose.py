@@ -19,7 +19,6 @@ from stagewright.record import Record
 Score = Callable[[Plan], Record]
 """What a plan does when it is simulated; the planner is handed it."""
 
-NUM_SCORED = 8
 MORE_BUCKETS_GAIN = 0.01
 """How much faster a plan must be with its gradients in more pieces, for each piece costs something everywhere."""
 MORE_STAGES_GAIN = 0.03
@@ -93,14 +92,13 @@ def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choic
 
 
 def to_score(leaders: Leaders) -> list[Found]:
-    """The leaders that are worth a simulation: the best of all, and of few stages the best of each number.
+    """The leaders that are worth a simulation: the best of all, and of few stages the best of some sizes of groups.
 
     The estimate may hold a dozen cuts of one deep pipeline for a little faster than all that has two stages, and of two
-    stages 2-1 for a little faster than 3-1, where a simulation knows better.
+    stages three cuts of 2-1 for a little faster than 3-1, where a simulation knows better.
     """
-    best = leaders.found[:NUM_SCORED]
     shallow = (entry for _, found in sorted(leaders.shallow.items()) for entry in found)
-    return [*best, *(entry for entry in shallow if entry not in best)]
+    return [*leaders.found, *(entry for entry in shallow if entry not in leaders.found)]
 
 
 def simplest_of(choices: Sequence[Choice]) -> Choice:

@@ -9,7 +9,7 @@ stages that are a little slower come along, for whoever looks closer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,8 +30,8 @@ class Placed(NamedTuple):
 
 Found = tuple[float, tuple[Placed, ...], Estimator]
 """What the estimate says of a plan, its stages, and who said it."""
-SHALLOW, SHAPES = 4, 3
-"""Up to so many stages the best plans of each number are kept, of so many shapes."""
+SHALLOW, SIZES = 4, 3
+"""Up to so many stages the best plans of each number are kept, of so many sizes of groups."""
 PLAIN, PLAIN_SLACK = 2, 1.15
 """Up to so many stages a plan counts even where it is estimated to take so many times as long as the best."""
 
@@ -61,18 +61,18 @@ class Leaders:
         """Keeps a plan if it is among the best; of plans with equal shape only the best."""
         fresh = (step_s, stages, estimator)
         if len(stages) <= SHALLOW:
-            keep(self.shallow.setdefault(len(stages), []), SHAPES, fresh)
-        keep(self.found, self.most, fresh)
+            keep(self.shallow.setdefault(len(stages), []), SIZES, fresh, sizes_of)
+        keep(self.found, self.most, fresh, shape_of)
 
 
-def keep(found: list[Found], most: int, fresh: Found) -> None:
-    """Adds a plan to the best, of which there are at most so many, the fastest first; of equal shapes one alone."""
+def keep(found: list[Found], most: int, fresh: Found, kind_of: Callable[[Sequence[Placed]], object]) -> None:
+    """Adds a plan to the best, of which there are at most so many, the fastest first; of each kind one alone."""
     step_s, stages, _ = fresh
     if len(found) >= most and step_s >= found[-1][0]:
         return
-    shape = shape_of(stages)
+    kind = kind_of(stages)
     for place, (known_s, known, _) in enumerate(found):
-        if shape_of(known) == shape:
+        if kind_of(known) == kind:
             if known_s <= step_s:
                 return
             del found[place]
@@ -85,6 +85,11 @@ def keep(found: list[Found], most: int, fresh: Found) -> None:
 def shape_of(stages: Sequence[Placed]) -> Shape:
     """Where a plan is cut and how many replicas each stage has."""
     return tuple((stage.first, len(stage.devices)) for stage in stages)
+
+
+def sizes_of(stages: Sequence[Placed]) -> tuple[int, ...]:
+    """How many replicas each stage has."""
+    return tuple(len(stage.devices) for stage in stages)
 
 
 class Entry(NamedTuple):
