@@ -63,6 +63,18 @@ def test_a_worker_that_fails_is_named_and_all_is_removed(tmp_path: Path) -> None
     assert not stale(), "neither of this one nor of one that was killed before"
 
 
+@needs_root
+def test_a_wrong_option_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    star(12.5e6, 12.5e6).save(tmp_path / "two.yaml")
+    done = run(
+        "tiny-cnn", "--cluster", str(tmp_path / "two.yaml"), "--batch", "16", "--steps", "4", "--measure",
+        "--kernels", "fast", "-o", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "kernels is 'fast': expected 'onednn' or 'plain'" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_it_has_the_options_of_train_but_those_that_say_where_workers_run() -> None:
     own = set(inspect.signature(rehearse).parameters)
     assert set(inspect.signature(train).parameters) - own == set(NOT_HERE)

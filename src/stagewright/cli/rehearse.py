@@ -108,16 +108,18 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
     from stagewright.cli.plan import simulated
     from stagewright.rehearsal.measuring import Request, measure_hosts
     from stagewright.runtime.launch import new_run_folder
-    from stagewright.training.command import plan_options, recipe_of, run_command
+    from stagewright.training.command import plan_options, recipe_of, run_command, settings_of
 
+    recipe = recipe_of(options)
+    settings = settings_of(options, recipe)
     folder = options["folder"] = new_run_folder(options["model"], options["folder"])
     sizes = {key: options[key] for key in ("image_size", "num_classes") if options[key] is not None}
-    wanted = plan_options(options, recipe_of(options))
+    wanted = plan_options(options, recipe)
     batch = wanted.rows(len(cluster.hosts))
     rows = tuple(sorted({max(batch // part, 2) for part in (16, 4, 1)}))
     request = Request(
-        model=options["model"], options=sizes, batch_sizes=rows, threads=options["threads"] or 1,
-        kernels=options["kernels"],
+        model=options["model"], options=sizes, batch_sizes=rows, threads=settings.threads or 1,
+        kernels=settings.kernels,
     )  # fmt: skip
     console.print(f"measuring layers and links inside {len(cluster.hosts)} emulated hosts", style="dim")
     profile, measured, _ = measure_hosts(cluster, hosts, request, folder / "measured")
