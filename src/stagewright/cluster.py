@@ -110,6 +110,9 @@ class Cluster(Saved):
     core_loss: float = Field(default=0.0, ge=0, lt=0.5)
     """The part of their work that shared cores lose while each has several devices to run; twice as much is lost while
     some have only one, for nobody fills its core when it waits for another."""
+    crowding: float = Field(default=1.0, ge=1)
+    """How many times as long a device computes while all shared cores are busy, as it is for a profile, as it does
+    alone: cores share caches and memory too."""
     connection_bytes_per_s: float | None = Field(default=None, gt=0)
     """What one connection between two hosts carries at most, however fast their links are: a transfer has one, a
     collective several."""

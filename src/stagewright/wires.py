@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean
 from typing import NamedTuple
 
 from stagewright.cluster import Cluster, DeviceId
@@ -104,7 +105,7 @@ class Cores:
         return {link: max(load, full.get(link, 0)) for link, load in loads.items()}
 
     def crowded(self, id: DeviceId, computing: Sequence[DeviceId]) -> float:
-        """A device's speed while some compute, itself among them, against its speed alone: 0.5 where four share two."""
+        """A device's speed while some compute, itself among them, against its profile's: 0.5 where four share two."""
         if self.of_all is None or self.cluster.cores is None:
             return 1.0
         wants = sorted(map(self.wanted, computing))
@@ -114,13 +115,24 @@ class Cores:
             if want > level:
                 break
             left, level = left - want, want
-        return min(1.0, level * self.kept(len(wants)) / self.wanted(id))
+        return min(1.0, level * self.kept(len(wants)) / self.wanted(id)) * self.sped(len(wants))
 
     def kept(self, computing: int) -> float:
         """What the machine's cores get done while so many devices compute, against what they could."""
         if self.cluster.cores is None or self.of_host or computing < 2:
             return 1.0
         return 1 - self.cluster.core_loss * (1 if computing >= 2 * self.cluster.cores else 2)
+
+    def sped(self, computing: int) -> float:
+        """How many times as fast as for their profile devices compute on their cores while so many do.
+
+        A profile is taken while all cores are busy, and a device alone has caches and memory to itself.
+        """
+        if self.cluster.cores is None or self.cluster.crowding == 1.0:
+            return 1.0
+        full = self.cluster.cores / mean(map(self.wanted, self.cluster.device_ids))
+        others = min(1.0, (computing - 1) / (full - 1)) if full > 1 else 1.0
+        return 1 + (self.cluster.crowding - 1) * (1 - others)
 
     def share(self, computing: Sequence[DeviceId]) -> float:
         """The share of the machine's cores that some devices keep busy, at most 1; 0 where no cores are shared."""

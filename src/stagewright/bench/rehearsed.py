@@ -127,7 +127,8 @@ class Bench:
         found = measure_hosts(cluster, hosts, request, folder / "measured")
         if known is not None:
             devices = tuple(map(same_devices, found.cluster.hosts, known.cluster.hosts))
-            found = known._replace(cluster=replace(found.cluster, hosts=devices))
+            cluster = replace(found.cluster, hosts=devices, crowding=known.cluster.crowding)
+            found = known._replace(cluster=cluster)
         self.known[key] = found
         assert found.profile is not None
         found.profile.save(folder / "profile.json")

@@ -43,7 +43,7 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster, drift: float = 1.0) 
 
 def middle_pass(profile: Profile) -> tuple[int, float]:
     """The rows of a pass over the whole model, and the seconds that the profile has for it."""
-    middle = middle_size(profile)
+    middle = middle_size(profile.batch_sizes)
     return profile.batch_sizes[middle], profile.model_s[middle]
 
 

@@ -38,6 +38,8 @@ NUM_LARGE = 3
 """So few are enough on links with a limit, and beyond four hosts every link is in two pairs."""
 IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 12.0, 2, 12
 """How long the model in one piece is timed on CPUs, in rounds over all batch sizes."""
+ALONE_S = 4.0
+"""How long one host passes over the model while the others wait."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
 
@@ -90,6 +92,10 @@ def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dic
     elif rank in asked["busy"]:
         found["model_s"] = pass_until_others_are_done(folder, asked, model)
     dist.barrier()
+    if asked["device"] == "cpu":
+        if rank == asked["profiles"][0]:
+            found["alone_s"] = pass_alone(asked, model, found["beat_s"])
+        dist.barrier()
     return found
 
 
@@ -99,17 +105,19 @@ def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layer
     Returns the seconds of the largest pass; on CPUs also what a beat of the machine's pulse took on the whole while
     passes were timed, and how many beats each pass of the middle size took.
     """
+    is_cpu = asked["device"] == "cpu"
     profile = make_profile(
-        model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"], warm_up=WARM_UP
-    )
+        model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"], warm_up=WARM_UP,
+        in_one_piece=not is_cpu,
+    )  # fmt: skip
     told: dict[str, Any] = {}
-    if asked["device"] == "cpu":
+    if is_cpu:
         passes = passes_in_rounds(model, profile)
         pulse = Pulse.load(Path(asked["pulse"]))
         usual_s = pulse.between(passes[0][0].start_s, passes[-1][-1].stop_s)
         evened = [pulse.evened(of_size, usual_s) for of_size in passes]
         profile = replace(profile, model_s=tuple(map(median, evened)))
-        told = {"beat_s": usual_s, "in_beats": [each / usual_s for each in evened[middle_size(profile)]]}
+        told = {"beat_s": usual_s, "in_beats": [each / usual_s for each in evened[middle_size(profile.batch_sizes)]]}
     profile.save(folder / f"inside-{rank}.profile.json")
     return told | {"model_s": profile.model_s[-1]}
 
@@ -126,15 +134,24 @@ def passes_in_rounds(model: Layered, profile: Profile) -> list[list[Timed]]:
     return found
 
 
-def middle_size(profile: Profile) -> int:
+def middle_size(batch_sizes: Sequence[int]) -> int:
     """Which of a profile's batch sizes passes are counted in beats at."""
-    return len(profile.batch_sizes) // 2
+    return len(batch_sizes) // 2
 
 
 def timed_pass(model: Layered, rows: int) -> Timed:
     """A pass over the model, and when it was."""
     started = perf_counter()
     return Timed(time_model(model, rows), started, perf_counter())
+
+
+def pass_alone(asked: Mapping[str, Any], model: Layered, beat_s: float) -> float:
+    """Seconds of a pass of the middle size while no other host computes, at the pulse of those that were timed."""
+    rows, until = asked["batch_sizes"][middle_size(asked["batch_sizes"])], perf_counter() + ALONE_S
+    found = [timed_pass(model, rows)]
+    while len(found) < FEWEST_ROUNDS or perf_counter() < until:
+        found.append(timed_pass(model, rows))
+    return median(Pulse.load(Path(asked["pulse"])).evened(found, beat_s))
 
 
 def pass_until_others_are_done(folder: Path, asked: Mapping[str, Any], model: Layered) -> float:

@@ -99,12 +99,16 @@ def make_profile(
     name: str | None = None,
     repeats: int = REPEATS,
     warm_up: int = WARM_UP,
+    in_one_piece: bool = True,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile of a model on the device where it is, its sample repeated to each batch size."""
+    """The profile of a model on the device where it is, its sample repeated to each batch size.
+
+    Who times the model in one piece on his own need not do so here: it then takes what its layers take.
+    """
     check_request(batch_sizes, repeats)
     pieces = make_pieces(model, precision)
-    whole = Pieces(model=model, units=(_whole(model),), precision=precision)
+    whole = Pieces(model=model, units=(_whole(model),), precision=precision) if in_one_piece else None
     device = model.sample[0].device
     if device.type == "cpu":
         keep_freed_memory()  # as workers do
@@ -161,13 +165,13 @@ def _whole(model: Layered) -> Unit:
     return Unit(first=0, last=model.num_layers, module=model.stage(0, model.num_layers))
 
 
-def time_once(pieces: Pieces, whole: Pieces, rows: int, device: torch.device, timing: Timing) -> None:
+def time_once(pieces: Pieces, whole: Pieces | None, rows: int, device: torch.device, timing: Timing) -> None:
     """Times the layers and, right after, the whole model, so that both see the same machine."""
     inputs, targets = pieces.rows(rows)
     gaps = timed_run(pieces, inputs, targets, device)
     timing.forward.append(gaps[: len(pieces.units)])
     timing.backward.append(gaps[len(pieces.units) :][::-1])
-    timing.whole.append(sum(timed_run(whole, inputs, targets, device)))
+    timing.whole.append(sum(gaps if whole is None else timed_run(whole, inputs, targets, device)))
 
 
 def time_model(model: Layered, rows: int, repeats: int = 1) -> float:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from stagewright.cluster import Cluster
 from stagewright.profile import Kernels, LayerProfile, Profile
-from stagewright.profiling.inside import middle
+from stagewright.profiling.inside import middle, middle_size
 from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
 from stagewright.profiling.noise import added_up, on_lines
 from stagewright.rehearsal.beating import beating
@@ -91,7 +91,11 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
         return Measured(None, found, None)
     profile = average([Profile.load(folder / f"inside-{number}.profile.json") for number in profiled])
     found = with_speeds(found, {number: told[number]["model_s"] for number in busy})
-    return Measured(profile, found, None if uses_card else beats_of([told[number] for number in profiled]))
+    if uses_card:
+        return Measured(profile, found, None)
+    together_s, alone_s = profile.model_s[middle_size(profile.batch_sizes)], told[profiled[0]]["alone_s"]
+    found = replace(found, crowding=float(f"{max(together_s / alone_s, 1.0):.4g}"))
+    return Measured(profile, found, beats_of([told[number] for number in profiled]))
 
 
 def beats_of(told: Sequence[Mapping[str, Any]]) -> Beats:

@@ -103,7 +103,7 @@ class Engine:
         self.reductions: list[Reduced] = []
         wires = program.costs.wires
         cores = wires.cores
-        crowded = Crowded(cores.of_all, cores.kept) if cores.of_all is not None else None
+        crowded = Crowded(cores.of_all, cores.kept, cores.sped) if cores.of_all is not None else None
         self.network = network = Network(wires.rates, self.at, crowded)
         # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
         self.missing: dict[int, int] = {}

@@ -25,10 +25,13 @@ MAX_KNOWN = 100_000
 class Flow:
     """What carries bytes over some links, again and again: what is left of them, the rate, when they would arrive."""
 
-    __slots__ = ("alone", "left_bytes", "load", "loads", "number", "rate", "shared", "since_s", "stop_s")
+    __slots__ = ("alone", "by_itself", "computes", "left_bytes", "load", "loads", "number", "rate", "shared", "since_s",
+                 "stop_s")  # fmt: skip
 
-    def __init__(self, number: int, loads: Loads, alone: float, shared: Loads) -> None:
+    def __init__(self, number: int, loads: Loads, alone: float, shared: Loads, crowded: Crowded | None = None) -> None:
         self.number, self.loads, self.alone, self.shared = number, loads, alone, shared
+        self.computes = crowded is not None and (crowded.link, 1) in loads
+        self.by_itself = alone * crowded.sped(1) if crowded is not None and self.computes else alone
         self.left_bytes = self.rate = self.since_s = self.stop_s = 0.0
         self.load: Any = None
         """What its bytes are, for whoever started it."""
@@ -39,7 +42,9 @@ class Crowded(NamedTuple):
 
     link: int
     kept: Callable[[int], float]
-    """What is left of its rate while so many flows load it once."""
+    """What is left of its rate while so many flows load it once: so many compute."""
+    sped: Callable[[int], float]
+    """How many times as fast as their rate says these are then."""
 
 
 class Network:
@@ -56,7 +61,7 @@ class Network:
 
     def make_flow(self, loads: Loads, alone: float, shared: Loads | None = None) -> Flow:
         """A flow that does not run yet: `alone` is its rate on empty links, `shared` the loads that others share."""
-        self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared))
+        self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared, self.crowded))
         return self.flows[-1]
 
     def start(self, flow: Flow, num_bytes: float, now_s: float) -> None:
@@ -71,8 +76,8 @@ class Network:
         if shares:
             self._touched[flow.shared[0][0]] = None
             return
-        flow.rate, flow.since_s = flow.alone, now_s
-        flow.stop_s = now_s + num_bytes / flow.alone
+        flow.rate, flow.since_s = flow.by_itself, now_s
+        flow.stop_s = now_s + num_bytes / flow.by_itself
         self.at(flow.stop_s, flow)
 
     def stop(self, flow: Flow) -> None:
@@ -115,7 +120,7 @@ class Network:
     def _rates_of(self, flows: list[Flow]) -> dict[Flow, float]:
         """Fair rates, which depend on nothing but who is under way: the same groups meet in every batch."""
         if len(flows) == 1:
-            return {flows[0]: flows[0].alone}
+            return {flows[0]: flows[0].by_itself}
         key = tuple(sorted([flow.number for flow in flows]))
         found = self._known.get(key)
         if found is None:
@@ -183,8 +188,9 @@ def fair_rates(
     """
     waiting = sorted(flows, key=lambda flow: (-flow.alone, -flow.number))
     left, edges_on = _shared_links(waiting, rates, on_link)
+    computing = 0 if crowded is None else sum(flow.computes for flow in on_link[crowded.link])
     if crowded is not None and crowded.link in left:
-        left[crowded.link] *= crowded.kept(sum(edges == 1 for edges in on_link[crowded.link].values()))
+        left[crowded.link] *= crowded.kept(computing)
     found: dict[Flow, float] = {}
     while waiting:
         full, level = _fullest(left, edges_on)
@@ -198,6 +204,9 @@ def fair_rates(
             _take(flow, level, left, edges_on)
         while waiting and waiting[-1] in found:
             waiting.pop()
+    if crowded is not None:
+        sped = crowded.sped(computing)
+        found = {flow: rate * sped if flow.computes else rate for flow, rate in found.items()}
     return found
 
 
