@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
@@ -24,6 +25,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from stagewright.bench.baselines import (
     Rows,
@@ -36,7 +39,7 @@ from stagewright.bench.baselines import (
     pipelining,
     plain_loop,
 )
-from stagewright.bench.rounds import close_ones, family_of, fastest, settling, stale_steps, steps_for
+from stagewright.bench.rounds import close_ones, family_of, fastest, stale_steps, steps_for
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.profile import Kernels
@@ -69,6 +72,9 @@ PATIENCE_S = 600.0
 CARD_PATIENCE_S = 60.0
 """How long one contender on a card may take: NCCL between workers that share one can hang, and the rest shall count."""
 
+WEIGHTS = "weights.pt"
+"""The file with the weights that everyone begins with, where whoever asks for a contest has made one."""
+
 Spec = Mapping[str, Any]
 
 
@@ -83,7 +89,15 @@ class Contest:
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kept = build_model(self.spec["model"], **self.spec["options"])
+        weights = self.folder / WEIGHTS
+        with Unfilled() if weights.exists() else nullcontext():
+            self.kept = build_model(self.spec["model"], **self.spec["options"])
+        if weights.exists():
+            # One copy among all workers: eight of their own are more than memory has.
+            common = torch.load(weights, mmap=True)
+            for name, tensor in self.kept.model.state_dict(keep_vars=True).items():
+                tensor.data = common[name]
+            give_back_freed_memory()
         self.rows = make_rows(self.kept, self.spec["batch"]).to(torch.device(self.device))
 
     def new_model(self, own: Collection[str] | None = None) -> Layered:
@@ -92,19 +106,6 @@ class Contest:
         Of some parameters alone there are new ones where a worker hosts no others.
         """
         return self.kept.copy(own)
-
-    def share_weights(self, world: World) -> None:
-        """Lets all workers keep one copy of the weights among them: eight of their own are more than memory has."""
-        path = self.folder / "weights.pt"
-        if world.worker == 0:
-            torch.save(self.kept.model.state_dict(), path)
-        wait(world)
-        common = torch.load(path, mmap=True)
-        for name, tensor in self.kept.model.state_dict(keep_vars=True).items():
-            tensor.data = common[name]
-        wait(world)
-        path.unlink(missing_ok=True)  # what is mapped stays
-        give_back_freed_memory()
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -116,6 +117,15 @@ class Contest:
         """What all of them compute with on CPUs."""
         kernels: Kernels = self.spec.get("kernels", "onednn")
         return kernels
+
+
+class Unfilled(TorchFunctionMode):
+    """Inside, new weights stay as memory has them: others come in their place, and to draw them takes seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        fills = func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init"
+        return (args[0] if args else given["tensor"]) if fills else func(*args, **given)
 
 
 class Clocked:
@@ -148,8 +158,8 @@ class Passes(Clocked):
 
     def run(self, number: int) -> None:
         """Times a number of passes, where this host takes part."""
+        # Gradients stay: what is given back must be faulted in again, which a profile's passes need not.
         self.pass_s = [time_model(self.model, self.rows) for _ in range(number if self.takes_part else 0)]
-        self.model.model.zero_grad(set_to_none=True)
 
     def turn(self, steps: int, world: World) -> Timed:
         whole = super().turn(steps, world)
@@ -198,7 +208,7 @@ class Unflushed(Ours):
         # What is on its way while others have their turns must not be taken for theirs.
         apart = dist.new_group(timeout=world.timeout, backend="gloo") if world.device.type == "cpu" else world.everyone
         super().__init__(plan, contest, replace(world, everyone=apart, _groups={}))
-        self.step, self.versions = self.go_on, max(plan.versions)
+        self.step = self.go_on
         self.low, self.high = self.worker.schedule.offsets
         self.next = -self.high
         """The turn of the orders that comes next."""
@@ -214,10 +224,10 @@ class Unflushed(Ours):
         self.worker.figures.clear()
 
     def turn(self, steps: int, world: World) -> Timed:
-        """Seconds between updates, once the pipeline runs as it does in a long run."""
+        """Seconds between updates, from the first after the pause on."""
         wanted = stale_steps(steps)
-        filling = max(self.high - self.low - (self.next + self.high), 0)
-        whole = super().turn(filling + settling(self.versions) + wanted, world)
+        filling = max(-self.low - self.next, 0)
+        whole = super().turn(filling + 1 + wanted, world)
         time.sleep(LANDING_S)
         if not self.takes_part:
             return whole
@@ -317,7 +327,6 @@ def run_worker(contest: Contest) -> None:
     """Takes part in all rounds; worker 0 writes the times down after each."""
     settings = Settings(device=contest.device, timeout_s=PATIENCE_S, kernels=contest.kernels)
     with open_world(settings) as world:
-        contest.share_weights(world)
         times = Times()
         for group in contest.spec["groups"]:
             if contest.device == "cuda":

@@ -29,7 +29,7 @@ from stagewright.rehearsal.measuring import busy_together, profiled_hosts
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
 
-FAR_BEHIND = 1.6
+FAR_BEHIND = 1.2
 """Data parallelism is no contender of ours where it is predicted to take so many times as long: DDP is one anyway."""
 OTHERS = 3
 """So many plans at least beside the planner's exact choice; its runners-up where a case names none but its choices."""

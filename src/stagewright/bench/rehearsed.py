@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from stagewright.bench.contest import ALONE, PASSES
+from stagewright.bench.contest import ALONE, PASSES, WEIGHTS
 from stagewright.bench.entrants import candidates, groups, limit, passes, peers
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite
 from stagewright.bench.rounds import Told
@@ -144,20 +144,34 @@ class Bench:
     ) -> dict[str, Any]:
         """Each contender's seconds a step, round by round, and when these were.
 
-        On a card contenders come one after the other. Where one hangs, those before it count, and the rest goes again.
+        Whoever is not in memory at once has processes of his own: only they give all of it back. On a card contenders
+        come one after the other. Where one hangs, those before it count, and the rest goes again.
         """
         spec = {
             "model": case.model, "options": dict(case.options), "batch": case.batch, "rounds": self.rounds,
             "turn_s": TURN_S, "cores": num_cores(case.hosts()), "groups": groups, "device": case.device,
             "kernels": self.kernels(case),
         }  # fmt: skip
-        times = one_go(case, hosts, spec, folder)
-        for _ in range(MORE_GOES if case.slices is not None else 0):
+        times: dict[str, Any] = {"step_s": {}, "when": {}}
+        with common_weights(case, folder), beating(folder / PULSE) if case.device == "cpu" else nullcontext():
+            for those in self.goes(case, groups, times):
+                for key, more in one_go(case, hosts, {**spec, "groups": those}, folder).items():
+                    times[key].update(more)
+        for name, told in (("contest", spec), ("times", times)):  # of all goes
+            (folder / f"{name}.json").write_text(json.dumps(told), encoding="utf-8")
+        return times
+
+    def goes(
+        self, case: RehearsalCase, groups: Sequence[Sequence[Told]], times: Mapping[str, Any]
+    ) -> Iterator[list[Sequence[Told]]]:
+        """Who goes together: on hosts a group, on a card all who are not through yet."""
+        if case.slices is None:
+            yield from ([group] for group in groups)
+            return
+        for _ in range(1 + MORE_GOES):
             left = [group for group in groups if not self.is_through(group, times)]
             if left:
-                more = one_go(case, hosts, {**spec, "groups": left}, folder)
-                times = {key: known | more[key] for key, known in times.items()}
-        return times
+                yield left
 
     def is_through(self, group: Sequence[Told], times: Mapping[str, Any]) -> bool:
         """Whether everyone in a group has had all turns."""
@@ -169,11 +183,8 @@ def one_go(case: RehearsalCase, hosts: Hosts, spec: Mapping[str, Any], folder: P
     (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
     seen = folder / "times.json"
     seen.unlink(missing_ok=True)
-    with ExitStack() as meanwhile:
-        if case.device == "cpu":
-            meanwhile.enter_context(beating(folder / PULSE))
-        if case.slices is None:
-            meanwhile.enter_context(single_process(folder))
+    needs_alone = any(told["kind"] == "alone" for group in spec["groups"] for told in group)
+    with single_process(folder) if needs_alone else nullcontext():
         try:
             launch_in_hosts(CONTEST, folder, hosts, {"OMP_NUM_THREADS": "1"}, uses_card=case.device == "cuda")
         except HostError:
@@ -181,6 +192,16 @@ def one_go(case: RehearsalCase, hosts: Hosts, spec: Mapping[str, Any], folder: P
                 raise
     times: dict[str, Any] = {"step_s": {}, "when": {}}
     return json.loads(seen.read_text(encoding="utf-8")) if seen.exists() else times
+
+
+@contextmanager
+def common_weights(case: RehearsalCase, folder: Path) -> Iterator[None]:
+    """The weights that everyone in a contest begins with, in a file while it lasts."""
+    torch.save(build_model(case.model, **case.options).model.state_dict(), folder / WEIGHTS)
+    try:
+        yield
+    finally:
+        (folder / WEIGHTS).unlink()
 
 
 @contextmanager

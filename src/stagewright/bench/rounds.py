@@ -24,15 +24,6 @@ def stale_steps(steps: int) -> int:
     return max(2, steps)
 
 
-def settling(versions: int) -> int:
-    """How many gaps between updates pass in a turn without a flush before its pipeline runs as it does in a long run.
-
-    With K versions a forward waits for the update K batches before it, and K forwards have run ahead when the pipeline
-    is full. After a pause all workers begin at once, and with what the pause has brought them.
-    """
-    return versions - 1
-
-
 def family_of(told: Told) -> str:
     """What a contender competes with first: itself, or one peer with several numbers of microbatches."""
     return str(told.get("family", told["name"]))

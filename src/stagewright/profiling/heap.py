@@ -18,13 +18,15 @@ from typing import Any
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 """Of mallopt, as malloc.h numbers them."""
 MOST = 2**31 - 1
-PURGE_DELAY, KEPT_MS = "MIMALLOC_PURGE_DELAY", 10_000
-"""How long mimalloc keeps what is free, in milliseconds; it reads that when torch is loaded, and not again."""
+KEPT_10_S = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ARENA_PURGE_MULT": "1"}
+"""How long mimalloc keeps what is free, in milliseconds, and how many times as long what is large; it reads that when
+torch is loaded, and not again."""
 
 
 def keep_longer() -> None:
     """Asks the allocator of torch, which this process or those that it starts load later, to keep freed memory."""
-    os.environ.setdefault(PURGE_DELAY, str(KEPT_MS))
+    for name, value in KEPT_10_S.items():
+        os.environ.setdefault(name, value)
 
 
 def keep_freed_memory() -> bool:
