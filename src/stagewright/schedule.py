@@ -183,20 +183,13 @@ class Schedule(Saved):
     def unroll(self, worker: int, num_batches: int, first_batch: int = 0) -> Iterator[Action]:
         """One worker's actions over a run of batches, with absolute batches, lazily."""
         low, high = self.offsets
-        stop = first_batch + num_batches
+        order, stop = self.orders[worker], first_batch + num_batches
         if low == high == first_batch and num_batches == 1:
-            return iter(self.orders[worker])
-        return self.turns(worker, range(first_batch - high, stop - low), range(first_batch, stop))
-
-    def turns(self, worker: int, turns: range, batches: range) -> Iterator[Action]:
-        """What one worker does of some batches in some turns of its order, lazily.
-
-        Both ends of every transfer are in the same turn, so that a run may pause between any two.
-        """
-        order = self.orders[worker]
-        for turn in turns:
+            yield from order
+            return
+        for turn in range(first_batch - high, stop - low):
             for kind, stage, offset, microbatch, peer in order:
-                if turn + offset in batches:
+                if first_batch <= turn + offset < stop:
                     yield Action(kind, stage, turn + offset, microbatch, peer)
 
     @property

@@ -23,7 +23,7 @@ from stagewright.bench.contest import Clocked, Contest, Ours, Times, hosted_para
 from stagewright.bench.entrants import add, candidates, limit, on_first_hosts, title
 from stagewright.bench.memory import free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
-from stagewright.bench.rounds import close_ones, fastest, stale_steps, steps_for
+from stagewright.bench.rounds import batches_for, close_ones, fastest, stale_steps, steady, steps_for
 from stagewright.bench.speed import at_one_speed, drifts_of, middle_pass, predict, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, Lead, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
@@ -36,7 +36,7 @@ from stagewright.rehearsal.measuring import Beats
 from stagewright.rehearsal.slices import Slices, sliced_card
 from stagewright.runtime.hosts import HostError
 from stagewright.runtime.world import World
-from stagewright.schedule import RECEIVES, Kind
+from stagewright.schedule import Kind
 from stagewright.scheduling import make_schedule
 
 SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
@@ -301,42 +301,22 @@ def test_a_stale_turn_counts_two_updates_at_least() -> None:
     assert [stale_steps(steps) for steps in (1, 2, 5)] == [2, 2, 5]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("pause", [0, 1, 5])
-def test_nobody_waits_for_a_worker_that_pauses_between_turns(stages: int, pause: int, microbatches: int) -> None:
-    """What workers do up to a turn of their orders needs nothing that any of them does later."""
-    plan = replace(chain(tuple(range(stages, 0, -1))), num_microbatches=microbatches)
-    schedule = make_schedule(plan)
-    turns, batches = range(-schedule.offsets[1], pause), range(100)
-    left = [list(schedule.turns(worker, turns, batches))[::-1] for worker in range(stages)]
-    assert sum(action.kind is Kind.UPDATE for order in left for action in order) > 0 or pause == 0
-    sent: set[tuple[object, ...]] = set()
-    moved = True
-    while moved:
-        moved = False
-        for worker, order in enumerate(left):
-            while order:
-                kind, _, batch, microbatch, peer = order[-1]
-                message = (peer, worker, kind is Kind.RECEIVE_FORWARD, batch, microbatch)
-                if kind in RECEIVES and message not in sent:
-                    break
-                if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                    sent.add((worker, peer, kind is Kind.SEND_FORWARD, batch, microbatch))
-                order.pop()
-                moved = True
-    assert not any(left)
-    everything = list(schedule.unroll(0, 9))
-    turns = range(-schedule.offsets[1], 9 - schedule.offsets[0])
-    cut = [list(schedule.turns(0, part, range(9))) for part in (turns[: pause + 1], turns[pause + 1 :])]
-    assert cut[0] + cut[1] == everything, "and a pause leaves nothing out"
-
-
-def chain(versions: tuple[int, ...]) -> Plan:
-    """A stage a host, with so many versions each."""
-    return Plan(model="any", batch=4, stages=tuple(
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_without_a_flush_updates_count_while_forwards_go_on(stages: int, steps: int) -> None:
+    """Where only backwards are left, updates follow one another faster than they do in a long run."""
+    versions = tuple(range(stages, 0, -1))
+    plan = Plan(model="any", batch=4, stages=tuple(
         Stage(layers=(f"layer{n}",), devices=(DeviceId(n, 0),), versions=version) for n, version in enumerate(versions)
     ))  # fmt: skip
+    batches = batches_for(steps, stages)
+    order = make_schedule(plan).unroll(0, batches, 0)
+    kinds = "".join(action.kind.value for action in order if action.kind in (Kind.FORWARD, Kind.UPDATE))
+    forwards = [1.0 * len(between) for between in kinds.split("U")[1:-1]]  # between one update and the next
+    assert len(forwards) == batches - 1
+    assert forwards == [1.0] * (stages - 1 + steps) + [0.0] * (stages - 1), "full, then it drains"
+    numbered = [9.0, *map(float, range(batches - 1))]
+    assert steady(numbered, steps, stages) == [float(stages - 1 + step) for step in range(steps)], "it filled before"
 
 
 def test_equal_plans_are_in_the_table_once() -> None:

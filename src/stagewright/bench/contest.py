@@ -39,7 +39,7 @@ from stagewright.bench.baselines import (
     pipelining,
     plain_loop,
 )
-from stagewright.bench.rounds import close_ones, family_of, fastest, stale_steps, steps_for
+from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest, stale_steps, steady, steps_for
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.profile import Kernels
@@ -64,9 +64,6 @@ HOPELESS_S = 5.0
 """A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
 RUN_ON_S = 12.0
 """How long exact plans go on that the rounds could not tell from the planner's choice."""
-LANDING_S = 0.2
-"""How long what is on its way may take to land, before the next has his turn, when a full pipeline pauses."""
-ENDLESS = range(10**9)
 NAP_S = 0.002
 PATIENCE_S = 600.0
 CARD_PATIENCE_S = 60.0
@@ -168,7 +165,7 @@ class Passes(Clocked):
 
 
 class Ours(Clocked):
-    """Our worker with a plan."""
+    """Our worker with a plan; without a flush, the time is that between updates of the steady batches."""
 
     def __init__(self, plan: Plan, contest: Contest, world: World) -> None:
         super().__init__(self.run)
@@ -181,7 +178,8 @@ class Ours(Clocked):
         settings = Settings(device=contest.device)
         model = contest.new_model(hosted_parameters(plan, contest.kept, world.worker))
         self.worker = Worker(schedule, model, used, settings, make_optimizer=make_optimizer, feed=feed)
-        self.done = 0
+        self.worker.on_update = lambda batch: self.worker.clock.mark()
+        self.done, self.flushes, self.versions = 0, plan.is_synchronous, max(plan.versions)
 
     def run(self, number: int) -> None:
         """Runs a number of batches."""
@@ -190,54 +188,21 @@ class Ours(Clocked):
         self.done += number
         self.worker.figures.clear()
 
+    def turn(self, steps: int, world: World) -> Timed:
+        if self.flushes:
+            return super().turn(steps, world)
+        wanted = stale_steps(steps)
+        whole = super().turn(batches_for(wanted, self.versions), world)
+        if not self.takes_part:
+            return whole
+        gaps = self.worker.clock.step_s()
+        counted = steady(gaps, wanted, self.versions)
+        stopped = whole.stop_s - sum(gaps[len(gaps) - self.versions + 1 :])  # then it drained
+        return Timed(mean(counted), stopped - sum(counted), stopped)
+
     def close(self) -> None:
         if self.takes_part:
             self.worker.close()
-
-
-class Unflushed(Ours):
-    """Our worker with a plan without a flush: its pipeline stays full while others have their turns.
-
-    It pauses between two turns of the workers' orders, where nobody waits for anybody:
-
-        F0 F1 B0 U0 F2 B1 U1 ⏸ F3 B2 U2 F4 B3 U3 ⏸
-           F0 B0 U0 F1 B1 U1 ⏸ F2 B2 U2 F3 B3 U3 ⏸
-    """
-
-    def __init__(self, plan: Plan, contest: Contest, world: World) -> None:
-        # What is on its way while others have their turns must not be taken for theirs.
-        apart = dist.new_group(timeout=world.timeout, backend="gloo") if world.device.type == "cpu" else world.everyone
-        super().__init__(plan, contest, replace(world, everyone=apart, _groups={}))
-        self.step = self.go_on
-        self.low, self.high = self.worker.schedule.offsets
-        self.next = -self.high
-        """The turn of the orders that comes next."""
-        self.stopped_s = 0.0
-        self.worker.on_update = lambda batch: self.worker.clock.mark()
-
-    def go_on(self, number: int, batches: range = ENDLESS) -> None:
-        """Goes on for a number of turns of the orders."""
-        turns = range(self.next, self.next + number)
-        if self.takes_part:
-            self.worker.follow(self.worker.schedule.turns(self.worker.world.worker, turns, batches))
-        self.next, self.stopped_s = turns.stop, time.perf_counter()
-        self.worker.figures.clear()
-
-    def turn(self, steps: int, world: World) -> Timed:
-        """Seconds between updates, from the first after the pause on."""
-        wanted = stale_steps(steps)
-        filling = max(-self.low - self.next, 0)
-        whole = super().turn(filling + 1 + wanted, world)
-        time.sleep(LANDING_S)
-        if not self.takes_part:
-            return whole
-        counted = self.worker.clock.step_s()[-wanted:]
-        return Timed(mean(counted), self.stopped_s - sum(counted), self.stopped_s)
-
-    def close(self) -> None:
-        """Ends the batches that have begun."""
-        self.go_on(self.high - self.low, range(self.next + self.high))
-        super().close()
 
 
 def hosted_parameters(plan: Plan, model: Layered, worker: int) -> set[str]:
@@ -291,8 +256,7 @@ def wait(world: World) -> None:
 def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
     """The contender that an entry of the contest describes."""
     if told["kind"] == "plan":
-        plan = Plan.from_dict(told["plan"])
-        return (Ours if plan.is_synchronous else Unflushed)(plan, contest, world)
+        return Ours(Plan.from_dict(told["plan"]), contest, world)
     if told["kind"] == "passes":
         return Passes(told, contest, world)
     if told["kind"] == "each alone":

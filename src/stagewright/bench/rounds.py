@@ -24,6 +24,23 @@ def stale_steps(steps: int) -> int:
     return max(2, steps)
 
 
+def batches_for(steps: int, versions: int) -> int:
+    """How many batches a turn of a pipeline without a flush has, in which so many gaps between updates count."""
+    return steps + 2 * versions - 1
+
+
+def steady(gaps: Sequence[float], steps: int, versions: int) -> Sequence[float]:
+    """Of all gaps between updates those of the last turn in which its pipeline is full, and no longer fills.
+
+    With K versions a forward waits for the update K batches before it. While a pipeline fills, K forwards run ahead,
+    so the first K updates follow one another as they were let in, not as later ones will. And of n batches, counted
+    from 0, the gap before update n − K is the last with a forward in it: then it drains, and updates come faster.
+
+        K = 2    F0 F1 U0 F2 U1 F3 U2 U3        of four batches one gap counts, from U1 to U2
+    """
+    return gaps[len(gaps) - steps - versions + 1 : len(gaps) - versions + 1]
+
+
 def family_of(told: Told) -> str:
     """What a contender competes with first: itself, or one peer with several numbers of microbatches."""
     return str(told.get("family", told["name"]))

@@ -104,10 +104,7 @@ class Worker:
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches, in the order's own sequence."""
-        self.follow(self.order(num_batches, first_batch))
-
-    def follow(self, order: Iterator[Action]) -> None:
-        """Runs the actions of an order, with receives as early as the transport wants them."""
+        order = self.order(num_batches, first_batch)
         for actions in receives_ahead(together(order), self.transport.lookahead):
             self.act(actions)
 

@@ -35,7 +35,7 @@ class GlooTransport:
     def send(self, channel: Channel, parts: Parts) -> None:
         kept = [(peer, [on_the_wire(tensor) for tensor in tensors]) for peer, tensors in parts]
         works = [
-            dist.isend(tensor, peer, group=self.world.everyone, tag=self._tag(channel, number))
+            dist.isend(tensor, peer, tag=self._tag(channel, number))
             for peer, tensors in kept
             for number, tensor in enumerate(tensors)
         ]
@@ -48,7 +48,7 @@ class GlooTransport:
 
     def receive(self, channel: Channel, parts: Parts) -> Receipt:
         works = [
-            dist.irecv(on_the_wire(tensor), peer, group=self.world.everyone, tag=self._tag(channel, number))
+            dist.irecv(on_the_wire(tensor), peer, tag=self._tag(channel, number))
             for peer, tensors in parts
             for number, tensor in enumerate(tensors)
         ]
