@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+from stagewright.profiling.heap import KEPT_10_S
 from tests.runtime.running import ROOT
 
 
@@ -14,6 +16,14 @@ def run(*words: str) -> list[str]:
     command = [sys.executable, "-m", "tests.profiling.heap_steps", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     return done.stdout.splitlines()
+
+
+def test_allocators_are_told_before_torch_is_loaded_unless_the_user_has() -> None:
+    told = "import os, stagewright; print([os.environ[name] for name in stagewright.profiling.heap.KEPT_10_S])"
+    without = {name: value for name, value in os.environ.items() if name not in KEPT_10_S}
+    for given, expected in (({}, "10000"), ({"MIMALLOC_PURGE_DELAY": "5"}, "5")):
+        done = subprocess.run([sys.executable, "-c", told], env={**without, **given}, capture_output=True, text=True)
+        assert done.stdout == f"['{expected}', '1']\n", done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has mallopt")
