@@ -3,7 +3,7 @@
 #     make demo       the main job in small, on this machine
 #     make test       format, lint, types, import directions, tests
 #     make test-all   the slow tests too
-#     make rehearsal  our plans and the peers on emulated hosts, measured (root; an hour on 2 quiet cores)
+#     make rehearsal  our plans and the peers on emulated hosts, measured (root; about an hour on 2 quiet cores)
 #     make rehearsal-short   its short form, in minutes
 #     make rehearsal-slices  the same comparison on one card that is cut into eight slices (CUDA MPS)
 #
