@@ -22,7 +22,8 @@ def test_allocators_are_told_before_torch_is_loaded_unless_the_user_has() -> Non
     told = "import os, stagewright; print([os.environ[name] for name in stagewright.profiling.heap.KEPT_10_S])"
     without = {name: value for name, value in os.environ.items() if name not in KEPT_10_S}
     for given, expected in (({}, "10000"), ({"MIMALLOC_PURGE_DELAY": "5"}, "5")):
-        done = subprocess.run([sys.executable, "-c", told], env={**without, **given}, capture_output=True, text=True)
+        command, environment = [sys.executable, "-c", told], {**without, **given}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         assert done.stdout == f"['{expected}', '1']\n", done.stderr
 
 

@@ -53,6 +53,7 @@ class RehearsalCase:
     batch_sizes: tuple[int, ...] = Field(min_length=2)
     """The rows at which layers are timed."""
     plans: tuple[Wanted, ...] = Field(min_length=2)
+    """Beside the planner's choices; its runners-up make up three others where these are fewer."""
     is_short: bool = False
     """Whether `--short` runs it, at the first of the rates."""
 
