@@ -58,7 +58,7 @@ def test_the_suite_has_the_cases_of_the_comparison() -> None:
         "alexnet-4-300mbit", "alexnet-4-1gbit", "alexnet-4-10gbit", "alexnet-8-300mbit", "alexnet-8-1gbit",
         "vgg16-8-1gbit", "resnet50-4-1gbit", "gpt-4-300mbit", "alexnet-4-mixed-1gbit",
     ]  # fmt: skip
-    assert all(len(case.plans) >= 2 and len(case.hosts().hosts) in (4, 8) for case in cases)
+    assert all(case.plans and len(case.hosts().hosts) in (4, 8) for case in cases)
     assert any(case.is_short for case in cases)
 
 

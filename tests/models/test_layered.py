@@ -196,8 +196,9 @@ def test_a_copy_of_a_model_has_weights_of_its_own_and_ties_them_as_it_does(run_w
     model[2].weight = model[1].weight
     layered = make_layered(model, (torch.randn(2, 4),), loss=summed)
     rows = [torch.randn(3, 4)]
-    before = run_cut(layered, layered.cuts(), rows, ())  # now it knows its flow, of which the copy must use nothing
+    before = run_cut(layered, layered.cuts(), rows, ())  # now it knows its flow, and so does the copy
     other = layered.copy()
+    assert other.flow.facts.keys() == {node for node in other.traced.graph.nodes if node.op != "output"}
     assert other.tied == layered.tied
     assert not {*map(id, other.model.parameters())} & {*map(id, model.parameters())}
     assert not before.differences(run_cut(other, other.cuts(), rows, ()))

@@ -3,6 +3,8 @@
     python -m stagewright.bench.contest FOLDER        under torchrun, one worker a host
     python -m stagewright.bench.contest FOLDER alone  the single process, which takes its turns outside of the hosts
 
+Where contest.json names a pipe, the worker is one of a pipeline that others let go on and stop: see frozen.py.
+
 FOLDER/contest.json says what to run; worker 0 leaves FOLDER/times.json with each contender's seconds a step, round by
 round, and from when to when these were.
 
@@ -14,6 +16,8 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -39,6 +43,7 @@ from stagewright.bench.baselines import (
     pipelining,
     plain_loop,
 )
+from stagewright.bench.frozen import Frozen, tell
 from stagewright.bench.rounds import batches_for, close_ones, family_of, fastest, stale_steps, steady, steps_for
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
@@ -58,7 +63,7 @@ ALONE = "single"
 """The contender that runs outside of the hosts."""
 PASSES = "passes"
 """The contender that tells how fast the machine is, against the profile."""
-LONG_STEP_S = 3.0
+LONG_STEP_S = 2.0
 """A step that takes longer is not spoilt by what its first run does once: it is in the first round already."""
 HOPELESS_S = 5.0
 """A peer whose step takes longer waits for wires, and so it does with another number of microbatches: none is tried."""
@@ -66,6 +71,9 @@ RUN_ON_S = 12.0
 """How long exact plans go on that the rounds could not tell from the planner's choice."""
 NAP_S = 0.002
 PATIENCE_S = 600.0
+LASTS_S = 3600.0
+"""How long a worker may wait that is stopped now and then."""
+ENDLESS = 1_000_000
 CARD_PATIENCE_S = 60.0
 """How long one contender on a card may take: NCCL between workers that share one can hang, and the rest shall count."""
 
@@ -86,7 +94,7 @@ class Contest:
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
-        weights = self.folder / WEIGHTS
+        weights = Path(self.spec.get("weights", self.folder / WEIGHTS))
         with Unfilled() if weights.exists() else nullcontext():
             self.kept = build_model(self.spec["model"], **self.spec["options"])
         if weights.exists():
@@ -232,7 +240,7 @@ class Outside:
         return Timed(seconds, started, time.perf_counter())
 
 
-Contender = Clocked | Outside
+Contender = Clocked | Outside | Frozen
 
 
 def awaited(path: Path) -> Any:
@@ -257,6 +265,8 @@ def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
     """The contender that an entry of the contest describes."""
     if told["kind"] == "plan":
         return Ours(Plan.from_dict(told["plan"]), contest, world)
+    if told["kind"] == "frozen":
+        return Frozen(told, world)
     if told["kind"] == "passes":
         return Passes(told, contest, world)
     if told["kind"] == "each alone":
@@ -374,8 +384,8 @@ def warmed_up(each: Contender, world: World, expected_s: float | None = None) ->
     Where a step is long, that does not matter, and the first is enough. What is expected of a plan tells well enough
     how many steps fill a turn: only the first is run, and none where it is long.
     """
-    if expected_s is not None and isinstance(each, Clocked):
-        if expected_s <= LONG_STEP_S:
+    if expected_s is not None:
+        if isinstance(each, Clocked) and expected_s <= LONG_STEP_S:
             each.step(1)
             wait(world)
         return Timed(expected_s, 0.0, 0.0)
@@ -412,6 +422,21 @@ def agreed(seconds: float, world: World) -> float:
     return float(told)
 
 
+def run_frozen(contest: Contest) -> None:
+    """Runs a pipeline that is stopped between its turns, until it is ended; it tells of updates."""
+    settings = Settings(device=contest.device, timeout_s=LASTS_S, kernels=contest.kernels)
+    with open_world(settings) as world:
+        ours = Ours(Plan.from_dict(contest.spec["plan"]), contest, world)
+        pipe = os.open(contest.spec["pipe"], os.O_RDWR)
+        if world.worker == 0:
+            ours.worker.on_update = lambda batch: tell(pipe)
+        wait(world)
+        if world.worker == 0:
+            tell(pipe)
+        ours.run(ENDLESS)
+        signal.pause()  # no part of the plan: waits with the others
+
+
 def run_alone(contest: Contest) -> None:
     """Takes the turns of the single process until they are over."""
     torch.set_num_threads(contest.spec["cores"])
@@ -432,7 +457,9 @@ def main(folder: str, role: str = "") -> None:
     """Runs as one of the workers, or as the single process."""
     where = Path(folder)
     contest = Contest(where, json.loads((where / "contest.json").read_text(encoding="utf-8")))
-    if role == "alone":
+    if "pipe" in contest.spec:
+        run_frozen(contest)
+    elif role == "alone":
         with computing_with(contest.kernels):
             run_alone(contest)
     else:

@@ -30,8 +30,8 @@ from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
 
 FAR_BEHIND = 1.2
-"""On hosts data parallelism is no contender of ours where it is predicted to take so many times as long, or longer: DDP
-is one anyway, and it would take long."""
+"""On hosts data parallelism is no contender of ours where it is predicted to take so many times as long, or longer, or
+is the planner's choice: DDP is one anyway, and it would take long."""
 OTHERS = 3
 """So many plans at least beside the planner's exact choice; its runners-up where a case names none but its choices."""
 
@@ -55,7 +55,8 @@ def candidates(
         add(found, fixed_plan(profile, wanted.options(case.batch), cluster))
     # After those that are small, which are in memory with the planner's choice then.
     whole, best = fixed_plan(profile, PlanOptions(batch=case.batch), cluster), found[chosen[0]]
-    if case.slices is not None or score(whole).median_step_s < FAR_BEHIND * score(best).median_step_s:
+    is_rival = len(best.stages) > 1 and score(whole).median_step_s < FAR_BEHIND * score(best).median_step_s
+    if case.slices is not None or is_rival:
         add(found, whole)
     for plan in those_that_run(searches[0], cluster):
         if len(found) <= OTHERS:

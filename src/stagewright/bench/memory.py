@@ -16,6 +16,8 @@ from stagewright.profile import Profile
 
 FRAMEWORK_BYTES = 350e6
 """What a process has in memory before it has a model."""
+FORKED_BYTES = 150e6
+"""What one has of its own that was forked of another."""
 USED_SHARE = 0.9
 """The share of a machine's free memory that a comparison takes."""
 COPIES = 3
@@ -57,9 +59,10 @@ def held_bytes(told: Told, profile: Profile, num_hosts: int) -> float:
     if told["kind"] == "passes":  # its weights are everyone's
         return float(len(told["busy"]) * sum(parameters.values()))
     if told["kind"] == "plan":
-        return sum(
+        plan = Plan.from_dict(told["plan"])
+        return (not plan.is_synchronous) * num_hosts * FORKED_BYTES + sum(
             len(stage.devices) * (COPIES - 1 + stage.versions) * sum(parameters[name] for name in stage.layers)
-            for stage in Plan.from_dict(told["plan"]).stages
+            for stage in plan.stages
         )
     num_stages = 1 + len(told.get("cuts", ()))
     copies = WITH_BUCKETS if num_hosts > num_stages else COPIES

@@ -52,7 +52,7 @@ class RehearsalCase:
     """So many slices of the card of this machine, in place of a cluster."""
     batch_sizes: tuple[int, ...] = Field(min_length=2)
     """The rows at which layers are timed."""
-    plans: tuple[Wanted, ...] = Field(min_length=2)
+    plans: tuple[Wanted, ...] = Field(min_length=1)
     """Beside the planner's choices; its runners-up make up three others where these are fewer."""
     is_short: bool = False
     """Whether `--short` runs it, at the first of the rates."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -32,16 +33,19 @@ from stagewright.bench.verdict import CaseResult, Entry, write_results
 from stagewright.cluster import Cluster, count
 from stagewright.errors import RunError, StagewrightError, UsageError
 from stagewright.models import build_model
+from stagewright.plan import Plan
 from stagewright.profile import Kernels
 from stagewright.profiling.kernels import faster_kernels
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.beating import beating
-from stagewright.rehearsal.forks import launch_in_hosts
+from stagewright.rehearsal.forks import launch_in_hosts, workers_in_hosts
+from stagewright.rehearsal.hosts import EmulatedHosts
 from stagewright.rehearsal.measuring import Measured, Request, measure_hosts
 from stagewright.rehearsal.slices import sliced_card
-from stagewright.runtime.hosts import HostError, Hosts
+from stagewright.runtime.hosts import PORT, HostError, Hosts
 
 CONTEST, PULSE = "stagewright.bench.contest", "pulse.bin"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TURN_S = 1.0
 """How long a turn is at least: neighbours see the same machine the better, the shorter their turns are."""
 SHORT_ROUNDS = 3
@@ -180,18 +184,45 @@ class Bench:
 
 def one_go(case: RehearsalCase, hosts: Hosts, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The times of a contest; on a card, where one hangs, of those before it."""
-    (folder / "contest.json").write_text(json.dumps(spec), encoding="utf-8")
     seen = folder / "times.json"
     seen.unlink(missing_ok=True)
     needs_alone = any(told["kind"] == "alone" for group in spec["groups"] for told in group)
-    with single_process(folder) if needs_alone else nullcontext():
+    with ExitStack() as stack:
+        those = [started_frozen(stack, hosts, spec, group, folder) for group in spec["groups"]]
+        (folder / "contest.json").write_text(json.dumps({**spec, "groups": those}), encoding="utf-8")
+        stack.enter_context(single_process(folder) if needs_alone else nullcontext())
         try:
-            launch_in_hosts(CONTEST, folder, hosts, {"OMP_NUM_THREADS": "1"}, uses_card=case.device == "cuda")
+            launch_in_hosts(CONTEST, folder, hosts, ONE_THREAD, uses_card=case.device == "cuda")
         except HostError:
             if case.slices is None:
                 raise
     times: dict[str, Any] = {"step_s": {}, "when": {}}
     return json.loads(seen.read_text(encoding="utf-8")) if seen.exists() else times
+
+
+def started_frozen(
+    stack: ExitStack, hosts: Hosts, spec: Mapping[str, Any], group: Sequence[Told], folder: Path
+) -> list[Told]:
+    """A group whose pipelines without a flush have processes of their own, which end with the stack; these first."""
+    if not isinstance(hosts, EmulatedHosts):
+        return list(group)
+    frozen: list[Told] = []
+    others = [told for told in group if told["kind"] != "plan" or told["is_exact"]]
+    for number, told in enumerate(told for told in group if told not in others):
+        own = folder / f"frozen-{number}"
+        own.mkdir(exist_ok=True)
+        pipe = own / "pipe"
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+        names = {"pipe": os.fspath(pipe), "weights": os.fspath(folder / WEIGHTS)}
+        asked = {**spec, **names, "groups": [], "plan": told["plan"]}
+        (own / "contest.json").write_text(json.dumps(asked), encoding="utf-8")
+        workers = stack.enter_context(workers_in_hosts(CONTEST, own, hosts, ONE_THREAD, PORT + 1 + number))
+        frozen.append(
+            {**told, "kind": "frozen", "processes": [worker.pid for worker in workers], "pipe": os.fspath(pipe),
+             "versions": max(Plan.from_dict(told["plan"]).versions), "logs": os.fspath(own / "logs")}
+        )  # fmt: skip
+    return [*frozen, *others]
 
 
 @contextmanager

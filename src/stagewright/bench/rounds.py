@@ -70,7 +70,7 @@ def known_to(own_s: Sequence[float], others_s: Sequence[float]) -> float:
 def close_ones(told: Sequence[Told], step_s: Mapping[str, Sequence[float]]) -> list[str]:
     """The planner's exact choice and the exact plans that may be faster; nobody where there are none.
 
-    A pipeline without a flush fills and drains in every turn: one more round of two takes as long as three of these.
+    Where pipelines without a flush fill and drain in every turn, one more round of two takes as long as three of these.
     """
     exact = {each["name"]: each.get("is_chosen") for each in told if each.get("is_exact")}
     choice = next((name for name, is_chosen in exact.items() if is_chosen), None)

@@ -212,7 +212,7 @@ def section(results: Sequence[CaseResult], command: str) -> str:
     rounds = min(result.rounds for result in results)
     return "\n".join([
         BEGIN, "## Rehearsal", "",
-        f"Machine: {machine}. Emulated hosts; contenders of a case take turns in the same processes, medians of "
+        f"Machine: {machine}. Emulated hosts; contenders of a case take turns in the same hosts, medians of "
         f"{rounds} rounds, or of more where plans stay close to the planner's choice. Bold: the planner's choice. "
         "*Of the limit*: against one process with the same cores.",
         "", f"    {command}", "", table(results), END,

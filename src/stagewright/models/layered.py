@@ -124,7 +124,14 @@ class Layered:
         """
         named = () if own is None else self.model.named_parameters()
         shared = {id(parameter): parameter for name, parameter in named if own is not None and name not in own}
-        return deepcopy(replace(self), shared)  # without what was found out so far, which refers to this one's graph
+        made = deepcopy(replace(self), shared)
+        # What was found out so far refers to nodes of this one's graph, and is as true of those of the copy.
+        twins = dict(zip(self.traced.graph.nodes, made.traced.graph.nodes))
+        if "flow" in vars(self):
+            vars(made)["flow"] = find_flow(made.traced, {twins[node]: fact for node, fact in self.flow.facts.items()})
+        if "_layouts" in vars(self):
+            vars(made)["_layouts"] = {twins[node]: layouts for node, layouts in self._layouts.items()}
+        return made
 
     def cuts(self) -> tuple[int, ...]:
         """The layers that may begin a stage, apart from the first."""

@@ -36,9 +36,9 @@ SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 16 << 20
 """A large message takes about so long at the rate that the cluster file names, within these bounds."""
 NUM_LARGE = 3
 """So few are enough on links with a limit, and beyond four hosts every link is in two pairs."""
-IN_ROUNDS_S, FEWEST_ROUNDS, MOST_ROUNDS = 12.0, 2, 12
-"""How long the model in one piece is timed on CPUs, in rounds over all batch sizes."""
-ALONE_S = 4.0
+IN_ROUNDS_S, MOST_ROUNDS = 12.0, 12
+"""How long the model in one piece is timed on CPUs, in rounds over all batch sizes; as often as layers at least."""
+ALONE_S, FEWEST_ALONE = 4.0, 2
 """How long one host passes over the model while the others wait."""
 WARM_UP = 1
 """Hosts with a part of a core take long for every repeat, and the first has taken the memory."""
@@ -112,7 +112,7 @@ def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layer
     )  # fmt: skip
     told: dict[str, Any] = {}
     if is_cpu:
-        passes = passes_in_rounds(model, profile)
+        passes = passes_in_rounds(model, profile, asked["repeats"])
         pulse = Pulse.load(Path(asked["pulse"]))
         usual_s = pulse.between(passes[0][0].start_s, passes[-1][-1].stop_s)
         evened = [pulse.evened(of_size, usual_s) for of_size in passes]
@@ -122,13 +122,13 @@ def profile_here(folder: Path, asked: Mapping[str, Any], rank: int, model: Layer
     return told | {"model_s": profile.model_s[-1]}
 
 
-def passes_in_rounds(model: Layered, profile: Profile) -> list[list[Timed]]:
+def passes_in_rounds(model: Layered, profile: Profile, fewest: int) -> list[list[Timed]]:
     """By batch size its passes, in rounds over all sizes; of small ones several a round, for they scatter more."""
     longest_s = profile.model_s[-1]
     numbers = [max(round(longest_s / seconds / 2), 1) for seconds in profile.model_s]
     round_s = sum(number * seconds for number, seconds in zip(numbers, profile.model_s))
     found: list[list[Timed]] = [[] for _ in numbers]
-    for _ in range(min(max(round(IN_ROUNDS_S / round_s), FEWEST_ROUNDS), MOST_ROUNDS)):
+    for _ in range(min(max(round(IN_ROUNDS_S / round_s), fewest), MOST_ROUNDS)):
         for of_size, rows, number in zip(found, profile.batch_sizes, numbers):
             of_size += [timed_pass(model, rows) for _ in range(number)]
     return found
@@ -149,7 +149,7 @@ def pass_alone(asked: Mapping[str, Any], model: Layered, beat_s: float) -> float
     """Seconds of a pass of the middle size while no other host computes, at the pulse of those that were timed."""
     rows, until = asked["batch_sizes"][middle_size(asked["batch_sizes"])], perf_counter() + ALONE_S
     found = [timed_pass(model, rows)]
-    while len(found) < FEWEST_ROUNDS or perf_counter() < until:
+    while len(found) < FEWEST_ALONE or perf_counter() < until:
         found.append(timed_pass(model, rows))
     return median(Pulse.load(Path(asked["pulse"])).evened(found, beat_s))
 

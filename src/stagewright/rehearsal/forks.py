@@ -14,7 +14,8 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,16 +43,25 @@ def launch_in_hosts(
     module: str, folder: Path, hosts: Hosts, environment: Mapping[str, str], *, uses_card: bool
 ) -> None:
     """Runs `main(folder)` of a module as a worker in every host; when one fails, all end and the first is shown."""
-    told = {**hosts.environment(), **environment}
     if uses_card or not isinstance(hosts, EmulatedHosts):
-        launch_hosts(lone_commands(["-m", module, os.fspath(folder)], hosts, PORT), folder, told)
+        commands = lone_commands(["-m", module, os.fspath(folder)], hosts, PORT)
+        launch_hosts(commands, folder, {**hosts.environment(), **environment})
         return
+    with workers_in_hosts(module, folder, hosts, environment) as workers:
+        wait_for_all(workers, folder / "logs")
+
+
+@contextmanager
+def workers_in_hosts(
+    module: str, folder: Path, hosts: EmulatedHosts, environment: Mapping[str, str], port: int = PORT
+) -> Iterator[list[BaseProcess]]:
+    """Runs `main(folder)` of a module as a worker in every host, which meet at a port; all end with the context."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([module, *LOADED])
-    given = {**os.environ, **told, **lone_environment(hosts, PORT)}
-    workers = [
+    given = {**os.environ, **hosts.environment(), **environment, **lone_environment(hosts, port)}
+    workers: list[BaseProcess] = [
         server.Process(
             target=run_in_host,
             args=(hosts, host, {**given, "RANK": str(host)}, log_of(logs, host), module, os.fspath(folder)),
@@ -61,7 +71,7 @@ def launch_in_hosts(
     try:
         for worker in workers:
             worker.start()
-        wait_for_all(workers, logs)
+        yield workers
     finally:
         end_all(workers)
 
@@ -76,6 +86,7 @@ def run_in_host(
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    multiprocessing.set_start_method("fork", force=True)  # locks then need nobody who frees them when this is killed
     hosts.enter(host)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     try:

@@ -1,0 +1,75 @@
+"""Pipelines that are stopped between their turns."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagewright.bench.frozen import Frozen
+from stagewright.runtime.world import World
+
+PIPELINE = """
+import os, sys, time
+from stagewright.bench.frozen import tell
+pipe = os.open(sys.argv[1], os.O_RDWR)
+gaps = [0.0, 0.01, 0.01]  # ready, and while it fills updates come faster
+while True:
+    until = time.process_time() + (gaps.pop(0) if gaps else 0.05)
+    while time.process_time() < until:
+        pass
+    tell(pipe)
+"""
+ALONE = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
+
+
+@contextmanager
+def pipeline(folder: Path, program: str = PIPELINE) -> Iterator[tuple[subprocess.Popen[bytes], Frozen]]:
+    """A process that tells of updates, and the contender that it is."""
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", program, os.fspath(pipe)], env=environment)
+    told = {"name": "stale", "pipe": os.fspath(pipe), "processes": [process.pid], "versions": 2, "logs": "logs"}
+    try:
+        yield process, Frozen(told, ALONE)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def state_of(process: subprocess.Popen[bytes]) -> str:
+    """What a process does, in the letters of Linux."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+@pytest.mark.timeout(60)
+def test_a_pipeline_goes_on_in_its_turns_alone(tmp_path: Path) -> None:
+    with pipeline(tmp_path) as (process, frozen):
+        states, turns = [], []
+        for _ in range(3):
+            time.sleep(0.5)
+            states.append(state_of(process))
+            turns.append(frozen.turn(1, ALONE))
+        assert states == ["T", "T", "T"], "stopped between turns"
+    assert all(0.049 <= turn.seconds < 0.25 for turn in turns), "neither the filling nor the time of others counts"
+    assert all(turn.stop_s - turn.start_s == pytest.approx(2 * turn.seconds, rel=0.2) for turn in turns), "two gaps"
+    assert turns[0].stop_s + 0.5 < turns[1].start_s
+
+
+@pytest.mark.timeout(60)
+def test_a_pipeline_that_ended_is_not_waited_for(tmp_path: Path) -> None:
+    with pipeline(tmp_path) as (process, frozen):
+        process.kill()
+        process.wait()
+        with pytest.raises(RuntimeError, match="a worker of stale ended: see logs"):
+            frozen.turn(1, ALONE)
