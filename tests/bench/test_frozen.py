@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from stagewright.bench.frozen import Frozen
+from stagewright.bench.rehearsal_cases import RehearsalCase, Wanted
+from stagewright.bench.rehearsed import one_go
+from stagewright.cluster import DeviceId
+from stagewright.models import build_model
+from stagewright.plan import Plan, Stage
+from stagewright.rehearsal import emulated_hosts
+from stagewright.rehearsal.tools import missing
 from stagewright.runtime.world import World
+from tests.rehearsal.clusters import star
 
 PIPELINE = """
 import os, sys, time
@@ -73,3 +84,34 @@ def test_a_pipeline_that_ended_is_not_waited_for(tmp_path: Path) -> None:
         process.wait()
         with pytest.raises(RuntimeError, match="a worker of stale ended: see logs"):
             frozen.turn(1, ALONE)
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"emulated hosts: {missing()}")
+@pytest.mark.timeout(120)
+def test_a_stale_plan_and_an_exact_one_take_turns_in_hosts(tmp_path: Path) -> None:
+    names = build_model("tiny-cnn", device="meta").names
+    cut = names.index("fc1")
+    first, last = (
+        Stage(layers=names[:cut], devices=(DeviceId(0, 0),)),
+        Stage(layers=names[cut:], devices=(DeviceId(1, 0),)),
+    )
+    exact = Plan(model="tiny-cnn", stages=(first, last), batch=8, num_microbatches=2)
+    stale = replace(exact, stages=(replace(first, versions=2), last))
+    told = [
+        {"kind": "plan", "name": name, "plan": plan.to_dict(), "expected_s": 0.05, "is_exact": plan.is_synchronous}
+        for name, plan in (("exact", exact), ("stale", stale))
+    ]
+    spec = {"model": "tiny-cnn", "options": {}, "batch": 8, "rounds": 3, "turn_s": 0.1, "cores": 2, "groups": [told]}
+    case = RehearsalCase(
+        name="small", model="tiny-cnn", batch=8, cluster="hosts-4", bits_per_s=(1e9,), batch_sizes=(4, 8),
+        plans=(Wanted(),),
+    )  # fmt: skip
+    with emulated_hosts(star(125e6, 125e6)) as hosts:
+        times = one_go(case, hosts, spec, tmp_path)
+    assert {name: len(seconds) for name, seconds in times["step_s"].items()} == {"exact": 3, "stale": 3}
+    assert min(min(seconds) for seconds in times["step_s"].values()) > 0
+    turns = sorted(turn for own in times["when"].values() for turn in own)
+    assert all(before[1] <= after[0] for before, after in pairwise(turns)), "one after the other"
+    frozen = json.loads((tmp_path / "contest.json").read_text())["groups"][0][0]
+    assert (frozen["name"], frozen["kind"], frozen["versions"]) == ("stale", "frozen", 2)
+    assert not [process for process in frozen["processes"] if Path(f"/proc/{process}").exists()], "all have ended"

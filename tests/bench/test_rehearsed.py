@@ -21,7 +21,7 @@ from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
 from stagewright.bench.contest import Clocked, Contest, Ours, Times, hosted_parameters, take_turns
 from stagewright.bench.entrants import add, candidates, limit, on_first_hosts, title
-from stagewright.bench.memory import free_memory, held_bytes, in_groups
+from stagewright.bench.memory import FORKED_BYTES, free_memory, held_bytes, in_groups
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
 from stagewright.bench.rounds import batches_for, close_ones, fastest, stale_steps, steady, steps_for
 from stagewright.bench.speed import at_one_speed, drifts_of, middle_pass, predict, slowed
@@ -186,6 +186,9 @@ def test_as_many_contenders_are_in_memory_as_fit() -> None:
     assert held_bytes(ddp, profile, 2) / 2 == pytest.approx(4e9, rel=1e-6), "weight, momentum, buckets, the next ones"
     assert held_bytes(alone, profile, 2) == pytest.approx(3e9, rel=1e-6)
     assert held_bytes({"kind": "passes", "busy": [0, 1]}, profile, 2) == pytest.approx(2e9, rel=1e-6), "gradients"
+    stale = replace(plan, stages=(replace(plan.stages[0], versions=2), plan.stages[1]))
+    exact, frozen = (held_bytes({"kind": "plan", "plan": each.to_dict()}, profile, 2) for each in (plan, stale))
+    assert frozen - exact > 2 * FORKED_BYTES, "processes of its own, and one more version of its first stage"
     assert free_memory() > 0
 
 
