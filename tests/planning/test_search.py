@@ -130,6 +130,12 @@ def test_a_plan_never_exceeds_the_memory_that_it_was_given(seed: int) -> None:
             assert use.peak_bytes <= cluster.hosts[host].devices[device].memory_bytes
 
 
+def by_taste(plan: Plan, step_s: float) -> Record:
+    return Record(
+        name="s", source="simulated", plan=plan, cluster="c", step_s=(step_s,), step_images=plan.batch, limit="taste"
+    )
+
+
 def test_the_score_has_the_last_word() -> None:
     """A score that hates two stages turns the choice."""
     profile = chain((1.0,) * 4, weights=(400 * MIB,) * 4)
@@ -138,20 +144,25 @@ def test_the_score_has_the_last_word() -> None:
     assert len(plain.best.plan.stages) == 2
 
     def score(plan: Plan) -> Record:
-        seconds = 1.0 if len(plan.stages) == 1 else 9.0
-        return Record(
-            name="s",
-            source="simulated",
-            plan=plan,
-            cluster="c",
-            step_s=(seconds,),
-            step_images=plan.batch,
-            limit="taste",
-        )
+        return by_taste(plan, 1.0 if len(plan.stages) == 1 else 9.0)
 
     scored = make_plan(profile, cluster, PlanOptions(batch=8), score)
     assert len(scored.best.plan.stages) == 1
     assert scored.best.limit == "taste"
+
+
+def test_a_plan_of_another_number_of_stages_wins_by_its_order() -> None:
+    """Three stages are fastest as the search finds them, two are in another order, which is tried for these as well."""
+    profile = chain((1.0,) * 4, weights=(400 * MIB,) * 4)
+    cluster = make_cluster(4, device=Device(kind="x", memory_bytes=64 * GIB), bytes_per_s=1e8)
+
+    def score(plan: Plan) -> Record:
+        step_s = {2: 0.8 if plan.policy == "zero-bubble" else 1.1, 3: 1.0}
+        return by_taste(plan, step_s.get(len(plan.stages), 3.0))
+
+    found = make_plan(profile, cluster, PlanOptions(batch=8, num_microbatches=4), score)
+    assert (len(found.best.plan.stages), found.best.plan.policy) == (2, "zero-bubble")
+    assert len(found.others[0].plan.stages) == 3
 
 
 PROGRAM = """
