@@ -39,7 +39,8 @@ class Frozen:
     def __init__(self, told: Mapping[str, Any], world: World) -> None:
         self.told = told
         self.pipe = os.open(told["pipe"], os.O_RDWR)
-        self.is_full, self.ahead_s = False, 0.0
+        self.is_full = False
+        self.ahead_s = 0.0
         """How long it has gone on since its last update."""
         if world.worker == 0:
             self.heard()  # it is ready

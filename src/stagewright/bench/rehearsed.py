@@ -203,7 +203,10 @@ def one_go(case: RehearsalCase, hosts: Hosts, spec: Mapping[str, Any], folder: P
 def started_frozen(
     stack: ExitStack, hosts: Hosts, spec: Mapping[str, Any], group: Sequence[Told], folder: Path
 ) -> list[Told]:
-    """A group whose pipelines without a flush have processes of their own, which end with the stack; these first."""
+    """A group whose pipelines without a flush have processes of their own, which end with the stack.
+
+    They come first: until the contest stops them, they take others' time. On a card they run in the contest's workers.
+    """
     if not isinstance(hosts, EmulatedHosts):
         return list(group)
     frozen: list[Told] = []
