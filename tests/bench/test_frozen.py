@@ -34,7 +34,7 @@ from stagewright.bench.frozen import tell
 pipe = os.open(sys.argv[1], os.O_RDWR)
 gaps = [0.0, 0.01, 0.01]  # ready, and while it fills updates come faster
 while True:
-    until = time.process_time() + (gaps.pop(0) if gaps else 0.05)
+    until = time.process_time() + (gaps.pop(0) if gaps else float(sys.argv[2]))
     while time.process_time() < until:
         pass
     tell(pipe)
@@ -43,12 +43,12 @@ ALONE = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
 
 
 @contextmanager
-def pipeline(folder: Path, program: str = PIPELINE) -> Iterator[tuple[subprocess.Popen[bytes], Frozen]]:
+def pipeline(folder: Path, gap_s: float = 0.05) -> Iterator[tuple[subprocess.Popen[bytes], Frozen]]:
     """A process that tells of updates, and the contender that it is."""
     pipe = folder / "pipe"
     os.mkfifo(pipe)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", program, os.fspath(pipe)], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", PIPELINE, os.fspath(pipe), str(gap_s)], env=environment)
     told = {"name": "stale", "pipe": os.fspath(pipe), "processes": [process.pid], "versions": 2, "logs": "logs"}
     try:
         yield process, Frozen(told, ALONE)
@@ -78,6 +78,18 @@ def test_a_pipeline_goes_on_in_its_turns_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_what_a_fast_pipeline_tells_before_it_stops_is_not_of_its_next_turn(tmp_path: Path) -> None:
+    with pipeline(tmp_path, gap_s=2e-4) as (_, frozen):
+        turns = []
+        for _ in range(5):
+            time.sleep(0.2)
+            began = time.perf_counter()
+            turns.append(frozen.turn(20, ALONE))
+            assert began < turns[-1].start_s < turns[-1].stop_s
+    assert all(1e-4 < turn.seconds < 5e-3 for turn in turns), [turn.seconds for turn in turns]
+
+
+@pytest.mark.timeout(60)
 def test_a_pipeline_that_ended_is_not_waited_for(tmp_path: Path) -> None:
     with pipeline(tmp_path) as (process, frozen):
         process.kill()
@@ -91,10 +103,8 @@ def test_a_pipeline_that_ended_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_stale_plan_and_an_exact_one_take_turns_in_hosts(tmp_path: Path) -> None:
     names = build_model("tiny-cnn", device="meta").names
     cut = names.index("fc1")
-    first, last = (
-        Stage(layers=names[:cut], devices=(DeviceId(0, 0),)),
-        Stage(layers=names[cut:], devices=(DeviceId(1, 0),)),
-    )
+    first = Stage(layers=names[:cut], devices=(DeviceId(0, 0),))
+    last = Stage(layers=names[cut:], devices=(DeviceId(1, 0),))
     exact = Plan(model="tiny-cnn", stages=(first, last), batch=8, num_microbatches=2)
     stale = replace(exact, stages=(replace(first, versions=2), last))
     told = [

@@ -39,37 +39,48 @@ class Frozen:
     def __init__(self, told: Mapping[str, Any], world: World) -> None:
         self.told = told
         self.pipe = os.open(told["pipe"], os.O_RDWR)
-        self.is_full = False
-        self.ahead_s = 0.0
-        """How long it has gone on since its last update."""
+        self.updates = -1
+        """How many were told of, after the word that it is ready."""
+        self.last_s = self.stopped_s = 0.0
         if world.worker == 0:
-            self.heard()  # it is ready
-            self.signal(signal.SIGSTOP)
+            self.heard()
+            self.stop()
 
     def turn(self, steps: int, world: World) -> Timed:
-        """Seconds between updates, also from the last one of the turn before, without the time that it was stopped."""
+        """Seconds between updates, also from the last one before it was stopped, without the time that it was."""
         barrier(world)
         found = Timed(0.0, 0.0, 0.0)
         if world.worker == 0:
-            started = time.perf_counter()
+            while self.has_told(0.0):  # before it was stopped
+                self.heard()
+            started, ahead_s = time.perf_counter(), self.stopped_s - self.last_s
             self.signal(signal.SIGCONT)
-            if not self.is_full:
+            while self.updates < self.told["versions"]:
                 # While a pipeline fills, updates come as forwards were let in, not as later ones will.
-                started, self.is_full = [self.heard() for _ in range(self.told["versions"])][-1], True
+                started, ahead_s = self.heard(), 0.0
             counted = stale_steps(steps)
             last = [self.heard() for _ in range(counted)][-1]
-            self.signal(signal.SIGSTOP)
-            found = Timed((self.ahead_s + last - started) / counted, started, last)
-            self.ahead_s = time.perf_counter() - last
+            self.stop()
+            found = Timed((ahead_s + last - started) / counted, started, last)
         barrier(world)
         return found
 
+    def stop(self) -> None:
+        """Stops the pipeline until its next turn."""
+        self.signal(signal.SIGSTOP)
+        self.stopped_s = time.perf_counter()
+
+    def has_told(self, within_s: float) -> bool:
+        """Whether there is a moment to hear of, or will be soon."""
+        return bool(select.select([self.pipe], [], [], within_s)[0])
+
     def heard(self) -> float:
         """The next moment that the pipeline tells."""
-        while not select.select([self.pipe], [], [], LOOK_S)[0]:
+        while not self.has_told(LOOK_S):
             self.signal(0)  # raises where a process is gone
-        (moment,) = MOMENT.unpack(os.read(self.pipe, MOMENT.size))
-        return float(moment)
+        (self.last_s,) = MOMENT.unpack(os.read(self.pipe, MOMENT.size))
+        self.updates += 1
+        return self.last_s
 
     def signal(self, number: int) -> None:
         """Sends a signal to all processes of the pipeline."""
