@@ -28,10 +28,10 @@ from statistics import mean, median
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from stagewright.bench.agreeing import agreed, agreed_turn, told_by_all, told_by_first, wait
 from stagewright.bench.baselines import (
     Rows,
     Step,
@@ -253,14 +253,6 @@ def awaited(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def wait(world: World) -> None:
-    """Waits for all workers and their devices."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    if world.control is not None:
-        dist.barrier(group=world.control)
-
-
 def make_contender(told: Spec, contest: Contest, world: World) -> Contender:
     """The contender that an entry of the contest describes."""
     if told["kind"] == "plan":
@@ -391,35 +383,6 @@ def warmed_up(each: Contender, world: World, expected_s: float | None = None) ->
         return Timed(expected_s, 0.0, 0.0)
     first = agreed_turn(each.turn(1, world), world)
     return first if first.seconds > LONG_STEP_S else agreed_turn(each.turn(1, world), world)
-
-
-def told_by_first(names: list[str], world: World) -> list[str]:
-    """What worker 0 names."""
-    told = [names]
-    if world.control is not None:
-        dist.broadcast_object_list(told, 0, group=world.control)
-    return told[0]
-
-
-def told_by_all(seconds: float, world: World) -> list[float]:
-    """What every worker has measured."""
-    told = [seconds] * world.size
-    if world.control is not None:
-        dist.all_gather_object(told, seconds, group=world.control)
-    return told
-
-
-def agreed_turn(turn: Timed, world: World) -> Timed:
-    """A turn with the seconds that worker 0 has measured."""
-    return turn._replace(seconds=agreed(turn.seconds, world))
-
-
-def agreed(seconds: float, world: World) -> float:
-    """What worker 0 has measured."""
-    told = torch.tensor([seconds])
-    if world.control is not None:
-        dist.broadcast(told, 0, group=world.control)
-    return float(told)
 
 
 def run_frozen(contest: Contest) -> None:

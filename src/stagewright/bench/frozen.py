@@ -17,8 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
+from stagewright.bench.agreeing import wait
 from stagewright.bench.rounds import stale_steps
 from stagewright.profiling.pulse import Timed
 from stagewright.runtime.world import World
@@ -48,7 +47,7 @@ class Frozen:
 
     def turn(self, steps: int, world: World) -> Timed:
         """Seconds between updates, also from the last one before it was stopped, without the time that it was."""
-        barrier(world)
+        wait(world)
         found = Timed(0.0, 0.0, 0.0)
         if world.worker == 0:
             while self.has_told(0.0):  # before it was stopped
@@ -62,7 +61,7 @@ class Frozen:
             last = [self.heard() for _ in range(counted)][-1]
             self.stop()
             found = Timed((ahead_s + last - started) / counted, started, last)
-        barrier(world)
+        wait(world)
         return found
 
     def stop(self) -> None:
@@ -89,9 +88,3 @@ class Frozen:
                 os.kill(process, number)
             except ProcessLookupError:
                 raise RuntimeError(f"a worker of {self.told['name']} ended: see {self.told['logs']}") from None
-
-
-def barrier(world: World) -> None:
-    """Waits for all workers."""
-    if world.control is not None:
-        dist.barrier(group=world.control)
