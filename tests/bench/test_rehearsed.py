@@ -25,7 +25,7 @@ from stagewright.bench.memory import FORKED_BYTES, free_memory, held_bytes, in_g
 from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wanted
 from stagewright.bench.rounds import batches_for, close_ones, fastest, stale_steps, steady, steps_for
 from stagewright.bench.speed import at_one_speed, drifts_of, middle_pass, predict, slowed
-from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, Lead, table, write_results
+from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, Lead, section, table, write_results
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError
 from stagewright.models import build_model
@@ -437,6 +437,27 @@ def test_plans_compare_round_by_round() -> None:
     assert (lead.is_near, lead.may_be_near) == (False, True), "2, 0.9 and 0.9: three rounds know little"
     assert not Lead(0.9, 0.03).may_be_near
     assert made.lead(is_exact=False) is None, "nothing was chosen of its kind"
+
+
+def test_turns_that_go_on_are_taken_in_runs() -> None:
+    """Every other update is 0.4 s late, and turns end there: three of five are long, and the step is 2 s."""
+    bursts, steady, slow = (2.4, 1.6, 2.4, 1.6, 2.4), (2.1, 2.1, 2.1, 2.1, 2.1), (9.0, 2.0, 2.0, 2.0, 2.0)
+    choice = Entry(
+        name="choice", step_s=bursts, even_s=(1.2, 0.8, 1.2, 0.8, 1.2), predicted_s=1.1, is_chosen=True, is_exact=False,
+        is_continued=True,
+    )  # fmt: skip
+    other = Entry(name="other", step_s=steady, even_s=steady, predicted_s=2.0, is_exact=False, is_continued=True)
+    assert replace(choice, is_continued=False).median_s == 2.4
+    assert choice.median_s == pytest.approx(2.0)
+    assert choice.error == pytest.approx(0.1), "2 s here are 1 s at the speed of the profile"
+    assert replace(choice, step_s=slow).median_s == pytest.approx(2.0), "one slow turn is no matter"
+    made = replace(result(), entries=(result().named("single"), choice, other))
+    lead = made.lead(is_exact=False)
+    assert lead is not None
+    assert lead.share == 1.0, "turn by turn the other would be ahead"
+    assert other.against(choice) == pytest.approx(1.05)
+    assert "means of turns in a row" in section([made], "make rehearsal")
+    assert "in a row" not in section([result()], "make rehearsal")
 
 
 def test_hosts_with_fewer_cores_have_a_lower_limit() -> None:

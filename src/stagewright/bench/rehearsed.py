@@ -92,6 +92,7 @@ class Bench:
                 plan, own = plans[name], known[name]
                 entry = replace(
                     entry, predicted_s=predict(plan, profile, cluster), is_exact=plan.is_synchronous,
+                    is_continued=case.slices is None and not plan.is_synchronous,
                     even_s=at_one_speed(rounds, own, plan, profile, cluster),
                 )  # fmt: skip
                 drifts += own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, combinations
 from statistics import median, stdev
 from typing import Any
 
@@ -54,6 +55,16 @@ def fastest(told: Sequence[Told], seconds: Mapping[str, float]) -> list[str]:
         if family not in best or seconds[name] < seconds[best[family]]:
             best[family] = name
     return list(best.values())
+
+
+def slope(turns_s: Sequence[float]) -> float:
+    """Seconds of a step where each turn goes on where the one before ended: of all runs of turns the median of means.
+
+    Updates of a pipeline without a flush come in bursts. One that comes late makes its turn long and the next one
+    short, which a median of turns cannot see and a run of several evens out (Theil 1950, Sen 1968).
+    """
+    moments = [0.0, *accumulate(turns_s)]
+    return median((moments[to] - moments[since]) / (to - since) for since, to in combinations(range(len(moments)), 2))
 
 
 def times_as_long(own_s: Sequence[float], others_s: Sequence[float]) -> float:

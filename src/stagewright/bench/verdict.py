@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from stagewright.bench.contest import ALONE
-from stagewright.bench.rounds import known_to, times_as_long
+from stagewright.bench.rounds import known_to, slope, times_as_long
 from stagewright.errors import RecordError, StagewrightError
 from stagewright.noun import Saved, noun
 from stagewright.profile import Kernels
@@ -38,6 +38,8 @@ class Entry:
     is_chosen: bool = False
     """Whether it is the planner's own plan."""
     is_exact: bool = True
+    is_continued: bool = False
+    """Whether each of its turns goes on where the one before ended."""
 
     @property
     def is_ours(self) -> bool:
@@ -46,13 +48,13 @@ class Entry:
 
     @property
     def median_s(self) -> float:
-        """The median of its rounds."""
-        return median(self.step_s)
+        """The median of its rounds, or of runs of them where they go on."""
+        return slope(self.step_s) if self.is_continued else median(self.step_s)
 
     @property
     def even_median_s(self) -> float:
-        """The median of its rounds at the speed of the profile."""
-        return median(self.even_s)
+        """The same at the speed of the profile."""
+        return slope(self.even_s) if self.is_continued else median(self.even_s)
 
     @property
     def error(self) -> float | None:
@@ -60,7 +62,9 @@ class Entry:
         return None if self.predicted_s is None else self.predicted_s / self.even_median_s - 1
 
     def against(self, other: Entry) -> float:
-        """How many times as long as another's a step is, round by round."""
+        """How many times as long as another's a step is, round by round unless rounds go on."""
+        if self.is_continued and other.is_continued:
+            return self.median_s / other.median_s
         return times_as_long(self.step_s, other.step_s)
 
 
@@ -210,11 +214,16 @@ def section(results: Sequence[CaseResult], command: str) -> str:
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     machine = f"{cpu[1] if cpu else platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
     rounds = min(result.rounds for result in results)
+    continued = (
+        " Turns without a flush go on where the last one ended: the median is that of the means of turns in a row."
+        if any(entry.is_continued for result in results for entry in result.entries)
+        else ""
+    )
     return "\n".join([
         BEGIN, "## Rehearsal", "",
         f"Machine: {machine}. Emulated hosts; contenders of a case take turns in the same hosts, medians of "
-        f"{rounds} rounds, or of more where plans stay close to the planner's choice. Bold: the planner's choice. "
-        "*Of the limit*: against one process with the same cores.",
+        f"{rounds} rounds, or of more where plans stay close to the planner's choice.{continued} Bold: the planner's "
+        "choice. *Of the limit*: against one process with the same cores.",
         "", f"    {command}", "", table(results), END,
     ])  # fmt: skip
 
