@@ -151,6 +151,29 @@ def test_the_score_has_the_last_word() -> None:
     assert scored.best.limit == "taste"
 
 
+def test_what_leads_with_a_flush_is_tried_without_one() -> None:
+    """The estimate holds a dozen others for faster without a flush, and the score does not."""
+    times, weights = (1.0, 3.0, 1.0, 2.0, 1.0, 2.0, 2.0, 2.0), (400, 10, 1, 1, 10, 1, 10, 10)
+    profile = chain(times, weights=tuple(each * MIB for each in weights))
+    cluster = make_cluster(4, device=Device(kind="x", memory_bytes=64 * GIB), bytes_per_s=1e8)
+
+    def form(plan: Plan) -> list[tuple[str, int]]:
+        return [(stage.layers[0], len(stage.devices)) for stage in plan.stages]
+
+    exact = make_plan(profile, cluster, PlanOptions(batch=8)).best.plan
+    assert form(exact) == [("a", 1), ("b", 3)]
+
+    def score(plan: Plan) -> Record:
+        return by_taste(plan, 1.0 if form(plan) == form(exact) else 2.0)
+
+    for staleness, versions in (("ssp", (2, 1)), ("any", (1, 1)), ("3,1", (3, 1))):
+        found = make_plan(profile, cluster, PlanOptions(batch=8, staleness=staleness), score).best
+        assert (form(found.plan), found.plan.versions, found.step_s) == (form(exact), versions, 1.0)
+    tiny = make_cluster(4, device=Device(kind="x", memory_bytes=MIB), bytes_per_s=1e8)
+    with pytest.raises(PlanError, match="fits on"):
+        make_plan(profile, tiny, PlanOptions(batch=8, staleness="ssp"), score)
+
+
 def test_a_plan_of_another_number_of_stages_wins_by_its_order() -> None:
     """Three stages are fastest as the search finds them, two are in another order, which is tried for these as well."""
     profile = chain((1.0,) * 4, weights=(400 * MIB,) * 4)

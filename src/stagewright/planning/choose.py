@@ -75,8 +75,13 @@ def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator)
     return normal_form(plan)
 
 
-def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choice | None) -> list[Choice]:
-    """The leaders as choices: the one to take, then others, the fastest first; whoever exceeds memory is left out."""
+def choose(
+    problem: Problem, leaders: Leaders, score: Score | None, rival: Choice | None, known: Sequence[Plan] = ()
+) -> list[Choice]:
+    """The leaders as choices: the one to take, then others, the fastest first; whoever exceeds memory is left out.
+
+    Plans that are known for fast in another way are judged with them.
+    """
     choices: list[Choice] = [] if rival is None else [rival]
     for _, stages, estimator in to_score(leaders) if score is not None else leaders.found:
         plan = whole_plan(problem, stages, estimator)
@@ -85,6 +90,10 @@ def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choic
             if found is not None and score is not None:
                 found = better(found, _in_more_buckets(plan, problem, (4,)), problem, score, gain=MORE_BUCKETS_GAIN)
             choices += [found] if found is not None else []
+    found_plans = [choice.plan for choice in choices]
+    for plan in known:
+        found = None if plan in found_plans else judged(plan, problem, score)
+        choices += [found] if found is not None else []
     if not choices:
         raise refused(problem)
     choices.sort(key=in_order)
@@ -94,6 +103,19 @@ def choose(problem: Problem, leaders: Leaders, score: Score | None, rival: Choic
     choices = [refined(choice, problem, score) if id(choice) in worth else choice for choice in choices]
     best = simplest_of(choices)
     return [best, *sorted((choice for choice in choices if choice is not best), key=in_order)]
+
+
+def without_flush(problem: Problem, plans: Sequence[Plan]) -> list[Plan]:
+    """Exact plans with the versions that a problem asks for: what is fast with a flush is so without one."""
+    found = []
+    for staleness in problem.stalenesses:
+        setting = problem.setting(1, problem.routes[0], staleness)
+        for plan in plans:
+            versions = [setting.versions(later) for later in reversed(range(len(plan.stages)))]
+            if None not in versions:
+                stages = (replace(stage, versions=count or 1) for stage, count in zip(plan.stages, versions))
+                found.append(normal_form(replace(plan, stages=tuple(stages), policy=setting.policy)))
+    return found
 
 
 def in_order(choice: Choice) -> tuple[float, int]:

@@ -8,7 +8,9 @@ from time import perf_counter
 
 from stagewright.cluster import Cluster
 from stagewright.cost import Costs
-from stagewright.planning.choose import Choice, Score, choose, compare, refused
+from stagewright.errors import PlanError
+from stagewright.plan import Plan
+from stagewright.planning.choose import Choice, Score, choose, compare, refused, without_flush
 from stagewright.planning.estimate import Estimator
 from stagewright.planning.exact import Leaders, Placed, search_exactly
 from stagewright.planning.groups import Setting
@@ -41,6 +43,8 @@ MAX_STARTS = 5
 NUM_SLID = 3
 NUM_LEADERS = 12
 NUM_OTHERS = 3
+FLUSHED = ("0",)
+"""Nothing but exact training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,8 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     if not leaders.found:
         raise refused(problem)
     rival, why_not = compare(problem, rivals, score)
-    choices = choose(problem, leaders, score, rival if _is_free(problem) else None)
+    known = [] if score is None else exact_ones(problem, score)
+    choices = choose(problem, leaders, score, rival if _is_free(problem) else None, known)
     best = choices[0]
     reason = explain(
         best.plan, best.step_s, problem.costs, rival.plan if rival else None, rival.step_s if rival else 0.0
@@ -84,6 +89,18 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
         seconds=perf_counter() - begin,
         is_exact=is_exact,
     )
+
+
+def exact_ones(problem: Problem, score: Score) -> list[Plan]:
+    """The plans that lead with a flush, without it, where that is allowed: the estimate may hold others for faster."""
+    costs = problem.costs
+    if problem.stalenesses == FLUSHED:
+        return []
+    try:
+        exact = make_plan(costs.profile, costs.cluster, replace(problem.options, staleness="0"), score)
+    except PlanError:
+        return []
+    return without_flush(problem, [exact.best.plan, *(other.plan for other in exact.others)])
 
 
 def _is_free(problem: Problem) -> bool:
