@@ -147,7 +147,7 @@ class Worker:
     # Compute
 
     def forward(self, action: Action) -> None:
-        self._fold_full()
+        self._make_full()
         here, key, share = self._find(action)
         inputs = self._inputs(here, key, share)
         last = here.runner.has_loss
@@ -163,7 +163,7 @@ class Worker:
             here.made.put(key, [tensor.detach() for tensor in made], len(takers))
 
     def backward(self, action: Action) -> None:
-        self._fold_full()
+        self._make_full()
         here, key, _ = self._find(action)
         gradients = self._output_gradients(here, key)
         with here.backward_of(key[0], is_last=self._arm(here, key)):
@@ -181,11 +181,11 @@ class Worker:
         self._arm(here, key)
         here.runner.backward_weight(here.weights.module(key[0]), key)
 
-    def _fold_full(self) -> None:
+    def _make_full(self) -> None:
         """Makes the weight gradients of which no more rows can be kept, now that the last backward is on its way."""
         for here in self.hosted.values():
-            for folding in here.foldings:
-                folding.fold(only_full=True)
+            for deferred in here.deferred:
+                deferred.make(only_full=True)
 
     def _return(self, here: Hosted, key: Key, gradients: list[Tensor]) -> None:
         """Keeps the gradients of a microbatch's inputs for the stage before."""
@@ -341,8 +341,8 @@ class Worker:
         self.transport.close()
         for here in self.hosted.values():
             here.reducer.close()
-            for folding in here.foldings:
-                folding.close()
+            for deferred in here.deferred:
+                deferred.close()
 
 
 def as_settled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
