@@ -49,6 +49,10 @@ class Case:
     num_buckets: int = 2
     recompute: bool = False
     model: str = "tower"
+    precision: str = "fp64"
+    """With fp16 numbers stay double, which autocast leaves alone, but the loss is scaled and steps may be skipped."""
+    overflow_at: int | None = None
+    """The batch whose inputs are infinite."""
 
 
 def all_cases() -> list[Case]:
@@ -111,10 +115,13 @@ def run_case(case: Case, world: World) -> float:
     model = MODELS[case.model]
     layered = model.layered()
     plan = plan_of(case, layered.names, layered.cuts())
-    settings = Settings(precision="fp64", clip_norm=case.clip_norm, timeout_s=90.0)
+    settings = Settings(
+        precision=case.precision, clip_norm=case.clip_norm, timeout_s=90.0, scale_growth_steps=2, on_nan="skip"
+        if case.overflow_at is not None else "stop",
+    )  # fmt: skip
 
     def rows(batch: int, start: int, stop: int):
-        return tuple([each[start:stop] for each in part] for part in model.rows(batch, case.batch))
+        return tuple([each[start:stop] for each in part] for part in rows_of(case, batch))
 
     schedule = make_schedule(plan, agree=settings.agrees)
     worker = Worker(
@@ -123,6 +130,12 @@ def run_case(case: Case, world: World) -> float:
     run_dynamic(worker, case.steps) if case.policy == "dynamic" else worker.run(case.steps)
     worker.close()
     return difference(case, layered, worker)
+
+
+def rows_of(case: Case, batch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The inputs and targets of a whole batch."""
+    inputs, targets = MODELS[case.model].rows(batch, case.batch)
+    return [each * torch.inf if batch == case.overflow_at else each for each in inputs], list(targets)
 
 
 def difference(case: Case, layered: Layered, worker: Worker) -> float:
@@ -137,11 +150,12 @@ def difference(case: Case, layered: Layered, worker: Worker) -> float:
     last = worker.plan.workers[-1]
     group = worker.world.group("losses", last)
     if worker.world.worker in last:
-        sums = torch.stack([worker.figures.get(batch, torch.zeros(1)).double()[0] for batch in range(case.steps)])
+        sums = torch.stack([worker.figures(batch) for batch in range(case.steps)])
         if group is not None:
             dist.all_reduce(sums, group=group)
         wanted = torch.tensor(losses, dtype=torch.float64)
-        worst = max(worst, float((sums / case.batch - wanted).abs().max() / wanted.abs().max()))
+        gaps = (sums[:, 0] / sums[:, 1] - wanted)[wanted.isfinite()]
+        worst = max(worst, float(gaps.abs().max() / wanted[wanted.isfinite()].abs().max()))
     return worst
 
 
@@ -155,10 +169,13 @@ def reference(case: Case, layered: Layered, plan: Plan) -> tuple[list[float], di
     plain = model.make()
 
     def loss_of(batch: int) -> torch.Tensor:
-        inputs, targets = model.rows(batch, case.batch)
+        inputs, targets = rows_of(case, batch)
         return model.mean(plain(*inputs), *targets)
 
-    losses, weights = train_plainly(plain, loss_of, case.steps, versions, OPTIMIZERS[case.optimizer], case.clip_norm)
+    losses, weights = train_plainly(
+        plain, loss_of, case.steps, versions, OPTIMIZERS[case.optimizer], case.clip_norm,
+        skips=case.overflow_at is not None,
+    )  # fmt: skip
     return losses, {**plain.state_dict(), **weights}
 
 

@@ -1,4 +1,4 @@
-"""Models that are easy to get wrong, each with the rows of its batches: every plan must train them as a plain loop does."""
+"""Models that are easy to get wrong, with the rows of their batches: every plan trains them as a plain loop does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stagewright.models import Layered, cross_entropy_sum, make_layered
+from stagewright.models import Layered, cross_entropy_sum, make_layered, mean_loss, token_cross_entropy_sum
 from tests.runtime.reference import Tower, rows_of_batch
 
 WIDTH, CLASSES = 6, 4
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
 Tensors = tuple[Tensor, ...]
 
 
@@ -63,6 +64,63 @@ class AppliedTwice(nn.Module):
         return self.tail(self.layer(self.layer(words)).mean(dim=1))
 
 
+class Partly(nn.Module):
+    """Parameters to which no gradient comes: one is not used, one only to choose, one behind a detach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.choosing = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.cut_off, self.tail = nn.Linear(WIDTH, WIDTH), Tail()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.choosing(x).argmax(dim=-1, keepdim=True)
+        return self.tail(self.first(x) + chosen + self.cut_off(x).detach())
+
+
+class Normed(nn.Module):
+    """Batch norm in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(3))
+        )
+        self.tail = Tail()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.body(x))
+
+
+class Words(nn.Module):
+    """Four tokens a row, of which some do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.tail = nn.Embedding(9, WIDTH), Tail()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tail(self.words(tokens))
+
+
+def tokens(batch: int, num_rows: int) -> tuple[Tensors, Tensors]:
+    """Tokens and labels; some labels are -100, all of row 1's."""
+    generator = torch.Generator().manual_seed(1000 + batch)
+    chosen = torch.randint(9, (num_rows, 4), generator=generator)
+    labels = torch.randint(CLASSES, (num_rows, 4), generator=generator)
+    labels[torch.rand(num_rows, 4, generator=generator) < 0.4] = -100
+    labels[1:2] = -100
+    return (chosen,), (labels,)
+
+
+def mean_of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss that everybody expects of tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def number_of_tokens(labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
 @dataclass(frozen=True)
 class Model:
     """How to build a model, its loss, and the rows of its batches."""
@@ -72,6 +130,8 @@ class Model:
     loss: Any
     mean: Callable[..., Tensor]
     """The loss of a plain loop: the mean over the batch."""
+    mixes_rows: bool = False
+    """Whether rows of a microbatch see one another."""
 
     def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The model with the same weights every time."""
@@ -101,4 +161,14 @@ MODELS = {
     "reused": classifier(Reused),
     "siamese": classifier(Siamese),
     "applied twice": classifier(AppliedTwice),
+    "partly": classifier(Partly),
+    "normed": Model(Normed, classified, cross_entropy_sum(), F.cross_entropy, mixes_rows=True),
+    "words": Model(Words, tokens, token_cross_entropy_sum(), mean_of_tokens),
+    "words, own loss": Model(Words, tokens, mean_loss(mean_of_tokens, count=number_of_tokens), mean_of_tokens),
+    "weighted": Model(
+        Tower,
+        classified,
+        mean_loss(nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=2, label_smoothing=0.1)),
+        nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=2, label_smoothing=0.1),
+    ),
 }

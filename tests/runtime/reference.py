@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +46,12 @@ def train_delayed(
 
 def train_plainly(
     model: nn.Module, loss_of: Callable[[int], Tensor], steps: int, versions: Mapping[str, int],
-    make_optimizer: MakeOptimizer, clip_norm: float | None = None, after: Callable[[int], Any] = lambda batch: None,
+    make_optimizer: MakeOptimizer, clip_norm: float | None = None, skips: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
-    """Losses, and the weights after all steps; batch n sees a parameter of K versions after update n − K."""
+    """Losses, and the weights after all steps; batch n sees a parameter of K versions after update n − K.
+
+    Where it `skips`, a step whose gradients are not finite is left out.
+    """
     named = dict(model.named_parameters())
     optimizer = make_optimizer(list(named.values()))
     history = [{name: parameter.detach().clone() for name, parameter in named.items()}]
@@ -65,8 +67,9 @@ def train_plainly(
             nn.utils.clip_grad_norm_(named.values(), clip_norm)
         for name, parameter in named.items():
             parameter.data = now[name].clone()
-        optimizer.step()
-        after(batch)
+        gradients = [each.grad for each in named.values() if each.grad is not None]
+        if not skips or all(bool(each.isfinite().all()) for each in gradients):
+            optimizer.step()
         history.append({name: parameter.detach().clone() for name, parameter in named.items()})
         losses.append(loss.item())
     return losses, history[-1]

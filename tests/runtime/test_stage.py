@@ -28,7 +28,7 @@ def middle_stage(end: nn.Module) -> StageModule:
 def run(end: nn.Module, *, in_halves: bool) -> list[Tensor]:
     """The gradients of the stage's inputs and of its weights, over two microbatches."""
     module = middle_stage(end)
-    runner = StageRunner(1, module, Settings(), batch_rows=4, recompute=False, seed=0)
+    runner = StageRunner(1, module, Settings(), recompute=False, seed=0)
     scale, found = torch.ones(()), []
     for number in range(2):
         torch.manual_seed(number)
@@ -55,7 +55,7 @@ def test_halves_make_the_gradients_of_the_whole(end: str) -> None:
 def test_what_a_microbatch_draws_is_its_own_in_any_order(recompute: bool) -> None:
     """As after torch.manual_seed with the seed that batch and microbatch make, whatever was drawn before."""
     module = middle_stage(nn.Sequential(nn.Dropout(), nn.Flatten()))
-    runner = StageRunner(1, module, Settings(), batch_rows=4, recompute=recompute, seed=7)
+    runner = StageRunner(1, module, Settings(), recompute=recompute, seed=7)
     rows = torch.ones(2, 3, 5, 5)
     keys = [(0, 0), (0, 1), (1, 0)]
     forth, back = (

@@ -193,8 +193,9 @@ class Ours(Clocked):
         """Runs a number of batches."""
         if self.takes_part:
             self.worker.run(number, self.done)
+        for batch in range(self.done, self.done + number):
+            self.worker.figures(batch)
         self.done += number
-        self.worker.figures.clear()
 
     def turn(self, steps: int, world: World) -> Timed:
         if self.flushes:

@@ -2,7 +2,7 @@
 
 from stagewright.models.counts import forward_flops, num_parameters, parameter_counts
 from stagewright.models.layered import Layered, make_layered
-from stagewright.models.loss import Loss, cross_entropy_sum, mean_loss, token_cross_entropy_sum
+from stagewright.models.loss import Loss, count_of, cross_entropy_sum, mean_loss, token_cross_entropy_sum
 from stagewright.models.stage import StageModule
 from stagewright.models.values import TensorSpec
 from stagewright.models.zoo import MODELS, build_model
@@ -14,6 +14,7 @@ __all__ = [
     "StageModule",
     "TensorSpec",
     "build_model",
+    "count_of",
     "cross_entropy_sum",
     "forward_flops",
     "make_layered",

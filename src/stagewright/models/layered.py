@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from stagewright.errors import ModelError
 from stagewright.models.exporting import trace_exported
 from stagewright.models.layering import Flow, Layer, computing, find_flow, found_layers, named_layers
-from stagewright.models.layouts import Layout, find_layouts
+from stagewright.models.layouts import Gradients, find_gradients
 from stagewright.models.loss import LOSS, LOSS_PATH, Loss, LossModule
 from stagewright.models.operations import detached
 from stagewright.models.stage import StageGraph, StageModule, assembled
@@ -129,8 +129,8 @@ class Layered:
         twins = dict(zip(self.traced.graph.nodes, made.traced.graph.nodes))
         if "flow" in vars(self):
             vars(made)["flow"] = find_flow(made.traced, {twins[node]: fact for node, fact in self.flow.facts.items()})
-        if "_layouts" in vars(self):
-            vars(made)["_layouts"] = {twins[node]: layouts for node, layouts in self._layouts.items()}
+        if "_gradients" in vars(self):
+            vars(made)["_gradients"] = self._gradients.of_copy(twins)
         return made
 
     def cuts(self) -> tuple[int, ...]:
@@ -145,14 +145,14 @@ class Layered:
 
     def carried(self, cut: int) -> tuple[TensorSpec, ...]:
         """The tensors that cross the cut before a layer."""
-        return self._carried(self._entering(cut))
+        return self._crossing(self._entering(cut)) if cut else self.inputs
 
     def stage(self, first: int, last: int) -> StageModule:
         """The layers first … last-1 as a module; it shares the model's parameters."""
         self._check(first, last)
         target_nodes = self._target_nodes if self.has_loss and last == self.num_layers else ()
         entering = self._entering(first)
-        graph = StageGraph(self.traced, self.flow.facts, self._layouts, [*entering, *target_nodes])
+        graph = StageGraph(self.traced, self.flow.facts, self._gradients.layouts, [*entering, *target_nodes])
         for node in self.order[self._start(first) : self._start(last)]:
             if node in self.flow.made_at:
                 graph.add(node)
@@ -161,7 +161,7 @@ class Layered:
             graph.graph,
             assembled(self._sorted(self._current(graph.objects())), self._persistent),
             layer_names=self.names[first:last],
-            inputs=self._carried(entering),
+            inputs=self.carried(first),
             targets=self._carried(target_nodes),
             outputs=outputs,
             evaluates=self.traced.evaluates,
@@ -172,7 +172,7 @@ class Layered:
         if last < self.num_layers:
             leaving = self._entering(last)
             graph.graph.output(tuple(tensor for node in leaving for tensor in graph.departing(node)))
-            return self._carried(leaving)
+            return self._crossing(leaving)
         loss, predictions = self._results
         made = [tensor for node in predictions for tensor in graph.tensors(node)]
         if loss is not None:
@@ -201,12 +201,28 @@ class Layered:
         return [node for node in crossing if node not in self._target_nodes]
 
     @cached_property
-    def _layouts(self) -> dict[fx.Node, tuple[Layout, ...]]:
+    def _gradients(self) -> Gradients:
         entering = [node for layer in range(1, self.num_layers) for node in self._entering(layer)]
-        return find_layouts(self.traced, list(dict.fromkeys(entering)))
+        parameters = dict(self.model.named_parameters())
+        return find_gradients(self.traced, list(dict.fromkeys(entering)), parameters, has_loss=self.has_loss)
+
+    @property
+    def unreached(self) -> frozenset[str]:
+        """The parameters to which no gradient comes: a plain loop leaves them as they are, and so does every plan."""
+        return self._gradients.unreached
 
     def _carried(self, nodes: Sequence[fx.Node]) -> tuple[TensorSpec, ...]:
         return tuple(spec for node in nodes for spec in self.flow.facts[node].carried)
+
+    def _crossing(self, nodes: Sequence[fx.Node]) -> tuple[TensorSpec, ...]:
+        """What is carried over a cut; a gradient comes back only where the loss depends on it."""
+        reaches = self._gradients.reaches
+        pairs = [pair for node in nodes for pair in zip(self.flow.facts[node].tensors, reaches[node], strict=True)]
+        return tuple(
+            replace(part, needs_grad=part.needs_grad and is_reached)
+            for part, is_reached in pairs
+            if isinstance(part, TensorSpec)
+        )
 
     def _start(self, layer: int) -> int:
         return self.layers[layer].start if layer < self.num_layers else len(self.order)

@@ -14,7 +14,7 @@ from stagewright.models.layouts import Layout, arrive, depart
 from stagewright.models.loss import LOSS_PATH
 from stagewright.models.operations import count_rows, device_of, leaves_of, pick, times
 from stagewright.models.tracing import TRAINING, Traced
-from stagewright.models.values import Fact, Here, Part, PerRow, Stuck, TensorSpec, mutated_by
+from stagewright.models.values import Fact, Here, PerRow, TensorSpec, mutated_by
 
 
 class StageModule(nn.Module):
@@ -207,14 +207,10 @@ class StageGraph:
         if len(fact.parts) == 1 and fact.nesting.is_leaf():
             return [value]
         leaves = self.graph.call_function(leaves_of, (value,))
-        picked = [index for index, part in enumerate(fact.parts) if _is_tensor(part)]
+        picked = [index for index, part in enumerate(fact.parts) if part in fact.tensors]
         return [self.graph.call_function(pick, (leaves, index)) for index in picked]
 
     def objects(self) -> dict[str, Any]:
         """What the graph's nodes refer to, by its path in the whole model."""
         paths = [str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")]
         return {path: self.traced.objects[path] for path in dict.fromkeys(paths) if path != TRAINING}
-
-
-def _is_tensor(part: Part) -> bool:
-    return isinstance(part, TensorSpec) or (isinstance(part, Stuck) and part.is_tensor)

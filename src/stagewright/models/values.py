@@ -89,6 +89,11 @@ class Fact:
     def carried(self) -> tuple[TensorSpec, ...]:
         return tuple(part for part in self.parts if isinstance(part, TensorSpec))
 
+    @property
+    def tensors(self) -> tuple[TensorSpec | Stuck, ...]:
+        """The parts that are tensors, whether they can be carried or not."""
+        return tuple(p for p in self.parts if isinstance(p, TensorSpec) or (isinstance(p, Stuck) and p.is_tensor))
+
 
 class Recorder(fx.Interpreter):
     """Runs a graph and keeps every node's value."""

@@ -164,7 +164,7 @@ class Checkpointer:
             started = time.perf_counter()
             copies, world = self._copies(batch), self.worker.world
             self._copy({**random_tensors(world.worker, world.device), **self.left_over}, copies)
-            copies.about["loss_scale"] = list(self.worker.scale.saved())
+            copies.about["loss_scale"] = list(self.worker.scale.saved(batch + 1))
             copies.stopped_s += time.perf_counter() - started
             self._advance("worker", batch)
 
@@ -317,7 +317,7 @@ def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, option
         restore_stage(here, step, own, manifest, options=options)
     restore_random(world.worker, world.device, tensors)
     if worker.scale.is_on:
-        worker.scale.restore(*manifest["loss_scale"])
+        worker.scale.restore(int(step), *manifest["loss_scale"])
     return int(step)
 
 

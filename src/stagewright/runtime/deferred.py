@@ -80,7 +80,7 @@ class KeptRows:
         self.place: Tensor | None = None
         """Where the gradient is wanted, if anywhere."""
         self.is_made = False
-        """Whether this backward has made a product already: autograd holds it, and adds those of the weight's further uses."""
+        """Whether this backward has made a product already: autograd holds it, and adds those of further uses."""
         self._most_rows = int(KEPT_SHARE * weight.numel() / sum(weight.shape))
 
     def gradient(self, gradients: Tensor, inputs: Tensor) -> Tensor | None:

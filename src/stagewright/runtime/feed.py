@@ -8,7 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stagewright.errors import DataError
 from stagewright.models import TensorSpec
+
+ROUNDED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
+"""What rows may be given as where the first stage takes them in a shorter format."""
 
 
 class Feed(Protocol):
@@ -19,6 +23,29 @@ class Feed(Protocol):
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         """The loss's targets for the same rows."""
+
+
+def check_rows(
+    what: str, given: Sequence[Tensor], specs: Sequence[TensorSpec], batch: int, start: int, stop: int
+) -> None:
+    """Refuses rows that are not what was asked for: too few would be divided by too many, others left out."""
+    where = f"{what} of batch {batch}, rows {start} to {stop - 1}"
+    if len(given) != len(specs):
+        names = ", ".join(spec.name for spec in specs) or "none"
+        raise DataError(f"the data gave {len(given)} {where}", f"the model takes {len(specs)}: {names}")
+    for tensor, spec in zip(given, specs):
+        expected = (stop - start, *spec.shape_per_row)
+        if tuple(tensor.shape) != expected:
+            raise DataError(
+                f"the data gave '{spec.name}' with shape {tuple(tensor.shape)} for the {where}",
+                f"give {expected}: rows first, and as in the sample that the model was made with",
+            )
+        same = tensor.dtype == spec.dtype or (tensor.dtype, spec.dtype) in ROUNDED
+        if not same:
+            raise DataError(
+                f"the data gave '{spec.name}' as {tensor.dtype} for the {where}",
+                f"give {spec.dtype}, as in the sample that the model was made with",
+            )
 
 
 class FunctionFeed:

@@ -141,10 +141,10 @@ def host_stages(
                 # A model that was built without a seed differs from worker to worker; a stage has one beginning.
                 copy_from(plan.workers[number][0], [*module.parameters(), *module.buffers()], group)
             runner = StageRunner(
-                number, module, settings, batch_rows=plan.batch, recompute=stage.recompute,
+                number, module, settings, recompute=stage.recompute,
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
-            weights = Weights(module, stage.versions, make_optimizer)
+            weights = Weights(module, stage.versions, make_optimizer, layered.unreached)
             deferred = [DeferredGradients(slot) for slot in weights.modules] if defers(plan, number, settings) else []
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
             for slot, each in enumerate(deferred):
@@ -177,6 +177,7 @@ def place(module: StageModule, settings: Settings, device: torch.device) -> Stag
     change = {torch.float32: torch.float64} if settings.precision == "fp64" else {}
     module.inputs = with_dtypes(module.inputs, change)
     module.outputs = with_dtypes(module.outputs, change)
+    module.targets = with_dtypes(module.targets, change)
     module.train()
     return module
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,16 +56,13 @@ class Held:
 class StageRunner:
     """Computes one stage; knows nothing of other workers."""
 
-    def __init__(
-        self, number: int, module: StageModule, settings: Settings, *, batch_rows: int, recompute: bool, seed: int
-    ) -> None:
+    def __init__(self, number: int, module: StageModule, settings: Settings, *, recompute: bool, seed: int) -> None:
         self.number = number
         self.settings = settings
         self.inputs: tuple[TensorSpec, ...] = module.inputs
         self.outputs: tuple[TensorSpec, ...] = module.outputs
         self.targets: tuple[TensorSpec, ...] = module.targets
         self.has_loss = module.has_loss
-        self.batch_rows = batch_rows
         self.recompute = recompute
         self.seed = seed
         self.held: dict[Key, Held] = {}
@@ -81,7 +80,8 @@ class StageRunner:
         draw_from(mix(self.seed, *key), self.settings.device)
         with autocast(self.settings):
             if self.recompute:
-                made = checkpoint(module, *leaves, *targets, use_reentrant=False)
+                contexts = partial(first_and_again, module)
+                made = checkpoint(module, *leaves, *targets, use_reentrant=False, context_fn=contexts)
             else:
                 made = module(*leaves, *targets)
         if hold:
@@ -89,7 +89,10 @@ class StageRunner:
         return list(made)
 
     def backward(self, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> list[Tensor]:
-        """Runs a microbatch backward, gradients of inputs and weights at once; returns those of the inputs."""
+        """Runs a microbatch backward, gradients of inputs and weights at once; returns those of the inputs.
+
+        `scale` is the gradient of the last stage's sum: the loss scale divided by what the batch counts.
+        """
         held = self.held.pop(key)
         outputs, given = self._ends(held, gradients, scale)
         torch.autograd.backward(outputs, given)
@@ -130,9 +133,8 @@ class StageRunner:
 
     def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if self.has_loss:
-            # The gradient of the mean over the batch's rows, times the loss scale.
             loss = held.outputs[0]
-            return held.outputs, [(scale.to(loss.dtype) / self.batch_rows).expand_as(loss)]
+            return held.outputs, [scale.to(loss.dtype).expand_as(loss)]
         if gradients is None:
             raise ValueError(f"backward of stage {self.number} has no gradients")
         needing = [tensor for tensor, spec in zip(held.outputs, self.outputs) if spec.needs_grad]
@@ -146,6 +148,28 @@ class StageRunner:
                 found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
                 tensor.grad = None
         return found
+
+
+def first_and_again(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What a forward runs in, and the same forward when backward runs it again: on the buffers that the first one saw.
+
+    Running statistics move once a forward, not twice.
+    """
+    buffers = list(module.buffers())
+    return nullcontext(), _with_values(buffers, [buffer.clone() for buffer in buffers])
+
+
+@contextmanager
+def _with_values(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Gives buffers other values meanwhile; by way of `data`, for graphs that hold them must not notice."""
+    now = [buffer.clone() for buffer in buffers]
+    for buffer, value in zip(buffers, values):
+        buffer.data.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, now):
+            buffer.data.copy_(value)
 
 
 def draw_from(seed: int, device: str) -> None:

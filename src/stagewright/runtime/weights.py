@@ -13,7 +13,7 @@ slot; the batch that used the slot before is over by then, so K slots are enough
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,15 @@ OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 class Weights:
     """The slots of one stage on one worker."""
 
-    def __init__(self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker) -> None:
+    def __init__(
+        self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker, unreached: Collection[str] = ()
+    ) -> None:
+        """`unreached` are parameters to which no gradient ever comes: no optimizer may decay them."""
         self.modules: list[nn.Module] = [module, *(twin(module) for _ in range(num_versions - 1))]
+        self.names = [name for name, each in module.named_parameters() if each.requires_grad and name not in unreached]
         self.parameters: list[list[nn.Parameter]] = [
-            [parameter for parameter in slot.parameters() if parameter.requires_grad] for slot in self.modules
+            [slot.get_parameter(name) for name in self.names] for slot in self.modules
         ]
-        self.names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         # The optimizer keeps its state by parameter object, so it gets its own ones: they are made to point at the
         # slot that is being updated, and no graph ever sees them.
         is_alone = num_versions == 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from stagewright.record import Point
-from stagewright.runtime.evaluate import evaluate
+from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.later import Later
 from stagewright.runtime.numbers import Watch
@@ -114,14 +114,14 @@ class Listener:
     def note_figures(self, batch: int) -> None:
         """Looks at the loss where it is cheap, and logs it where it is due."""
         is_cpu, is_due = self.run.world.device.type == "cpu", self.is_due(batch)
-        sums = self.worker.figures.pop(batch)
+        sums = self.worker.figures(batch)
         if not is_cpu and not is_due:
             return
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         if self.speaks:
             scale = self.worker.scale.current.reshape(1)
-            figures = torch.cat([scale.to(sums.dtype), sums / self.run.schedule.plan.batch])
+            figures = torch.cat([scale.to(sums.dtype), means(sums, self.run.schedule.plan.batch)])
             self.later.read(figures, lambda found: self.log(batch + 1, is_due, *found))
 
     def log(self, step: int, is_due: bool, scale: float, loss: float, *accuracy: float) -> None:
