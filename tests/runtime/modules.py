@@ -77,6 +77,83 @@ class Partly(nn.Module):
         return self.tail(self.first(x) + chosen + self.cut_off(x).detach())
 
 
+class Quiet(nn.Module):
+    """A backbone without gradient, by a context that a trace does not see; torch.export is needed where it branches."""
+
+    def __init__(self, context: Callable[[], Any], branches: bool) -> None:
+        super().__init__()
+        self.backbone, self.tail = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Tail()
+        self.context, self.branches = context, branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.branches and x.size(1) != WIDTH:
+            raise ValueError(x.shape)
+        with self.context():
+            h = self.backbone(x)
+        return self.tail(h.clone() * x)
+
+
+class Reversal(torch.autograd.Function):
+    """The same numbers forward, and their gradient the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.strength * gradient, None
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator: rounding, whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.mul(4).round().div(4)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Own(nn.Module):
+    """Functions with a backward of their own."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.tail = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Tail()
+        self.branches = branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.branches and x.size(1) != WIDTH:
+            raise ValueError(x.shape)
+        h = Reversal.apply(self.first(x), 0.5)
+        return self.tail(Rounded.apply(torch.tanh(self.second(h))) + h)
+
+
+class Hooked(nn.Module):
+    """A container whose backward hook doubles a gradient, and a weight with a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tail = nn.Linear(WIDTH, WIDTH), Tail()
+        self.heard = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.heard.register_full_backward_hook(lambda module, gradients, _: (gradients[0] * 2,))
+        self.first.weight.register_hook(lambda gradient: gradient * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.heard(self.first(x)))
+
+
+class ChainOfItsOwn(nn.Sequential):
+    """A sequential container that does more than call its children in turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 class Normed(nn.Module):
     """Batch norm in every layer."""
 
@@ -162,6 +239,13 @@ MODELS = {
     "siamese": classifier(Siamese),
     "applied twice": classifier(AppliedTwice),
     "partly": classifier(Partly),
+    "no_grad": classifier(lambda: Quiet(torch.no_grad, False)),
+    "no_grad, exported": classifier(lambda: Quiet(torch.no_grad, True)),
+    "inference_mode": classifier(lambda: Quiet(torch.inference_mode, False)),
+    "own functions": classifier(lambda: Own(False)),
+    "own functions, exported": classifier(lambda: Own(True)),
+    "hooked": classifier(Hooked),
+    "own chain": classifier(lambda: nn.Sequential(ChainOfItsOwn(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Tail())),
     "normed": Model(Normed, classified, cross_entropy_sum(), F.cross_entropy, mixes_rows=True),
     "words": Model(Words, tokens, token_cross_entropy_sum(), mean_of_tokens),
     "words, own loss": Model(Words, tokens, mean_loss(mean_of_tokens, count=number_of_tokens), mean_of_tokens),

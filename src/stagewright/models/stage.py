@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from stagewright.errors import ModelError
 from stagewright.models.layouts import Layout, arrive, depart
 from stagewright.models.loss import LOSS_PATH
+from stagewright.models.modes import runnable
 from stagewright.models.operations import count_rows, device_of, leaves_of, pick, times
 from stagewright.models.tracing import TRAINING, Traced
 from stagewright.models.values import Fact, Here, PerRow, TensorSpec, mutated_by
@@ -81,6 +82,7 @@ class StageModule(nn.Module):
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:
     """The graph as a function of a module that holds its parts, and of the inputs."""
+    graph = runnable(graph)
     paths = {str(node.target): nn.Identity() for node in graph.nodes if node.op in ("call_module", "get_attr")}
     function: Callable[..., Any] = type(fx.GraphModule({**paths}, graph)).forward
     return function
@@ -187,6 +189,8 @@ class StageGraph:
             self._own(changed)
         args = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
         copy = self.graph.create_node(node.op, node.target, *args, name=node.name)
+        if "mode" in node.meta:
+            copy.meta["mode"] = node.meta["mode"]
         self.copies[node] = copy
         return copy
 

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.operations import count_batch, rate_in, within
+from stagewright.models.modes import entered
+from stagewright.models.operations import count_batch, rate_in
 from stagewright.models.tracing import TRAINING, Traced, undisturbed
 
 FEW, MANY = 2, 3
@@ -103,7 +104,8 @@ class Recorder(fx.Interpreter):
         self.after = after
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        with entered(n.meta.get("mode")):
+            value = super().run_node(n)
         if self.after is not None:
             self.after(n)
         return value
@@ -223,21 +225,16 @@ def is_random(node: fx.Node, objects: Any) -> bool:
     """Whether a node draws random numbers."""
     if node.op == "call_module":
         return isinstance(objects[str(node.target)], nn.modules.dropout._DropoutNd)
-    target, _ = operation_of(node)
+    target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return node.op.startswith("call") and any(word in name for word in RANDOM)
 
 
-def operation_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """What a node runs and on what, whatever the mode it runs in."""
-    return (node.args[1], node.args[2:]) if node.target is within else (node.target, node.args)
-
-
 def mutated_by(node: fx.Node, objects: Any) -> list[fx.Node]:
     """The nodes whose values a node changes in place."""
-    target, args = operation_of(node)
+    target, args = node.target, node.args
     first = [arg for arg in args[:1] if isinstance(arg, fx.Node)]
     if isinstance(target, torch._ops.OpOverload):
         return _written(target, args, node.kwargs)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stagewright.errors import DataError
 from stagewright.models import TensorSpec
+from stagewright.models.loss import IGNORED
 
 ROUNDED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
 """What rows may be given as where the first stage takes them in a shorter format."""
@@ -46,6 +47,15 @@ def check_rows(
                 f"the data gave '{spec.name}' as {tensor.dtype} for the {where}",
                 f"give {spec.dtype}, as in the sample that the model was made with",
             )
+
+
+def check_labels(targets: Sequence[Tensor], batch: int) -> None:
+    """Refuses labels that most losses leave out where the loss is known as a mean over rows alone."""
+    if any(not each.is_floating_point() and bool(each.eq(IGNORED).any()) for each in targets):
+        raise DataError(
+            f"labels of batch {batch} are {IGNORED}, which losses leave out: sw.mean_loss does not know how many count",
+            "say it: sw.mean_loss(loss, count=lambda labels: (labels != -100).sum())",
+        )
 
 
 class FunctionFeed:

@@ -107,9 +107,15 @@ def step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> N
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """A copy with parameters of its own and the very same buffers."""
+    """A copy with parameters of its own, which keep the hooks that copies lose, and the very same buffers."""
     buffers = {id(buffer): buffer for buffer in module.buffers()}
-    return copy.deepcopy(module, memo=dict(buffers))
+    made = copy.deepcopy(module, memo=dict(buffers))
+    for mine, theirs in zip(made.parameters(), module.parameters()):
+        for hook in (theirs._backward_hooks or {}).values():
+            mine.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in (theirs._post_accumulate_grad_hooks or {}).values():
+            mine.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return made
 
 
 def named_groups(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.models import Layered, count_of
+from stagewright.models import Layered, MeanLoss, count_of
 from stagewright.plan import Share
 from stagewright.runtime.clock import Clock
-from stagewright.runtime.feed import Feed, check_rows
+from stagewright.runtime.feed import Feed, check_labels, check_rows
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
 from stagewright.runtime.numbers import Watch
@@ -53,6 +53,7 @@ class Worker:
         self.verdicts: dict[int, Verdict] = {}
         self.count = count_of(layered.loss)
         """What counts the targets of a batch, where the loss is not divided by rows."""
+        self.is_mean_of_rows = isinstance(layered.loss, MeanLoss) and self.count is None
         self._figures: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
         self.on_update: Callable[[int], None] | None = None
@@ -258,6 +259,8 @@ class Worker:
         """The targets of some rows of a batch."""
         given = self.feed.targets(batch, start, stop)
         check_rows("targets", given, here.runner.targets, batch, start, stop)
+        if self.is_mean_of_rows:
+            check_labels(given, batch)
         return given
 
     def _output_gradients(self, here: Hosted, key: Key) -> list[Tensor] | None:
