@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
-from tests.runtime.modules import MODELS
+from tests.runtime.modules import MODELS, ByNumber
 from tests.runtime.reference import train_plainly
 
 PLACEMENTS = {
@@ -170,7 +171,9 @@ def reference(case: Case, layered: Layered, plan: Plan) -> tuple[list[float], di
 
     def loss_of(batch: int) -> torch.Tensor:
         inputs, targets = rows_of(case, batch)
-        return model.mean(plain(*inputs), *targets)
+        with ByNumber(batch, case.batch) if model.drops else nullcontext():
+            outputs = plain(*inputs)
+        return model.mean(outputs, *targets)
 
     losses, weights = train_plainly(
         plain, loss_of, case.steps, versions, OPTIMIZERS[case.optimizer], case.clip_norm,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from stagewright.models import Layered, cross_entropy_sum, make_layered, mean_loss, token_cross_entropy_sum
 from tests.runtime.reference import Tower, rows_of_batch
@@ -154,6 +155,65 @@ class ChainOfItsOwn(nn.Sequential):
         return x + super().forward(x)
 
 
+class Dropped(nn.Module):
+    """Dropout as a module, of whole channels, and rows dropped by numbers that forward draws itself."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.first, self.tail, self.branches = (
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Dropout(0.3)),
+            Tail(),
+            branches,
+        )
+        self.channels, self.second = nn.Dropout1d(0.4), nn.Linear(2 * WIDTH, WIDTH)
+        self.end = nn.Sequential(nn.AlphaDropout(0.2), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.branches and x.size(1) != WIDTH:
+            raise ValueError(x.shape)
+        h = self.channels(self.first(x).unflatten(1, (WIDTH, 2))).flatten(1)
+        return self.tail(self.end(torch.tanh(self.second(h))))
+
+
+class ByNumber(TorchFunctionMode):
+    """Dropout of a plain loop, number by number: seed, batch, row, place and position say what is kept."""
+
+    def __init__(self, batch: int, rows: int, seed: int = 0) -> None:
+        super().__init__()
+        self.batch, self.rows, self.seed, self.place = batch, rows, seed, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x, p = (*args, None, None)[:2]
+        p = (kwargs or {}).get("p", p)
+        if func in (F.dropout, F.dropout1d, F.alpha_dropout) and not p:
+            return x
+        if func is F.dropout:
+            return x * (self.kept(x.shape, p).to(x) / (1 - p))
+        if func is F.dropout1d:
+            return x * (self.kept((*x.shape[:2], 1), p).to(x) / (1 - p))
+        if func is F.alpha_dropout:
+            keep, alpha = self.kept(x.shape, p), -1.7580993408473766
+            scale = ((1 - p) * (1 + p * alpha**2)) ** -0.5
+            return torch.where(keep, x, alpha) * scale - scale * alpha * p
+        return func(*args, **(kwargs or {}))
+
+    def kept(self, shape: Any, p: float) -> Tensor:
+        place, self.place = mixed(self.place * 64 + 1), self.place + 1
+        keys = [mixed(mixed(row ^ mixed(self.seed)) ^ mixed(self.batch)) for row in range(self.rows)]
+        width = torch.Size(shape).numel() // self.rows
+        drawn = [[mixed(key ^ mixed(number ^ place)) for number in range(width)] for key in keys]
+        signed = torch.tensor([[each - 2**32 * (each >= 2**31) for each in row] for row in drawn])
+        return signed.view(shape) >= int((p - 0.5) * 2**32)
+
+
+def mixed(number: int) -> int:
+    """murmur3's finalizer, after a product with the golden ratio."""
+    number = (number * 0x9E3779B9 ^ number >> 16) & 0xFFFFFFFF
+    number = number * 0x85EBCA6B & 0xFFFFFFFF
+    number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return number ^ number >> 16
+
+
 class Normed(nn.Module):
     """Batch norm in every layer."""
 
@@ -209,6 +269,8 @@ class Model:
     """The loss of a plain loop: the mean over the batch."""
     mixes_rows: bool = False
     """Whether rows of a microbatch see one another."""
+    drops: bool = False
+    """Whether it has dropout, which a plain loop draws as `ByNumber` says."""
 
     def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The model with the same weights every time."""
@@ -246,6 +308,8 @@ MODELS = {
     "own functions, exported": classifier(lambda: Own(True)),
     "hooked": classifier(Hooked),
     "own chain": classifier(lambda: nn.Sequential(ChainOfItsOwn(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Tail())),
+    "dropped": Model(lambda: Dropped(False), classified, cross_entropy_sum(), F.cross_entropy, drops=True),
+    "dropped, exported": Model(lambda: Dropped(True), classified, cross_entropy_sum(), F.cross_entropy, drops=True),
     "normed": Model(Normed, classified, cross_entropy_sum(), F.cross_entropy, mixes_rows=True),
     "words": Model(Words, tokens, token_cross_entropy_sum(), mean_of_tokens),
     "words, own loss": Model(Words, tokens, mean_loss(mean_of_tokens, count=number_of_tokens), mean_of_tokens),

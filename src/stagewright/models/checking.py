@@ -293,6 +293,9 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 def _warn_of_mixed_rows(layered: Layered, rows: _Rows) -> None:
     """Warns of a layer whose rows depend on one another: what it computes depends on how a batch is divided."""
     few, many = (_evaluated(layered, rows.first(number)) for number in (FEW, MANY))
+    again = _evaluated(layered, rows.first(FEW), seed=SEED + 1)
+    if any(not _same(a, b, 1.0) for one, other in zip(few, again) for a, b in zip(one, other)):
+        return  # it draws numbers even in evaluation
     for name, one, other in zip(layered.names, few, many):
         if any(a.size(0) == FEW and not _same(a, b[:FEW], 1.0) for a, b in zip(one, other) if a.dim()):
             _warn(
@@ -326,10 +329,11 @@ def _hooked(hooks: Sequence[Callable[[Tensor], Tensor | None]], gradient: Tensor
     return gradient
 
 
-def _evaluated(layered: Layered, rows: _Rows) -> list[tuple[Tensor, ...]]:
+def _evaluated(layered: Layered, rows: _Rows, seed: int = SEED) -> list[tuple[Tensor, ...]]:
     """What leaves each layer that a cut follows, in evaluation."""
     values, made = tuple(rows.sample.tensors), []
     with undisturbed(layered.model), torch.no_grad():
+        torch.manual_seed(seed)
         for ends in pairwise((0, *layered.cuts(), layered.num_layers)):
             stage = layered.stage(*ends).eval()
             values = stage(*values, *rows.targets)[1:] if stage.has_loss else stage(*values)

@@ -3,18 +3,20 @@
 A trace sees operations, not the `with` around them. So each node remembers the mode it was met in, and runs in it.
 
     with torch.no_grad():         node.meta["mode"] = Mode(gradient=False)
-        h = self.backbone(x)  ─▶  backbone(x) ─▶ within(mode, …)(backbone, x)
+        h = self.backbone(x)  ─▶  backbone(x) ─▶ Within(mode, …)(backbone, x)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+from stagewright.models.drawing import drawing, draws
 
 KINDS = ("cpu", "cuda")
 """Kinds of devices that have an autocast of their own."""
@@ -77,23 +79,38 @@ def entered(mode: Mode | None) -> Iterator[None]:
 
 
 class Within:
-    """A function that runs in a mode: another function, a method by its name, or its first argument."""
+    """A function that runs in a mode, in a place: another function, a method by its name, or its first argument."""
 
     __name__ = "within"
 
-    def __init__(self, mode: Mode, operation: Callable[..., Any] | str | None) -> None:
-        self.mode, self.operation = mode, operation
+    def __init__(self, mode: Mode | None, place: int | None, operation: Callable[..., Any] | str | None) -> None:
+        self.mode, self.place, self.operation = mode, place, operation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with entered(self.mode):
+        with entered(self.mode), drawing(self.place):
             if isinstance(self.operation, str):
                 return getattr(args[0], self.operation)(*args[1:], **kwargs)
             return args[0](*args[1:], **kwargs) if self.operation is None else self.operation(*args, **kwargs)
 
 
+KEPT = ("mode", "place")
+"""What a node remembers of how it runs: the mode, and its number among those that draw at random."""
+
+
+def number_places(graph: fx.Graph, objects: Mapping[str, Any]) -> None:
+    """Numbers the nodes that may draw at random, in order, so that what they draw does not depend on cuts."""
+    drawing_nodes = (node for node in graph.nodes if node.op.startswith("call") and draws(_operation(node, objects)))
+    for place, node in enumerate(drawing_nodes):
+        node.meta["place"] = place
+
+
+def _operation(node: fx.Node, objects: Mapping[str, Any]) -> Any:
+    return objects[str(node.target)] if node.op == "call_module" else node.target
+
+
 def runnable(graph: fx.Graph) -> fx.Graph:
-    """The graph with every node in its mode, for running; the graph itself where no node has one."""
-    if not any(node.meta.get("mode") for node in graph.nodes):
+    """The graph with every node in its mode and place, for running; the graph itself where no node has one."""
+    if not any(key in node.meta for node in graph.nodes for key in KEPT):
         return graph
     made, copies = fx.Graph(), dict[fx.Node, Any]()
 
@@ -101,15 +118,14 @@ def runnable(graph: fx.Graph) -> fx.Graph:
         return copies[old]
 
     for node in graph.nodes:
-        mode = node.meta.get("mode")
-        copies[node] = _within(made, node, mode, copied) if mode else made.node_copy(node, copied)
+        is_plain = not any(key in node.meta for key in KEPT) or not node.op.startswith("call")
+        copies[node] = made.node_copy(node, copied) if is_plain else _within(made, node, copied)
     return made
 
 
-def _within(graph: fx.Graph, node: fx.Node, mode: Mode, copied: Callable[[fx.Node], Any]) -> fx.Node:
-    if node.op not in ("call_function", "call_method", "call_module"):
-        return graph.node_copy(node, copied)
+def _within(graph: fx.Graph, node: fx.Node, copied: Callable[[fx.Node], Any]) -> fx.Node:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), copied)
+    mode, place = (node.meta.get(key) for key in KEPT)
     if node.op == "call_module":
-        return graph.call_function(Within(mode, None), (graph.get_attr(str(node.target)), *args), kwargs)
-    return graph.call_function(Within(mode, node.target), tuple(args), kwargs)
+        return graph.call_function(Within(mode, place, None), (graph.get_attr(str(node.target)), *args), kwargs)
+    return graph.call_function(Within(mode, place, node.target), tuple(args), kwargs)

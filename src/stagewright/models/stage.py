@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from stagewright.errors import ModelError
 from stagewright.models.layouts import Layout, arrive, depart
 from stagewright.models.loss import LOSS_PATH
-from stagewright.models.modes import runnable
+from stagewright.models.modes import KEPT, runnable
 from stagewright.models.operations import count_rows, device_of, leaves_of, pick, times
 from stagewright.models.tracing import TRAINING, Traced
 from stagewright.models.values import Fact, Here, PerRow, TensorSpec, mutated_by
@@ -53,6 +53,8 @@ class StageModule(nn.Module):
         self._modules, self._parameters, self._buffers = parts._modules, parts._parameters, parts._buffers
         self._non_persistent_buffers_set = parts._non_persistent_buffers_set
         self.__dict__["_parts"] = parts  # not by setattr, which would make it a child
+        self.draws = any("place" in node.meta for node in graph.nodes)
+        """Whether anything may be drawn at random."""
         self._compute = compiled(graph)
 
     @property
@@ -189,8 +191,7 @@ class StageGraph:
             self._own(changed)
         args = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
         copy = self.graph.create_node(node.op, node.target, *args, name=node.name)
-        if "mode" in node.meta:
-            copy.meta["mode"] = node.meta["mode"]
+        copy.meta.update({key: node.meta[key] for key in KEPT if key in node.meta})
         self.copies[node] = copy
         return copy
 

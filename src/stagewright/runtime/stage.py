@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.models import StageModule, TensorSpec
+from stagewright.models.drawing import row_keys, rows_drawn
 from stagewright.runtime.precision import autocast
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.transport import Receipt
@@ -62,7 +63,7 @@ class StageRunner:
         self.inputs: tuple[TensorSpec, ...] = module.inputs
         self.outputs: tuple[TensorSpec, ...] = module.outputs
         self.targets: tuple[TensorSpec, ...] = module.targets
-        self.has_loss = module.has_loss
+        self.has_loss, self.draws = module.has_loss, module.draws
         self.recompute = recompute
         self.seed = seed
         self.held: dict[Key, Held] = {}
@@ -73,20 +74,31 @@ class StageRunner:
         return tuple(spec for spec in self.outputs if spec.needs_grad)
 
     def forward(
-        self, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, hold: bool = True
-    ) -> list[Tensor]:
-        """Runs a microbatch forward and holds what backward needs; returns the outputs, or loss and predictions."""
+        self, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, start: int = 0,
+        hold: bool = True,
+    ) -> list[Tensor]:  # fmt: skip
+        """Runs a microbatch forward and holds what backward needs; returns the outputs, or loss and predictions.
+
+        `start` is the number of its first row in the batch.
+        """
         leaves = [leaf(tensor, spec) for tensor, spec in zip(inputs, self.inputs)]
         draw_from(mix(self.seed, *key), self.settings.device)
-        with autocast(self.settings):
+        keys = self._row_keys(key[0], start, leaves)
+        with autocast(self.settings), rows_drawn(keys):
             if self.recompute:
-                contexts = partial(first_and_again, module)
+                contexts = partial(first_and_again, module, keys)
                 made = checkpoint(module, *leaves, *targets, use_reentrant=False, context_fn=contexts)
             else:
                 made = module(*leaves, *targets)
         if hold:
             self.held[key] = Held(leaves, list(made[:1]) if self.has_loss else list(made))
         return list(made)
+
+    def _row_keys(self, batch: int, start: int, inputs: Sequence[Tensor]) -> Tensor | None:
+        if not self.draws:
+            return None
+        rows, device = inputs[0].size(0), inputs[0].device
+        return row_keys(self.settings.seed, batch, start, start + rows, device)
 
     def backward(self, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> list[Tensor]:
         """Runs a microbatch backward, gradients of inputs and weights at once; returns those of the inputs.
@@ -150,23 +162,26 @@ class StageRunner:
         return found
 
 
-def first_and_again(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def first_and_again(
+    module: nn.Module, keys: Tensor | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What a forward runs in, and the same forward when backward runs it again: on the buffers that the first one saw.
 
     Running statistics move once a forward, not twice.
     """
     buffers = list(module.buffers())
-    return nullcontext(), _with_values(buffers, [buffer.clone() for buffer in buffers])
+    return nullcontext(), _again(buffers, [buffer.clone() for buffer in buffers], keys)
 
 
 @contextmanager
-def _with_values(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+def _again(buffers: Sequence[Tensor], values: Sequence[Tensor], keys: Tensor | None) -> Iterator[None]:
     """Gives buffers other values meanwhile; by way of `data`, for graphs that hold them must not notice."""
     now = [buffer.clone() for buffer in buffers]
     for buffer, value in zip(buffers, values):
         buffer.data.copy_(value)
     try:
-        yield
+        with rows_drawn(keys):
+            yield
     finally:
         for buffer, value in zip(buffers, now):
             buffer.data.copy_(value)

@@ -156,7 +156,7 @@ class Worker:
         last = here.runner.has_loss
         targets = self._targets(here, key[0], share.start, share.stop) if last else ()
         module = here.weights.module(key[0]) if self.is_training else here.weights.newest()
-        made = here.runner.forward(module, key, inputs, targets, hold=self.is_training)
+        made = here.runner.forward(module, key, inputs, targets, start=share.start, hold=self.is_training)
         if self.watch is not None and self.is_training:
             self.watch.after_forward(here, module, key, inputs, targets, made)
         if last:
