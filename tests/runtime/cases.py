@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,16 @@ PLACEMENTS = {
     "5-2-1": "0:0-4.0:5-6.0:7", "shared": "0:0-1.0:0-1", "loop": "0:0.0:1.0:0.0:1", "4-1-4": "0:0-3.0:0.0:0-3",
 }  # fmt: skip
 POLICIES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dynamic")
+
+
+def scheduled(parameters: Any) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """A rate that rises and falls, other than at a constant pace."""
+    optimizer = torch.optim.AdamW(parameters, lr=0.02)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=30)
+
+
 OPTIMIZERS = {
+    "scheduled": scheduled,
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }

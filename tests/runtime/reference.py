@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Rows = Callable[[int], tuple[Tensor, Tensor]]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], Any]
 
 
 class Tower(nn.Sequential):
@@ -53,7 +54,8 @@ def train_plainly(
     Where it `skips`, a step whose gradients are not finite is left out.
     """
     named = dict(model.named_parameters())
-    optimizer = make_optimizer(list(named.values()))
+    made = make_optimizer(list(named.values()))
+    optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
     history = [{name: parameter.detach().clone() for name, parameter in named.items()}]
     losses = []
     for batch in range(steps):
@@ -70,6 +72,8 @@ def train_plainly(
         gradients = [each.grad for each in named.values() if each.grad is not None]
         if not skips or all(bool(each.isfinite().all()) for each in gradients):
             optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         history.append({name: parameter.detach().clone() for name, parameter in named.items()})
         losses.append(loss.item())
     return losses, history[-1]

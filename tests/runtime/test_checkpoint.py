@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from stagewright.errors import CheckpointError
+from stagewright.errors import CheckpointError, UsageError
 from stagewright.runtime.checkpoint import checkpoints_in, find_checkpoint, path_of, prune, sweep, whole_model
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.storage import MANIFEST, SUMS, read_manifest, write_hashed, write_tensors
@@ -98,6 +99,18 @@ def test_versions_in_flight_go_along(by_four_workers: tuple[Path, Path]) -> None
     rows = lambda batch: rows_of_batch(batch, BATCH)  # noqa: E731
     _, weights = train_delayed(tower, rows, 3 * STEPS, stage_of, (2, 1), OPTIMIZERS["sgd"])
     check_equal(by_four_workers[1], dict(zip((name for name, _ in tower.named_parameters()), weights)))
+
+
+def test_a_scheduler_goes_on_where_it_stood(tmp_path: Path, world: World) -> None:
+    for _ in range(3):
+        go_on(Case("1", optimizer="scheduled", batch=BATCH), tmp_path, world)
+    check_equal(tmp_path, reference("scheduled", 3 * STEPS))
+
+
+def test_a_scheduler_that_nobody_could_save_is_refused(tmp_path: Path, world: World, monkeypatch: Any) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "hidden", lambda parameters: OPTIMIZERS["scheduled"](parameters)[0])
+    with pytest.raises(UsageError, match=r"keeps it to itself[\s\S]*return optimizer, scheduler"):
+        go_on(Case("1", optimizer="hidden", batch=BATCH), tmp_path, world)
 
 
 @pytest.mark.parametrize("placement", ["1"])

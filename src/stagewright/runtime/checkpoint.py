@@ -246,6 +246,7 @@ class Checkpointer:
             "loss_scale": told[0]["loss_scale"], "aliases": self.aliases,
             "numbers": {name: value for stage in stages for name, value in stage["numbers"].items()},
             "options": {name: value for stage in stages for name, value in stage["options"].items()},
+            "scheduler": next((stage["scheduler"] for stage in stages if stage["scheduler"]), {}),
         }  # fmt: skip
 
     def _clean(self, step: int) -> None:

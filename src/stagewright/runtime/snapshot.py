@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from stagewright.errors import CheckpointError
 from stagewright.runtime.hosted import Hosted
@@ -70,7 +71,9 @@ def stage_numbers(here: Hosted) -> dict[str, Any]:
     for name, kind, value in optimizer_values(here.weights):
         if isinstance(value, int | float | bool):
             numbers.setdefault(name, {})[kind] = value
-    return {"numbers": numbers, "options": group_options(here.weights.optimizer)}
+    scheduler = here.weights.scheduler
+    state = {key: value for key, value in scheduler.state_dict().items() if is_plain(value)} if scheduler else {}
+    return {"numbers": numbers, "options": group_options(here.weights.optimizer), "scheduler": state}
 
 
 def group_options(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
@@ -132,6 +135,8 @@ def restore_stage(here: Hosted, step: int, tensors: Tensors, numbers: Mapping[st
         restore_optimizer(weights, weights.optimizer, tensors, numbers)
         if options:
             restore_options(weights.optimizer, numbers["options"])
+    if weights.scheduler is not None and numbers.get("scheduler"):
+        restore_scheduler(weights.scheduler, numbers["scheduler"])
 
 
 def restore_slot(weights: Weights, slot: int, step: int, tensors: Tensors) -> None:
@@ -184,6 +189,13 @@ def restore_options(optimizer: Optimizer, options: Mapping[str, Mapping[str, Any
         for key, value in kept.items():
             if key in group and not isinstance(group[key], Tensor):
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Puts a scheduler where it stood; rates of groups stay its own, which another plan may have more or fewer of."""
+    own = scheduler.state_dict()
+    same = {key: value for key, value in state.items() if not isinstance(value, list) or len(value) == len(own[key])}
+    scheduler.load_state_dict({**own, **same})
 
 
 def random_tensors(worker: int, device: torch.device) -> Tensors:

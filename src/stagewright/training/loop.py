@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from stagewright.errors import CheckpointError, RunError, StagewrightError
 from stagewright.models import Layered
@@ -29,6 +28,7 @@ from stagewright.runtime.settle import fed_inputs
 from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.watchdog import verdict, watchdog
+from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, gather_json, open_world
 from stagewright.schedule import Schedule
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from stagewright.runtime.checkpoint import Checkpointer
 
 Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeOptimizer = OptimizerMaker
 RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
 
 
