@@ -89,6 +89,7 @@ def train(
     start_timeout: Annotated[float, typer.Option(help="seconds that workers may take to start")] = 300.0,
     seed: Annotated[int, typer.Option()] = 0,
     on_nan: Annotated[str, typer.Option(help="numbers that are not finite: stop, or skip the step")] = "stop",
+    self_check: Annotated[bool, typer.Option(help="compare the first step's gradients with plain autograd's")] = True,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="steps between checkpoints, in the folder of --out")
     ] = None,

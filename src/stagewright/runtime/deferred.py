@@ -121,7 +121,10 @@ def can_defer(module: nn.Linear) -> bool:
 def _forward(linear: nn.Linear, kept: KeptRows, inputs: Tensor) -> Tensor:
     """What the layer computes."""
     weight, bias = linear.weight, linear.bias
-    if inputs.dim() < 2 or inputs.dtype != weight.dtype or torch.is_autocast_enabled(inputs.device.type):
+    casts = inputs.dtype != weight.dtype or torch.is_autocast_enabled(inputs.device.type)
+    if (
+        inputs.dim() < 2 or casts or weight is not kept.weight
+    ):  # whoever computes with other weights wants plain autograd
         return nn.functional.linear(inputs, weight, bias)
     made: Tensor = _Linear.apply(inputs, weight, bias, kept)  # type: ignore[no-untyped-call]
     return made

@@ -32,6 +32,8 @@ class Settings:
     compile: bool = False
     seed: int = 0
     on_nan: OnNan = "stop"
+    self_check: bool = True
+    """Whether the first step's gradients are compared with those of plain autograd."""
     transport: Literal["auto", "nccl", "staged"] = "auto"
     """How rows move between cards: by NCCL, or staged in pinned memory; by default whatever suits the cards."""
     threads: int | None = Field(default=None, ge=1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,9 @@ class Held:
     """What forward of a microbatch left for its backward."""
 
     inputs: list[Tensor]
+    targets: Sequence[Tensor]
+    start: int
+    """The number of the first row in the batch."""
     outputs: list[Tensor]
     """The loss alone in the last stage."""
     input_gradients: list[Tensor] | None = None
@@ -91,7 +94,7 @@ class StageRunner:
             else:
                 made = module(*leaves, *targets)
         if hold:
-            self.held[key] = Held(leaves, list(made[:1]) if self.has_loss else list(made))
+            self.held[key] = Held(leaves, targets, start, list(made[:1]) if self.has_loss else list(made))
         return list(made)
 
     def _row_keys(self, batch: int, start: int, inputs: Sequence[Tensor]) -> Tensor | None:
@@ -109,6 +112,20 @@ class StageRunner:
         outputs, given = self._ends(held, gradients, scale)
         torch.autograd.backward(outputs, given)
         return self._input_gradients(held)
+
+    def backward_plainly(
+        self, call: Callable[..., Any], key: Key, gradients: Sequence[Tensor] | None, scale: Tensor
+    ) -> None:
+        """Runs a held microbatch forward and backward once more, by a call of the module; it stays held."""
+        held = self.held[key]
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.inputs]
+        draw_from(mix(self.seed, *key), self.settings.device)
+        with torch.enable_grad(), autocast(self.settings), rows_drawn(self._row_keys(key[0], held.start, leaves)):
+            made = list(call(*leaves, *held.targets))
+        again = replace(held, outputs=made[:1] if self.has_loss else made)
+        outputs, given = self._ends(again, gradients, scale)
+        if outputs:
+            torch.autograd.backward(outputs, given)
 
     def backward_input(
         self, module: nn.Module, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor

@@ -140,11 +140,16 @@ def twin(module: nn.Module) -> nn.Module:
     buffers = {id(buffer): buffer for buffer in module.buffers()}
     made = copy.deepcopy(module, memo=dict(buffers))
     for mine, theirs in zip(made.parameters(), module.parameters()):
-        for hook in (theirs._backward_hooks or {}).values():
-            mine.register_hook(hook)  # type: ignore[no-untyped-call]
+        copy_hooks(theirs, mine)
         for hook in (theirs._post_accumulate_grad_hooks or {}).values():
             mine.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return made
+
+
+def copy_hooks(parameter: Tensor, other: Tensor) -> None:
+    """Gives another tensor the hooks that change a parameter's gradient."""
+    for hook in (parameter._backward_hooks or {}).values():
+        other.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def named_groups(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

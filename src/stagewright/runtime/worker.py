@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -19,6 +20,7 @@ from stagewright.runtime.flight import Flight
 from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
 from stagewright.runtime.numbers import Watch
 from stagewright.runtime.precision import AUTOCAST, LossScale, Verdict, agree, sum_of_squares
+from stagewright.runtime.selfcheck import SelfCheck
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.settle import settle_dtypes
 from stagewright.runtime.stage import Key, Parcel
@@ -73,6 +75,15 @@ class Worker:
         self.skips = self.scale.is_on or settings.on_nan == "skip"
         """Whether a step with gradients that are not finite is left out."""
         self.handlers = self._table()
+        self.self_check = SelfCheck(settings)
+        for here in self.hosted.values():
+            here.reducer.inspect = partial(self._inspect, here)
+
+    def _inspect(self, here: Hosted, slot: int, members: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """Looks at a stage's gradients before they are reduced; those of the batch whose end is running."""
+        batch = self.at.batch if self.at is not None else 0
+        if here.weights.slot(batch) == slot:
+            self.self_check.compare(here, batch, [here.weights.names[index] for index in members], gradients)
 
     def _table(self) -> dict[Kind, Callable[[Action], None]]:
         """What each kind of action does."""
@@ -169,15 +180,19 @@ class Worker:
         self._make_full()
         here, key, _ = self._find(action)
         gradients = self._output_gradients(here, key)
+        scale = self.loss_gradient(here, key[0])
+        self.self_check.add(here, key, gradients, scale)
         with here.backward_of(key[0], is_last=self._arm(here, key)):
-            returned = here.runner.backward(key, gradients, self.loss_gradient(here, key[0]))
+            returned = here.runner.backward(key, gradients, scale)
         self._return(here, key, returned)
 
     def backward_input(self, action: Action) -> None:
         here, key, _ = self._find(action)
         module = here.weights.module(key[0])
         gradients = self._output_gradients(here, key)
-        returned = here.runner.backward_input(module, key, gradients, self.loss_gradient(here, key[0]))
+        scale = self.loss_gradient(here, key[0])
+        self.self_check.add(here, key, gradients, scale)
+        returned = here.runner.backward_input(module, key, gradients, scale)
         self._return(here, key, returned)
 
     def backward_weight(self, action: Action) -> None:
