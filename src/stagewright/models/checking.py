@@ -10,6 +10,7 @@ shapes alone: which gradients are None, and which operators evaluation runs.
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from itertools import pairwise
 from math import isclose, isfinite
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -139,8 +141,11 @@ def _outcome(layered: Layered, rows: _Rows, run: Runner, *, training: bool, to_i
         for parameter in parameters.values():
             parameter.grad = None
         torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)
         try:
             total, outputs = run(layered, sample, rows.targets)
+            drawn = {name: _as_tensor(state) for name, state in _generators().items()}
             gradients = {f"gradient of '{name}'": each.grad for name, each in parameters.items()}
         finally:
             for name, parameter in parameters.items():
@@ -148,7 +153,20 @@ def _outcome(layered: Layered, rows: _Rows, run: Runner, *, training: bool, to_i
         inputs = {f"gradient of input {n}": t.grad for n, t in enumerate(sample.tensors) if t.requires_grad}
         buffers = {f"buffer '{name}'": buffer.clone() for name, buffer in model.named_buffers()}
     made = {"loss": total, **{f"output {number}": each for number, each in enumerate(outputs)}}
-    return Outcome(values={**made, **buffers}, gradients={**gradients, **inputs})
+    return Outcome(values={**made, **buffers, **drawn}, gradients={**gradients, **inputs})
+
+
+def _generators() -> dict[str, Any]:
+    """What numbers are drawn from, as far as they have been drawn: a graph that draws fewer has lost some."""
+    return {
+        "number from torch's generator": torch.get_rng_state().tolist(),
+        "number from Python's random": random.getstate(),
+        "number from numpy's random": [str(part) for part in np.random.get_state()],
+    }
+
+
+def _as_tensor(state: Any) -> Tensor:
+    return torch.tensor(hash(str(state)))
 
 
 def _as_leaf(needs_grad: bool, leaf: Any) -> Any:
@@ -300,7 +318,7 @@ def _warn_of_mixed_rows(layered: Layered, rows: _Rows) -> None:
         if any(a.size(0) == FEW and not _same(a, b[:FEW], 1.0) for a, b in zip(one, other) if a.dim()):
             _warn(
                 f"layer '{name}' mixes the rows of a microbatch: what it computes depends on how a batch is divided "
-                "into microbatches and replicas, as the statistics of batch norm do"
+                "into microbatches and replicas, as the statistics of batch norm do (rows are the first dimension)"
             )
             return
 

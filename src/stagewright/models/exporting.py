@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr
@@ -20,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
 from stagewright.models.functions import KeptFunctions, is_custom_function, kept_functions
 from stagewright.models.modes import Mode
 from stagewright.models.operations import count_batch, rate_in
-from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, undisturbed
+from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, is_library, undisturbed
 
 aten = torch.ops.aten
 WITH_FLAG = {
@@ -61,14 +62,26 @@ def _export(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram:
         try:
             return torch.export.export(model, sample.args, dict(sample.kwargs), dynamic_shapes=shapes, strict=False)
         except Exception as error:
+            place = line_of(error)
             raise ModelError(
-                f"{type(model).__name__} cannot be traced: {_first_line(error)}",
-                "make the parts that branch on values modules of an nn.Sequential, which is cut by its children",
+                f"{type(model).__name__} cannot be traced{f' at {place}' if place else ''}: {_first_line(error)}",
+                "a branch on values, or a size that depends on them, cannot be cut: choose by torch.where, or put that "
+                "part into a module without children, which is kept whole",
             ) from error
 
 
 def _free_rows(leaf: Any) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(leaf, Tensor) else None
+
+
+def line_of(error: BaseException | None) -> str | None:
+    """The line of the user's own code that an error comes from: the innermost outside of torch and of this library."""
+    while error is not None:
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not is_library(each.filename)]
+        if frames:
+            return f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _first_line(error: Exception) -> str:
@@ -124,7 +137,13 @@ class OperatorGraph:
 
     def _output(self, values: Any, nested: bool) -> tuple[Any, ...]:
         if not nested:
-            self.graph.output(tuple(value for value in values if isinstance(value, fx.Node)))
+            specs = self.program.graph_signature.output_specs
+            for value, spec in zip(values, specs, strict=True):
+                if spec.kind == OutputKind.BUFFER_MUTATION:  # forward assigned the buffer
+                    self.objects[str(spec.target)] = attribute(self.model, str(spec.target))
+                    self.graph.call_function(aten.copy_.default, (self.graph.get_attr(str(spec.target)), value))
+            made = [value for value, spec in zip(values, specs) if spec.kind == OutputKind.USER_OUTPUT]
+            self.graph.output(tuple(value for value in made if isinstance(value, fx.Node)))
         return tuple(values) if isinstance(values, tuple | list) else (values,)
 
     def _copy(self, node: fx.Node, args: Any, kwargs: Any, mode: Mode) -> Any:
@@ -138,6 +157,7 @@ class OperatorGraph:
             target, args, kwargs = self._both_modes(node.target, args, kwargs)
             copy = self.graph.create_node("call_function", target, tuple(args), kwargs, name=node.name)
         copy.meta["path"] = tuple(path for path in _stack(node) if path)
+        copy.meta["stack_trace"] = node.meta.get("stack_trace")
         if mode:
             copy.meta["mode"] = mode
         return copy

@@ -92,6 +92,11 @@ class Layered:
         return self._carried(self._target_nodes)
 
     @property
+    def predictions(self) -> tuple[TensorSpec, ...]:
+        """The model's outputs that have an entry a row."""
+        return self._carried(self._results[1])
+
+    @property
     def sample(self) -> tuple[Tensor, ...]:
         """Example inputs, as many as `inputs`."""
         return self.traced.tensors[: len(self._placeholders)]
@@ -256,6 +261,8 @@ class Layered:
     def _parameters_in(self, start: int, end: int) -> list[nn.Parameter]:
         used: list[nn.Parameter] = []
         for node in self.order[start:end]:
+            if self.flow.facts[node].is_constant:  # a dtype, a size or a device is no use of a weight
+                continue
             for part in (node, *node.all_input_nodes):
                 thing = self.traced.objects.get(str(part.target))
                 if part.op == "call_module" and part is node:

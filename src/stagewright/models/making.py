@@ -39,6 +39,7 @@ def make_layered(
     compared with the model itself, gradients included, and a model that they change is refused.
     """
     model, kwargs = _unwrapped(model, kwargs or {})
+    _check_modules(model)
     example = Sample(args=sample, kwargs=kwargs)
     few = example.with_rows(TRACED_ROWS)
     if names is not None:
@@ -98,6 +99,15 @@ def _unwrapped(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[nn.Module, 
     if kwargs.get("use_cache"):
         raise ModelError("use_cache=True keeps keys and values that no training step reads", "leave use_cache out")
     return model, dict(kwargs)
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Refuses modules that no stage can hold."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(
+                f"'{name}' makes sparse gradients, which replicas cannot add up", "build it with sparse=False"
+            )
 
 
 def _with_loss(traced: Traced, loss: Loss | None, targets: tuple[Tensor, ...]) -> Traced:

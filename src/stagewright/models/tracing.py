@@ -11,15 +11,21 @@ Parameters stay the model's own, under the model's own names.
 from __future__ import annotations
 
 import inspect
+import random
+import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+import stagewright
 from stagewright.errors import ModelError
 from stagewright.models.functions import kept_functions
 from stagewright.models.modes import autocast_on, casts, mode_now, runnable
@@ -102,6 +108,21 @@ class Traced:
         return fx.GraphModule({**self.objects, TRAINING: True}, runnable(self.graph))
 
 
+LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, stagewright))
+
+
+def is_library(filename: str) -> bool:
+    """Whether code is torch's, Python's or this library's own, not the model's."""
+    return filename.startswith((*LIBRARIES, "<", sys.base_prefix))
+
+
+def line_in(trace: str | None) -> str | None:
+    """The line of the model's own code in a node's stack trace."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', trace or "")
+    own = [(name, number, line) for name, number, line in found if not is_library(name)]
+    return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else None
+
+
 def tensors_in(value: Any) -> tuple[Tensor, ...]:
     """The tensors of a nested value, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
@@ -145,6 +166,8 @@ def heard(module: nn.Module) -> bool:
 class ModuleTracer(fx.Tracer):
     """Traces modules down to those without children or with hooks, torch's own, and the given leaves."""
 
+    record_stack_traces = True
+
     def __init__(self, leaves: Sequence[str]) -> None:
         super().__init__()
         self.leaves = frozenset(leaves)
@@ -168,15 +191,12 @@ def trace_symbolic(model: nn.Module, sample: Sample, leaves: Sequence[str] = ())
     given = _bound(model, sample)
     constants = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
     names = [_name_of(tensor, given) for tensor in sample.tensors]
-    own = set(vars(model))
-    with torch.enable_grad(), autocast_on():
+    with torch.enable_grad(), autocast_on(), unchanged(model):
         tracer = ModuleTracer(leaves)
         with kept_functions(tracer) as kept:
             found = tracer.trace(model, concrete_args=constants or None)
-    graph = _without_constants(found, names)
-    objects = {**referred(model, graph, kept.modules), **kept.modules}
-    for name in set(vars(model)) - own:  # torch.fx leaves the tensor constants it met on the model
-        delattr(model, name)
+        graph = _without_constants(found, names)
+        objects = {**referred(model, graph, kept.modules), **kept.modules}
     return Traced(graph=graph, objects=objects, tensors=sample.tensors)
 
 
@@ -223,17 +243,37 @@ def attribute(model: nn.Module, path: str) -> Any:
 
 
 @contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back the model's attributes on the way out: torch.fx leaves constants on it, and proxies in their place."""
+    stores = [vars(module) for module in model.modules()]
+    stores += [vars(module)[kind] for module in model.modules() for kind in ("_buffers", "_parameters", "_modules")]
+    before = [dict(store) for store in stores]
+    try:
+        yield
+    finally:
+        for store, kept in zip(stores, before):
+            if store.keys() != kept.keys() or any(store[name] is not kept[name] for name in kept):
+                store.clear()
+                store.update(kept)
+
+
+@contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts back the model's modes and buffers, and the random numbers, on the way out."""
     modes = {module: module.training for module in model.modules()}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    buffers = {module: dict(module._buffers) for module in modes}
+    values = {buffer: buffer.clone() for buffer in model.buffers()}
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=list(devices)):
         try:
             yield
         finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
             for module, training in modes.items():
                 module.training = training
+                module._buffers.update(buffers[module])  # forward may have assigned others
             with torch.no_grad():
-                for buffer, before in buffers.items():
+                for buffer, before in values.items():
                     buffer.copy_(before)

@@ -50,7 +50,10 @@ class Watch:
         """Looks at a stage's outputs, now or, on a card, when a log line is due."""
         if not self.looks_always and not self.is_due(key[0]):
             return
-        bad = not_finite(made)
+        # A mask may well hold -inf: what counts is what the loss depends on.
+        outputs = here.runner.outputs
+        looked_at = made[:1] if here.runner.has_loss else [t for t, spec in zip(made, outputs) if spec.needs_grad]
+        bad = not_finite(looked_at)
         if not self.looks_always:
             flag = self._flags.get((here.stage, key[0]))
             self._flags[here.stage, key[0]] = bad if flag is None else flag | bad

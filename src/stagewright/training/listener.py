@@ -125,19 +125,19 @@ class Listener:
             self.later.read(figures, lambda found: self.log(batch + 1, is_due, *found))
 
     def log(self, step: int, is_due: bool, scale: float, loss: float, *accuracy: float) -> None:
-        """Adds the loss of a step to its curve, and logs it with the accuracy where that is due."""
+        """Adds the loss of a step to its curve, and logs it with the accuracy, if there is one, where that is due."""
         self.point("loss", step, loss)
         if is_due:
-            self.tell(step, scale, loss, *accuracy)
+            self.tell(step, scale, loss, dict(zip(METRICS, accuracy)))
 
-    def tell(self, step: int, scale: float, loss: float, top_1: float, top_k: float) -> None:
+    def tell(self, step: int, scale: float, loss: float, accuracy: dict[str, float]) -> None:
         """Logs loss and accuracy of a step, and the images/s since the last time."""
         now, (before, then) = time.perf_counter(), self.logged_at
         self.logged_at = (now, step)
         rate = self.run.schedule.plan.batch * (step - then) / max(now - before, 1e-9)
-        self.say("train", step, {"loss": loss, "top_1": top_1, "top_k": top_k, "images_per_s": rate, "scale": scale})
-        self.point("top_1", step, top_1)
-        self.point("top_k", step, top_k)
+        self.say("train", step, {"loss": loss, **accuracy, "images_per_s": rate, "scale": scale})
+        for name, value in accuracy.items():
+            self.point(name, step, value)
 
     def say(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Tells an event of a step, and prints its line where nobody else watches the events."""
@@ -173,8 +173,10 @@ class Listener:
         means = evaluate(self.worker, feed, rows, self.run.schedule.plan.batch).tolist()
         if self.speaks:
             rate = rows / (time.perf_counter() - started)
-            self.say("validation", step, {"top_1": means[1], "top_k": means[2], "images_per_s": rate})
-            for name, value in zip(("loss", *METRICS), means):
+            figures = dict(zip(("loss", *METRICS), means))
+            accuracy = {name: value for name, value in figures.items() if name != "loss"}
+            self.say("validation", step, {**(accuracy or figures), "images_per_s": rate})
+            for name, value in figures.items():
                 self.point(f"validation_{name}", step, value)
         self.logged_at = (time.perf_counter(), step)
 

@@ -35,7 +35,7 @@ from stagewright.schedule import Schedule
 from stagewright.training.gathering import gather
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
-from stagewright.training.metrics import METRICS, accuracy_sums
+from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
 from stagewright.training.optimizers import Recipe, optimizer_maker
 
 if TYPE_CHECKING:
@@ -99,9 +99,10 @@ def confess(folder: Path, rank: int, fault: BaseException, schedule: Schedule, t
 
 def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     """Trains, evaluates where asked, and gathers the record."""
+    metric = (accuracy_sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
     worker = Worker(
         run.schedule, run.layered, run.world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run),
-        metric=accuracy_sums, num_metrics=len(METRICS), flight=flight,
+        metric=metric[0], num_metrics=metric[1], flight=flight,
     )  # fmt: skip
     warm_up(worker)
     words = resume(run, worker)
