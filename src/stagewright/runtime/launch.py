@@ -79,10 +79,12 @@ def this_command() -> list[str]:
     if spec is not None and spec.name != "__main__":
         name = spec.name.removesuffix(".__main__")
         return [sys.executable, "-m", name, *sys.argv[1:]]
-    if not getattr(main, "__file__", None):
+    script = getattr(main, "__file__", None)
+    if not script or not Path(script).is_file():
+        source = "it came on standard input" if script == "<stdin>" else "this Python session has none"
         raise RunError(
-            "workers run the script again, but this Python session has none",
-            "put the training into a script, or start the workers with torchrun",
+            f"workers run the script again, but {source}",
+            "put the training into a file, or start the workers with torchrun",
         )
     return [sys.executable, *sys.argv]
 
