@@ -156,9 +156,9 @@ def _outcome(layered: Layered, rows: _Rows, run: Runner, *, training: bool, to_i
 def _generators() -> dict[str, Any]:
     """What numbers are drawn from, as far as they have been drawn: a graph that draws fewer has lost some."""
     return {
-        "number from torch's generator": torch.get_rng_state().tolist(),
-        "number from Python's random": random.getstate(),
-        "number from numpy's random": [str(part) for part in np.random.get_state()],
+        "draw from torch's generator": torch.get_rng_state().tolist(),
+        "draw from Python's random": random.getstate(),
+        "draw from numpy's random": [str(part) for part in np.random.get_state()],
     }
 
 
