@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -180,7 +181,9 @@ class ByNumber(TorchFunctionMode):
 
     def __init__(self, batch: int, rows: int, seed: int = 0) -> None:
         super().__init__()
-        self.batch, self.rows, self.seed, self.place = batch, rows, seed, 0
+        self.batch, self.rows, self.seed = batch, rows, seed
+        self.places = iter(("first.1", "channels", "end.0"))
+        """The modules of `Dropped` that draw, in order."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x, p = (*args, None, None)[:2]
@@ -198,7 +201,7 @@ class ByNumber(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def kept(self, shape: Any, p: float) -> Tensor:
-        place, self.place = mixed(self.place * 64 + 1), self.place + 1
+        place = mixed(zlib.crc32(next(self.places).encode()) & 0x7FFFFFFF)
         keys = [mixed(mixed(row ^ mixed(self.seed)) ^ mixed(self.batch)) for row in range(self.rows)]
         width = torch.Size(shape).numel() // self.rows
         drawn = [[mixed(key ^ mixed(number ^ place)) for number in range(width)] for key in keys]

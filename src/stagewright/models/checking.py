@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,6 +61,7 @@ def checked(layered: Layered, sample: Sample, targets: Sequence[Tensor]) -> tupl
     if evaluates:
         _warn_of_mixed_rows(layered, rows)
     _warn_of_attributes(layered.model, before)
+    _warn_of_buffers(layered, rows)
     _warn_of_hooks(layered.model)
     return None, evaluates
 
@@ -303,6 +305,20 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if isinstance(value, plain) and name != "training" and next(module.children(), None) is not None
     }
+
+
+def _warn_of_buffers(layered: Layered, rows: _Rows) -> None:
+    """Warns of buffers that forward changes, other than running statistics: how often depends on the plan."""
+    before = {name: buffer.clone() for name, buffer in layered.model.named_buffers()}
+    after = _outcome(layered, rows, _run_whole, training=True).values
+    for path, module in layered.model.named_modules():
+        names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)]
+        changed = [name for name in names if not torch.equal(before[name], after[f"buffer '{name}'"])]
+        if changed and not isinstance(module, _NormBase):
+            _warn(
+                f"forward changes the buffer '{changed[0]}': it does so for the rows of each microbatch, on each "
+                "replica for itself, as batch norm does with its statistics"
+            )
 
 
 def _warn_of_mixed_rows(layered: Layered, rows: _Rows) -> None:

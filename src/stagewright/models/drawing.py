@@ -2,7 +2,9 @@
 
 So it is the same under every plan, whatever microbatch, replica or stage a row is in, and when a forward runs again:
 
-    keep[row, i] = mix(key(seed, batch, row), place, i) ≥ rate
+    keep[row, i] = mix(mix(mix(row ^ key(seed)) ^ key(batch)) ^ mix(i ^ key(place))) ≥ rate         key(n) = mix(n)
+
+The place is the module that draws, by its path, and how many draws of that module came before.
 
 It holds for torch's dropouts, `rand` and `rand_like` with one entry a row first. Attention's fused dropout and other
 random numbers come from a generator that each microbatch seeds, and so do all inside compiled code.
@@ -11,6 +13,7 @@ random numbers come from a generator that each microbatch seeds, and so do all i
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -22,6 +25,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _FIRST, _SECOND, _GOLDEN = -2048144789, -1028477387, -1640531527  # of murmur3's finalizer, as signed 32-bit numbers
+DRAWS = 64
+"""How many draws a node has room for before they are those of the next one."""
+
 _ALPHA = -1.7580993408473766
 """What alpha dropout puts in the place of a dropped number (Klambauer et al. 2017, section 1.2)."""
 
@@ -56,6 +62,11 @@ def _key(number: int) -> int:
     return int(_mixed(torch.tensor(number & 0x7FFFFFFF, dtype=torch.int32)))
 
 
+def place_of(path: str, number: int) -> int:
+    """A number for the draws of a module: by its path, and how many nodes of it drew before."""
+    return zlib.crc32(path.encode()) + number * DRAWS
+
+
 def _mixed(numbers: Tensor) -> Tensor:
     """Numbers that look random, from 32-bit ones that do not (murmur3's finalizer)."""
     numbers = (numbers * _GOLDEN) ^ ((numbers >> 16) & 0xFFFF)
@@ -86,8 +97,8 @@ class ByRow(TorchFunctionMode):
         rows, size = len(self.keys), torch.Size(shape)
         if not size or size[0] % rows:
             return None
+        place = _key(self.place + self.count)
         self.count += 1
-        place = _key(self.place * 64 + self.count)
         each = _mixed(torch.arange(size.numel() // rows, dtype=torch.int32, device=self.keys.device) ^ place)
         return _mixed(self.keys[:, None] ^ each).view(size)
 

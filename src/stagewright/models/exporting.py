@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
 from stagewright.models.functions import KeptFunctions, is_custom_function, kept_functions
-from stagewright.models.modes import Mode
+from stagewright.models.modes import Mode, inference_as_no_grad
 from stagewright.models.operations import count_batch, rate_in
 from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, is_library, undisturbed
 
@@ -46,10 +46,22 @@ CHECKS = ("_assert", "sym_constrain", "_guards")
 
 def trace_exported(model: nn.Module, sample: Sample) -> Traced:
     """The graph of operators of a model in training, any number of rows."""
-    with torch.enable_grad(), kept_functions() as kept:
+    _check_hooks(model)
+    with torch.enable_grad(), inference_as_no_grad(), kept_functions() as kept:
         program = _export(model, sample)
     graph = OperatorGraph(program, model, kept)
     return Traced(graph=graph.graph, objects=graph.objects, tensors=sample.tensors)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Refuses backward hooks of modules, which operators do not have."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ModelError(
+                f"the module '{name}' has a backward hook, and {type(model).__name__} can only be cut operator by "
+                "operator, which loses it",
+                "leave the hook out, or make the model one that torch.fx can trace (no branch on sizes or values)",
+            )
 
 
 def _export(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram:

@@ -15,7 +15,7 @@ from stagewright.models.exporting import trace_exported
 from stagewright.models.layered import Layered, outputs_of, stuck_at
 from stagewright.models.layering import find_flow, found_layers, named_layers
 from stagewright.models.loss import LOSS, LOSS_PATH, Loss, LossModule
-from stagewright.models.modes import number_places
+from stagewright.models.modes import name_places
 from stagewright.models.tracing import TRACED_ROWS, Sample, Traced, is_chain, trace_sequential, trace_symbolic
 from stagewright.models.values import find_facts
 
@@ -112,7 +112,7 @@ def _check_modules(model: nn.Module) -> None:
 
 def _with_loss(traced: Traced, loss: Loss | None, targets: tuple[Tensor, ...]) -> Traced:
     """The graph with the targets as further inputs, and `(loss, *outputs)` as its output."""
-    number_places(traced.graph, traced.objects)
+    name_places(traced.graph, traced.objects)
     if loss is None:
         return traced
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):

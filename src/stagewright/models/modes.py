@@ -8,6 +8,7 @@ A trace sees operations, not the `with` around them. So each node remembers the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stagewright.models.drawing import drawing, draws
+from stagewright.models.drawing import drawing, draws, place_of
 
 KINDS = ("cpu", "cuda")
 """Kinds of devices that have an autocast of their own."""
@@ -68,6 +69,23 @@ def autocast_on() -> Iterator[None]:
 
 
 @contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """`torch.inference_mode` is `torch.no_grad` inside: the same numbers, and torch.export sees it."""
+    kind: Any = torch.inference_mode
+    own = kind.__enter__, kind.__exit__
+
+    def enter(self: Any) -> None:
+        self.stagewright_mode = torch.set_grad_enabled(not self.mode and torch.is_grad_enabled())
+        self.stagewright_mode.__enter__()
+
+    kind.__enter__, kind.__exit__ = enter, lambda self, *fault: self.stagewright_mode.__exit__(*fault)
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = own
+
+
+@contextmanager
 def entered(mode: Mode | None) -> Iterator[None]:
     """Runs what is inside in a mode."""
     with ExitStack() as stack:
@@ -94,14 +112,18 @@ class Within:
 
 
 KEPT = ("mode", "place")
-"""What a node remembers of how it runs: the mode, and its number among those that draw at random."""
+"""What a node remembers of how it runs: the mode, and where in the model it may draw at random."""
 
 
-def number_places(graph: fx.Graph, objects: Mapping[str, Any]) -> None:
-    """Numbers the nodes that may draw at random, in order, so that what they draw does not depend on cuts."""
-    drawing_nodes = (node for node in graph.nodes if node.op.startswith("call") and draws(_operation(node, objects)))
-    for place, node in enumerate(drawing_nodes):
-        node.meta["place"] = place
+def name_places(graph: fx.Graph, objects: Mapping[str, Any]) -> None:
+    """Names the nodes that may draw at random: by the module they are in, and how many of its nodes came before."""
+    seen: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op.startswith("call") and draws(_operation(node, objects)):
+            inside = node.meta.get("path") or ("",)
+            path = (str(node.target) if node.op == "call_module" else inside[-1]).partition("@")[0]
+            node.meta["place"] = place_of(path, seen[path])
+            seen[path] += 1
 
 
 def _operation(node: fx.Node, objects: Mapping[str, Any]) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,8 +88,8 @@ class StageRunner:
         keys = self._row_keys(key[0], start, leaves)
         with autocast(self.settings), rows_drawn(keys):
             if self.recompute:
-                contexts = partial(first_and_again, module, keys)
-                made = checkpoint(module, *leaves, *targets, use_reentrant=False, context_fn=contexts)
+                contexts = (nullcontext(), _Again(module, keys))
+                made = checkpoint(module, *leaves, *targets, use_reentrant=False, context_fn=lambda: contexts)
             else:
                 made = module(*leaves, *targets)
         if hold:
@@ -179,29 +178,32 @@ class StageRunner:
         return found
 
 
-def first_and_again(
-    module: nn.Module, keys: Tensor | None
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What a forward runs in, and the same forward when backward runs it again: on the buffers that the first one saw.
+class _Again:
+    """What a forward runs in when backward runs it again, once or more: on the buffers and keys that the first one had.
 
     Running statistics move once a forward, not twice.
     """
-    buffers = list(module.buffers())
-    return nullcontext(), _again(buffers, [buffer.clone() for buffer in buffers], keys)
 
+    def __init__(self, module: nn.Module, keys: Tensor | None) -> None:
+        self._buffers = list(module.buffers())
+        self._values = [buffer.clone() for buffer in self._buffers]
+        self._keys = keys
+        self._left: list[tuple[list[Tensor], AbstractContextManager[None]]] = []
 
-@contextmanager
-def _again(buffers: Sequence[Tensor], values: Sequence[Tensor], keys: Tensor | None) -> Iterator[None]:
-    """Gives buffers other values meanwhile; by way of `data`, for graphs that hold them must not notice."""
-    now = [buffer.clone() for buffer in buffers]
-    for buffer, value in zip(buffers, values):
-        buffer.data.copy_(value)
-    try:
-        with rows_drawn(keys):
-            yield
-    finally:
-        for buffer, value in zip(buffers, now):
-            buffer.data.copy_(value)
+    def __enter__(self) -> None:
+        drawn = rows_drawn(self._keys)
+        self._left.append(([buffer.clone() for buffer in self._buffers], drawn))
+        drawn.__enter__()
+        self._fill(self._values)
+
+    def __exit__(self, *fault: Any) -> None:
+        now, drawn = self._left.pop()
+        drawn.__exit__(*fault)
+        self._fill(now)
+
+    def _fill(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values):
+            buffer.data.copy_(value)  # by way of `data`, for graphs that hold the buffer must not notice
 
 
 def draw_from(seed: int, device: str) -> None:
