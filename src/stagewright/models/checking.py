@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.errors import ModelError
 from stagewright.models.counts import forward_flops
+from stagewright.models.drawing import row_keys, rows_drawn
 from stagewright.models.layered import Layered
 from stagewright.models.loss import LossModule
 from stagewright.models.tracing import Sample, tensors_in, undisturbed
@@ -58,8 +59,9 @@ def checked(layered: Layered, sample: Sample, targets: Sequence[Tensor]) -> tupl
         return fault, False
     _check_loss(layered, rows)
     evaluates = _compared(layered, rows, training=False) is None
-    if evaluates:
-        _warn_of_mixed_rows(layered, rows)
+    has_statistics = any(isinstance(module, _NormBase) for module in layered.model.modules())
+    if evaluates or not has_statistics:
+        _warn_of_mixed_rows(layered, rows, training=not evaluates)
     _warn_of_attributes(layered.model, before)
     _warn_of_buffers(layered, rows)
     _warn_of_hooks(layered.model)
@@ -321,12 +323,12 @@ def _warn_of_buffers(layered: Layered, rows: _Rows) -> None:
             )
 
 
-def _warn_of_mixed_rows(layered: Layered, rows: _Rows) -> None:
+def _warn_of_mixed_rows(layered: Layered, rows: _Rows, *, training: bool) -> None:
     """Warns of a layer whose rows depend on one another: what it computes depends on how a batch is divided."""
-    few, many = (_evaluated(layered, rows.first(number)) for number in (FEW, MANY))
-    again = _evaluated(layered, rows.first(FEW), seed=SEED + 1)
+    few, many = (_by_layer(layered, rows.first(number), training=training) for number in (FEW, MANY))
+    again = _by_layer(layered, rows.first(FEW), training=training, seed=SEED + 1)
     if any(not _same(a, b, 1.0) for one, other in zip(few, again) for a, b in zip(one, other)):
-        return  # it draws numbers even in evaluation
+        return  # it draws numbers that are no dropout
     for name, one, other in zip(layered.names, few, many):
         if any(a.size(0) == FEW and not _same(a, b[:FEW], 1.0) for a, b in zip(one, other) if a.dim()):
             _warn(
@@ -360,13 +362,14 @@ def _hooked(hooks: Sequence[Callable[[Tensor], Tensor | None]], gradient: Tensor
     return gradient
 
 
-def _evaluated(layered: Layered, rows: _Rows, seed: int = SEED) -> list[tuple[Tensor, ...]]:
-    """What leaves each layer that a cut follows, in evaluation."""
+def _by_layer(layered: Layered, rows: _Rows, *, training: bool, seed: int = SEED) -> list[tuple[Tensor, ...]]:
+    """What leaves each layer that a cut follows; what is dropped goes by rows."""
     values, made = tuple(rows.sample.tensors), []
-    with undisturbed(layered.model), torch.no_grad():
+    keys = row_keys(SEED, 0, 0, len(values[0]), values[0].device)
+    with undisturbed(layered.model), torch.no_grad(), rows_drawn(keys):
         torch.manual_seed(seed)
         for ends in pairwise((0, *layered.cuts(), layered.num_layers)):
-            stage = layered.stage(*ends).eval()
+            stage = layered.stage(*ends).train(training)
             values = stage(*values, *rows.targets)[1:] if stage.has_loss else stage(*values)
             made += [values] * (ends[1] - ends[0])
     return made
