@@ -26,7 +26,7 @@ def test_a_killed_run_comes_back_and_a_warned_one_saves_and_ends_well(tmp_path: 
     assert "stopped with signal 9 at" in out
     assert "starting again (1 of 1)" in out
     assert "resume: going on after step" in out
-    assert "stopped: by a signal to the launcher after step" in out
+    assert "stopped: by SIGTERM after step" in out
     assert chaos.weights(tmp_path / "run")[1] > before
     assert chaos.left_behind(tmp_path / "run") == []
 

@@ -83,4 +83,12 @@ class RunError(StagewrightError):
     """A run that ended early: a dead worker, a timeout, a NaN."""
 
     worker: int | None = None
-    """The worker that is to blame, where that is known."""
+    """The worker that is to blame by a fault of its own, where that is known."""
+    hosts: tuple[int, ...] = ()
+    """The hosts that are lost."""
+    cause: str
+    """What happened and why, in a line."""
+
+    def __init__(self, what: str, todo: str | None = None, *, cause: str | None = None) -> None:
+        super().__init__(what, todo)
+        self.cause = cause or what

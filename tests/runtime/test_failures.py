@@ -19,7 +19,7 @@ SAYS = {
     "raise": "worker 3 (stage 1, device 0:3) failed with exit status 1 at F1.0 of batch 5, microbatch 0",
     "nan": "the data of batch 5, microbatch 0, are not finite",
     "hang": "worker 3 (stage 1, device 0:3) kept the others waiting at F1.0 of batch 5, microbatch 0",
-    "stop": "worker 3 (stage 1, device 0:3) kept the others waiting at F1.0 of batch 5, microbatch 0",
+    "stop": "worker 3 (stage 1, device 0:3) was stopped (SIGSTOP) at F1.0 of batch 5, microbatch 0",
 }
 
 

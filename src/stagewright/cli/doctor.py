@@ -21,7 +21,8 @@ def doctor(
 
     Example: stagewright doctor results/vgg16
     """
-    from stagewright.runtime.diagnosis import blame, name_of, position, read_confession, where_all_stand
+    from stagewright.runtime.confession import read_confessions
+    from stagewright.runtime.diagnosis import blame, name_of, position, where_all_stand
     from stagewright.schedule import Schedule
 
     path = folder / "schedule.json"
@@ -30,6 +31,7 @@ def doctor(
     schedule = Schedule.load(path)
     plan = schedule.plan
     stands, verdict = where_all_stand(folder, len(plan.devices)), blame(schedule, folder)
+    told = read_confessions(folder, len(plan.devices))
     who = name_of(plan, verdict.worker) if verdict.worker is not None else None
     if as_json:
         places = {worker: position(stand.action) for worker, stand in stands.items()}
@@ -42,10 +44,10 @@ def doctor(
         table.add_column(title, no_wrap=title != "said")
     newest = max((stand.time_s for stand in stands.values()), default=0.0)
     for worker, device in enumerate(plan.devices):
-        stand, told = stands.get(worker), read_confession(folder, worker)
+        stand = stands.get(worker)
         place = position(stand.action) if stand else "no trace"
         ago = f"−{newest - stand.time_s:.1f} s" if stand else ""
-        said = told["what"].splitlines()[0] if told else ""
+        said = told[worker].what.splitlines()[0] if worker in told else ""
         table.add_row(str(worker), str(device), place, ago, escape(said))
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)
