@@ -187,6 +187,27 @@ def test_no_step_that_was_told_to_be_saved_is_lost_to_older_numbers(holding: Pat
     assert find_checkpoint(holding, lambda text: None)[1]["step"] == 13
 
 
+def test_the_last_step_is_saved_whether_or_not_it_is_due(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "--steps", "7") == 0
+    assert steps_in(tmp_path / "run") == [7, 5]
+
+
+def test_a_last_step_that_cannot_be_saved_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something is in the way of the last checkpoint alone."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / ".step-00000010.part").write_text("in the way")
+    assert train(folder, "--steps", "10") == 2
+    assert steps_in(folder) == [5]
+
+
+def test_another_optimizer_cannot_go_on(holding: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(holding, "--steps", "25", "--resume", "auto", "--optimizer", "adamw") == 2
+    said = capsys.readouterr().err
+    assert "the checkpoint is of a run with optimizer sgd, this one has adamw" in said
+    assert "--optimizer sgd" in said
+
+
 def test_export_takes_the_run_of_the_folder(holding: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A later checkpoint of another run that lies there is not its model."""
     other = tmp_path / "other"

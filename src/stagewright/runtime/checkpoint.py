@@ -114,6 +114,7 @@ class Checkpointer:
     def __init__(
         self, worker: Worker, layered: Layered, folder: Path, *, every: int | None, keep: int, run: str | None = None,
         patience: Callable[[], AbstractContextManager[None]] = nullcontext,
+        may_prune: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self.worker, self.folder, self.every, self.keep, self.run = worker, folder, every, keep, run
         world = worker.world
@@ -123,8 +124,8 @@ class Checkpointer:
         self.left_over, self.aliases = outside_stages(layered) if world.worker == 0 else ({}, {})
         self.last_step: int | None = None
         """The last step that was handed to the thread."""
-        self._patience = patience
-        """Holds while this worker waits for the disk."""
+        self._patience, self._may_prune = patience, may_prune
+        """What holds while this worker waits for the disk; whether what is saved now is worth more than what was."""
         self._good: set[str] = set()
         self._warned: set[str] = set()
         self._under_way: dict[int, Copies] = {}
@@ -245,7 +246,8 @@ class Checkpointer:
             if world.worker == 0:
                 finish(path, self._about(step, abouts), parts)
                 self._good.add(path.name)
-                prune(self.folder, self.keep, self.run, self._good)
+                if self._may_prune():
+                    prune(self.folder, self.keep, self.run, self._good)
 
         try:
             self._together(end)

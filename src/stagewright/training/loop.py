@@ -187,6 +187,7 @@ def checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     return Checkpointer(
         worker, run.layered, run.folder, every=job.checkpoint_every, keep=job.keep, run=run.own.id if run.own else None,
         patience=lambda: run.dog.patience(run.settings.save_timeout_s),
+        may_prune=lambda: worker.watch is None or worker.watch.skipped == 0,
     )  # fmt: skip
 
 
