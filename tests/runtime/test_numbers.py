@@ -112,7 +112,7 @@ def test_skipping_ends_where_the_weights_themselves_are_lost(tmp_path: Path) -> 
 
 
 def test_skipping_ends_where_it_has_no_end(tmp_path: Path) -> None:
-    """Weights that are finite and yet beyond all use: the good checkpoints are kept for as long as steps are skipped."""
+    """Weights that are finite and yet beyond all use: good checkpoints are kept for as long as steps are skipped."""
     model = layered()
 
     def spoil(rows: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_skipping_ends_where_it_has_no_end(tmp_path: Path) -> None:
             model.model[0].weight.fill_(1e38)
         return rows
 
-    with pytest.raises(RunError, match="made numbers that are not finite.*as in the 99 steps before it"):
+    with pytest.raises(RunError, match=r"made numbers that are not finite.*as in the 99 steps before it"):
         run(model, tmp_path, spoil, on_nan="skip", every=2, steps=1000)
     good = [path for path in checkpoints_in(tmp_path) if whole_model(path)[0]["0.weight"].max() < 1e30]
     assert good

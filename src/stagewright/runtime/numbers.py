@@ -100,8 +100,8 @@ class Watch:
             if bool(not_finite([parameter])):
                 layer = self.layer_of.get(name, name)
                 raise RunError(
-                    f"the weights of layer {layer} in stage {here.stage} are not finite in batch {batch}, so that every "
-                    "step would be skipped",
+                    f"the weights of layer {layer} in stage {here.stage} are not finite in batch {batch}, so that "
+                    "every step would be skipped",
                     "go on from a checkpoint by --resume, with a lower learning rate or --clip-norm",
                 )
 

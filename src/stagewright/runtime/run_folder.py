@@ -181,6 +181,21 @@ def locked(path: Path, patience_s: float) -> int:
     return lock
 
 
+def is_held(path: Path) -> bool:
+    """Whether a living run holds a folder."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def write_secret(path: Path) -> None:
     """Makes a secret that only this user can read."""
     path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands
-from stagewright.runtime.launch import expand_hosts, is_worker
+from stagewright.runtime.launch import RUN_FOLDER, expand_hosts, is_worker
 from stagewright.runtime.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
@@ -72,8 +72,8 @@ def run_command(
             return None
         ask_hosts(options, over_ssh)
     job = job_of(options, recipe, plan, dataset, evaluation_set)
-    own = console if shows_lines(plan) else None
-    if own is not None:
+    own = console if RUN_FOLDER not in os.environ else None  # else the launcher follows the events
+    if own is not None and os.environ.get("RANK", "0") == "0":
         say_what_is_skipped(own, dataset, evaluation_set)
     return train(
         make_schedule(plan, agree=settings.agrees), model, data=feed_of(dataset, model, options, recipe),
@@ -82,11 +82,6 @@ def run_command(
         cluster=cluster.name, source=source, folder=options["folder"], console=own, hosts=hosts,
         command=worker_words(words) if hosts is not None else None, share=options["share"],
     )  # fmt: skip
-
-
-def shows_lines(plan: Plan) -> bool:
-    """Whether this process prints the log itself: the one that starts workers follows their events instead."""
-    return not is_worker() or len(plan.devices) == 1
 
 
 def recipe_of(options: Options) -> RecipeFile:

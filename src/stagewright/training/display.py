@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from stagewright.errors import visible
 from stagewright.training.events import end_of_events, read_events
 
 
@@ -27,7 +28,7 @@ def plain_line(event: dict[str, Any]) -> str | None:
             f"validation: epoch {event['epoch']}, iter {event['iter']}, top_1: {event['top_1']:.6f}, "
             f"top_k: {event['top_k']:.6f}, samples/s: {event['images_per_s']:.3f} {event['time']:.1f}"
         )
-    return f"{kind}: {event['text']}" if "text" in event else None
+    return visible(f"{kind}: {event['text']}") if "text" in event else None
 
 
 class Display:

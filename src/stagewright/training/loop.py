@@ -132,7 +132,8 @@ def run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words | 
         if gate.last is not None and step < run.job.steps:
             cause = stopper.cause or "a signal to another worker"
             save_last(run, checkpointer or checkpointer_of(run, worker), listener, step, f"stopped by {cause}")
-            listener.announce("stopped", f"by {cause} after step {step}; go on with --resume auto --out {run.folder}")
+            where = f"go on with --resume auto --out {run.folder}"
+            listener.announce("stopped", f"by {cause} after step {step}; {where}", always=True)
             if run.own is not None and run.own.held is not None:
                 run.own.held.state = "stopped"
         elif checkpointer is not None:
