@@ -172,6 +172,7 @@ def blame(schedule: Schedule, folder: Path, exit_codes: Mapping[int, int] | None
     return (
         by_confession(stands, told, codes)
         or by_signal(stands, codes)
+        or without_a_word(stands, told, {worker: code for worker, code in codes.items() if code > 0})
         or by_loss(told)
         or by_silence(stands, silent(folder, number, told))
         or by_waiting(schedule, stands)
