@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -29,6 +30,10 @@ MAX_FILE_BYTES = 1 << 30
 MAX_DEPTH = 64
 MAX_YAML_VALUES = 1_000_000
 """In a YAML file, its aliases written out."""
+
+BRIEF = reprlib.Repr()
+"""What writes the first few values of a list or an object, and of those inside of it."""
+BRIEF.maxlevel, BRIEF.maxlong, BRIEF.maxother = 3, 60, 60
 
 T = TypeVar("T")
 
@@ -69,8 +74,8 @@ def describe(fault: ValidationError) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it, cut where it is long."""
-    text = repr(value)
+    """A value as an error shows it, cut where it is long; what it holds many times over is never written out."""
+    text = repr(value[:60]) if isinstance(value, str | bytes) else BRIEF.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -229,11 +234,19 @@ def children(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
+MERGE = "tag:yaml.org,2002:merge"
+
+
 class PlainLoader(yaml.SafeLoader):
     """YAML whose values are those of JSON: no dates, no `1:30` for 90, no `no` for false, no key twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value] if isinstance(node.value, list) else []
+        nodes = [key for key, _ in node.value] if isinstance(node.value, list) else []
+        for key in nodes:
+            # A list or object as a key may hold others many times over, and merging keys multiplies them.
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                raise ValueError(f"the key in line {key.start_mark.line + 1} is no text: write it in quotes")
+        keys = [self.construct_object(key, deep=True) for key in nodes]
         where = f"in the keys from line {node.start_mark.line + 1} on"
         for key in keys:
             if not isinstance(key, str):

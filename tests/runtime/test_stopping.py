@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from stagewright.runtime.flight import STOP_FILE
 from stagewright.runtime.stopping import Gate, Stopper
+from stagewright.runtime.words import Words
 from stagewright.runtime.world import World
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, plan_of
@@ -65,7 +66,8 @@ def test_workers_agree_on_the_one_that_is_furthest(tmp_path: Path) -> None:
     store, gates = HashStore(), [Gate(), Gate(7)]
     for worker in range(2):
         (tmp_path / str(worker)).mkdir()
-    stoppers = [Stopper(gates[worker], world(worker, store), tmp_path / str(worker), ()) for worker in range(2)]
+    words = Words(store, b"secret")
+    stoppers = [Stopper(gates[worker], world(worker, store), tmp_path / str(worker), (), words) for worker in range(2)]
     with stoppers[0].listening(), stoppers[1].listening():
         (tmp_path / "1" / STOP_FILE).touch()
         deadline = time.monotonic() + 10
@@ -77,7 +79,7 @@ def test_workers_agree_on_the_one_that_is_furthest(tmp_path: Path) -> None:
 
 def test_a_signal_is_heard_and_its_old_meaning_comes_back(tmp_path: Path) -> None:
     before, gate = signal.getsignal(signal.SIGUSR1), Gate()
-    with Stopper(gate, world(0, None, 1), tmp_path, (signal.SIGUSR1,)).listening() as stopper:
+    with Stopper(gate, world(0, None, 1), tmp_path, (signal.SIGUSR1,), None).listening() as stopper:
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 10
         while gate.last is None and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from stagewright.errors import StagewrightError
+from stagewright.errors import StagewrightError, visible
 
 VERBS = {
     "models": "The models that come with the library, and their layers.",
@@ -149,7 +149,7 @@ def say(what: str, todo: str | None) -> int:
            write it as 0:0-6.0:7, or give a cluster file with --cluster
     """
     head = "error: "
-    lines = [*what.splitlines(), *(todo or "").splitlines()]
+    lines = [visible(line) for line in (*what.splitlines(), *(todo or "").splitlines())]
     text = "\n".join((head if number == 0 else " " * len(head)) + line for number, line in enumerate(lines))
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     typer.echo(typer.style(head, fg="red", bold=True) + text[len(head) :] if red else text, err=True)

@@ -87,6 +87,7 @@ def train(
     threads: Annotated[int | None, typer.Option(help="CPU threads a worker; by default its share of the cores")] = None,
     timeout: Annotated[float, typer.Option(help="seconds that anyone waits for anyone")] = 300.0,
     start_timeout: Annotated[float, typer.Option(help="seconds that workers may take to start")] = 300.0,
+    save_timeout: Annotated[float, typer.Option(help="seconds that a checkpoint may take to be written")] = 1800.0,
     seed: Annotated[int, typer.Option()] = 0,
     on_nan: Annotated[str, typer.Option(help="numbers that are not finite: stop, or skip the step")] = "stop",
     self_check: Annotated[bool, typer.Option(help="compare the first step's gradients with plain autograd's")] = True,
@@ -95,9 +96,13 @@ def train(
     ] = None,
     keep: Annotated[int, typer.Option(help="checkpoints that are kept, the newest ones")] = 3,
     resume: Annotated[str | None, typer.Option(help="auto, or the folder of a run or of a checkpoint")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="remove the run that is in the folder first")] = False,
     max_restarts: Annotated[int, typer.Option(help="times that a run whose worker died starts again by itself")] = 0,
     replan: Annotated[bool, typer.Option(help="go on without a device that failed for good")] = False,
     nodes: Annotated[str | None, typer.Option(help="hosts to start over ssh, such as host1,host2")] = None,
+    remote_python: Annotated[
+        str | None, typer.Option(help="the Python of those hosts; by default the path of the one that runs here")
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="print each host's command, start nothing")] = False,
     folder: Annotated[Path | None, typer.Option("-o", "--out", help="folder for logs and the record")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the record's figures as JSON")] = False,

@@ -7,30 +7,27 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from stagewright.cluster import Cluster, Device, count, make_cluster, parse_placement
-from stagewright.errors import PlacementError, RunError, UsageError
+from stagewright.errors import PlacementError, UsageError
 from stagewright.models import Layered, build_model, forward_flops, parameter_counts
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.flight import SCHEDULE_FILE
-from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands, launch_hosts
-from stagewright.runtime.launch import RESTARTED, SCHEDULE, is_worker, new_run_folder
+from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands
+from stagewright.runtime.launch import RUN_FOLDER, expand_hosts, is_worker
 from stagewright.runtime.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
 from stagewright.training.optimizers import Recipe
 from stagewright.training.recipes import RecipeFile, find_recipe, with_options
-from stagewright.training.replan import describe_change, plan_without_hosts
 from stagewright.training.start import train
 
 if TYPE_CHECKING:
@@ -56,7 +53,7 @@ def run_command(
     source: Source = "measured",
     words: Sequence[str] | None = None,
 ) -> Record | None:
-    """Trains as the options say; None where there is nothing to record (a dry run, other hosts).
+    """Trains as the options say; None where there is nothing to record, in a dry run.
 
     A cluster and hosts are given where they are not this machine itself but emulated; `words` follow `stagewright` on
     the workers' command line, this process's own by default.
@@ -69,11 +66,14 @@ def run_command(
     plan = plan_of(options, recipe, model, cluster)
     check_devices(plan, cluster, settings, options["share"])
     if options["nodes"] and not is_worker():
-        run_on_hosts(options, plan, console)
-        return None
+        hosts = over_ssh = hosts_of(options, plan)
+        if options["dry_run"]:
+            show_commands(plan, over_ssh, console)
+            return None
+        ask_hosts(options, over_ssh)
     job = job_of(options, recipe, plan, dataset, evaluation_set)
-    own = console if shows_lines(plan) else None
-    if own is not None:
+    own = console if RUN_FOLDER not in os.environ else None  # else the launcher follows the events
+    if own is not None and os.environ.get("RANK", "0") == "0":
         say_what_is_skipped(own, dataset, evaluation_set)
     return train(
         make_schedule(plan, agree=settings.agrees), model, data=feed_of(dataset, model, options, recipe),
@@ -82,11 +82,6 @@ def run_command(
         cluster=cluster.name, source=source, folder=options["folder"], console=own, hosts=hosts,
         command=worker_words(words) if hosts is not None else None, share=options["share"],
     )  # fmt: skip
-
-
-def shows_lines(plan: Plan) -> bool:
-    """Whether this process prints the log itself: the one that starts workers follows their events instead."""
-    return not is_worker() or len(plan.devices) == 1
 
 
 def recipe_of(options: Options) -> RecipeFile:
@@ -118,6 +113,7 @@ def settings_of(options: Options, recipe: RecipeFile) -> Settings:
         device=device,
         timeout_s=options["timeout"],
         start_timeout_s=options["start_timeout"],
+        save_timeout_s=options["save_timeout"],
         precision=recipe.precision,
         clip_norm=recipe.clip_norm,
         **chosen,
@@ -247,7 +243,7 @@ def job_of(
         epoch_images=per_epoch * plan.batch if per_epoch else None,
         evaluate_every=(recipe.evaluate_every or 1) if rows else None, evaluation_rows=rows,
         sinks=tuple(name for name in names if options[name]),
-        **{key: options[key] for key in ("checkpoint_every", "keep", "resume", "max_restarts", "replan")},
+        **{key: options[key] for key in ("checkpoint_every", "keep", "resume", "overwrite", "max_restarts", "replan")},
     )  # fmt: skip
 
 
@@ -291,50 +287,26 @@ def worker_words(words: Sequence[str] | None = None) -> list[str]:
     return ["-m", "stagewright", *(word for word in given if word != "--dry-run")]
 
 
-def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
-    """Starts the workers of every host over ssh; with --dry-run only prints the commands."""
-    hosts = OverSsh(tuple(options["nodes"].split(",")))
+def hosts_of(options: Options, plan: Plan) -> OverSsh:
+    """The hosts that --nodes names, each with devices of the plan."""
+    hosts = OverSsh(expand_hosts(options["nodes"]), options["remote_python"] or sys.executable)
     needed = max(id.host for id in plan.devices) + 1
     if len(hosts.names) != needed:
         raise UsageError(f"--nodes names {count(len(hosts.names), 'host')}, but the placement uses {needed}")
-    if options["dry_run"]:
-        for each in commands_of(plan, hosts, {}):
-            console.print(shlex.join(each), highlight=False, markup=False, soft_wrap=True)
-        return
-    folder = new_run_folder(options["model"], options["folder"])
+    return hosts
+
+
+def show_commands(plan: Plan, hosts: OverSsh, console: Console) -> None:
+    """Prints the command of each host: this very one, under torchrun."""
+    for each in host_commands(worker_words(), hosts, hosts.workers(plan), PORT):
+        console.print(shlex.join(each), highlight=False, markup=False, soft_wrap=True)
+
+
+def ask_hosts(options: Options, hosts: OverSsh) -> None:
+    """Refuses hosts that do not fit together, or do not have the data."""
     data = [options[key] for key in ("data", "evaluation_data") if options[key] not in (None, SYNTHETIC)]
     names = hosts.names
     check_hosts(
-        names, [os.getcwd(), *data], PORT, lambda host, words: hosts.reach(names.index(host), ["python", "-m", *words])
-    )
-    keep_running(options, plan, hosts, folder, console)
-
-
-def commands_of(plan: Plan, hosts: OverSsh, environment: Mapping[str, str]) -> list[list[str]]:
-    """The command of each host: this very one, under torchrun."""
-    return host_commands(worker_words(), hosts, hosts.workers(plan), PORT, environment)
-
-
-def keep_running(options: Options, plan: Plan, hosts: OverSsh, folder: Path, console: Console) -> None:
-    """Runs the hosts' commands; after a failure again, without the hosts that are gone where --replan says so."""
-    environment, restarts = dict[str, str](), 0
-    while True:
-        try:
-            launch_hosts(commands_of(plan, hosts, environment), folder)
-            return
-        except RunError as fault:
-            numbers = range(len(hosts.names))
-            gone = [number for number in numbers if not hosts.answers(number)] if options["replan"] else []
-            if gone and len(gone) < len(numbers):
-                after = plan_without_hosts(plan, gone)
-                console.print(f"replan: {fault.what}; {describe_change(plan, after)}", highlight=False, markup=False)
-                hosts, plan = hosts.without(gone), after
-                schedule = make_schedule(plan, agree=settings_of(options, recipe_of(options)).agrees)
-                environment[SCHEDULE] = str(schedule.save(folder.resolve() / SCHEDULE_FILE))
-            elif restarts < options["max_restarts"]:
-                restarts += 1
-                text = f"restart: {fault.what}; starting again ({restarts} of {options['max_restarts']})"
-                console.print(text, highlight=False, markup=False)
-            else:
-                raise
-            environment[RESTARTED] = "1"
+        names, [os.getcwd(), *data], PORT,
+        lambda host, words: hosts.reach(names.index(host), [hosts.python, "-m", *words]),
+    )  # fmt: skip

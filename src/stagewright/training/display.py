@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from stagewright.errors import visible
 from stagewright.training.events import end_of_events, read_events
 
 
@@ -20,7 +21,7 @@ def plain_line(event: dict[str, Any]) -> str | None:
         figures = "".join(f"{name}: {event[name]:.6f}, " for name in ("loss", "top_1", "top_k") if name in event)
         place = f"epoch {event['epoch']}, iter {event['iter']}"
         return f"{kind}: {place}, {figures}samples/s: {event['images_per_s']:.3f} {event['time']:.1f}"
-    return f"{kind}: {event['text']}" if "text" in event else None
+    return visible(f"{kind}: {event['text']}") if "text" in event else None
 
 
 class Display:

@@ -36,6 +36,8 @@ class Job:
     """How many checkpoints are kept, the newest ones."""
     resume: str | None = None
     """`auto`: from the newest good checkpoint of the run's folder; else a folder of a run or of one checkpoint."""
+    overwrite: bool = False
+    """Whether a run that is in the folder already is removed first."""
     max_restarts: int = Field(default=0, ge=0)
     """How often a run whose worker died is started again by itself, from its last checkpoint."""
     replan: bool = False
