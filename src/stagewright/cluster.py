@@ -131,6 +131,11 @@ class Cluster(Saved):
                 check_wide_end(end, self.hosts)
 
     @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its devices, each once."""
+        return tuple(dict.fromkeys(plain_kind(device.kind) for host in self.hosts for device in host.devices))
+
+    @cached_property
     def device_ids(self) -> tuple[DeviceId, ...]:
         """Every device, host by host."""
         return tuple(DeviceId(host, index) for host, box in enumerate(self.hosts) for index in range(len(box.devices)))
@@ -245,9 +250,14 @@ def check_wide_end(end: str, hosts: Sequence[Host]) -> None:
     check_end(match[2], hosts[int(match[1])], int(match[1]))
 
 
-def count(number: int, word: str) -> str:
-    """`1 host`, `2 hosts`."""
-    return f"{number:,} {word}" + ("" if number == 1 else "s")
+def plain_kind(text: str) -> str:
+    """A kind of device as files spell it: `TITAN V` and `titan_v` are `titan-v`."""
+    return "-".join(re.split(r"[\s_-]+", text.strip().lower()))
+
+
+def count(number: int, word: str, plural: str = "") -> str:
+    """`1 host`, `2 hosts`, `2 microbatches`."""
+    return f"{number:,} {word if number == 1 else plural or word + 's'}"
 
 
 def numbers(length: int) -> str:

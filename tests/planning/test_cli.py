@@ -20,7 +20,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     from stagewright.cluster import Device, make_cluster
 
     chain((0.1, 0.1, 0.1, 0.02), weights=(MIB, MIB, MIB, 900 * MIB)).save(tmp_path / "profile.json")
-    make_cluster(4, name="hub", device=Device(kind="x", memory_bytes=16 * GIB), bytes_per_s=1e9).save(
+    make_cluster(4, name="hub", device=Device(kind="cpu", memory_bytes=16 * GIB), bytes_per_s=1e9).save(
         tmp_path / "hub.yaml"
     )
     return tmp_path / "profile.json", tmp_path / "hub.yaml"
@@ -28,7 +28,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_the_plan_its_rivals_and_the_reason_are_shown(files: tuple[Path, Path], tmp_path: Path) -> None:
     text = run(plan, files[0], "--cluster", files[1], "--batch", 24, "-o", tmp_path / "plan.json")
-    assert "chain, 24 images a step, 4 × x, 16.0 GiB (one host)" in text
+    assert "chain, 24 images a step, 4 × cpu, 16.0 GiB (one host)" in text
     assert "▸ 3-1 cut at d" in text
     assert "data parallel" in text
     assert "all-reduce of d (900 MiB" in text

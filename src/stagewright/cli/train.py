@@ -22,7 +22,9 @@ def train(
     placement: Annotated[str, typer.Option(help="stages on devices: 0:0-6.0:7; empty is data parallelism")] = "",
     ratio: Annotated[str | None, typer.Option(help="how the stages' costs stand, such as 11:7")] = None,
     ratio_of: Annotated[str, typer.Option(help="what the ratio is of: time, flops, params or layers")] = "time",
-    cut: Annotated[list[str] | None, typer.Option(help="a layer that begins a new stage; may be repeated")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="the layers that begin new stages, such as fc1,fc2; may be repeated")
+    ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="a plan file instead of all of these")] = None,
     devices: Annotated[int | None, typer.Option(help="local devices for data parallelism without a placement")] = None,
     microbatches: Annotated[int | None, typer.Option(help="pieces of a batch that follow one another")] = None,

@@ -90,6 +90,7 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     if not request.batch_sizes:
         return Measured(None, found, None)
     profile = average([Profile.load(folder / f"inside-{number}.profile.json") for number in profiled])
+    profile = replace(profile, device=cluster.hosts[0].devices[0].kind)  # a slice is not the card that it is cut from
     found = with_speeds(found, {number: told[number]["model_s"] for number in busy})
     if uses_card:
         return Measured(profile, found, None)

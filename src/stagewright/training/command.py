@@ -18,6 +18,7 @@ from stagewright.errors import PlacementError, RunError, UsageError
 from stagewright.models import Layered, build_model, forward_flops, parameter_counts
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
+from stagewright.planning.options import parse_cuts
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
@@ -203,7 +204,7 @@ def plan_options(options: Options, recipe: RecipeFile) -> PlanOptions:
     """What the options say about the plan."""
     return PlanOptions(
         batch=options["batch"], batch_per_device=rows_a_device(options, recipe), placement=options["placement"] or None,
-        ratio=options["ratio"], ratio_of=options["ratio_of"], cut=tuple(options["cut"] or ()),
+        ratio=options["ratio"], ratio_of=options["ratio_of"], cut=parse_cuts(options["cut"]),
         num_microbatches=options["microbatches"], staleness=options["staleness"], policy=options["schedule"],
         route=options["route"], hold=options["hold"], recompute=options["recompute"], num_buckets=options["buckets"],
     )  # fmt: skip
