@@ -45,7 +45,9 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
             try:
                 plain_init(self, **values)
             except ValidationError as fault:
-                raise error(f"{cls.__name__}: {describe(fault)}") from None
+                wrong = error(f"{cls.__name__}: {describe(fault)}")
+                wrong.noun, wrong.key = cls.__name__, key_of(fault)
+                raise wrong from None
 
         made.__init__ = __init__  # type: ignore[method-assign]
         return made  # type: ignore[return-value]
@@ -55,8 +57,7 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
 
 def describe(fault: ValidationError) -> str:
     """The first fault as `key devices[3].memory_bytes is '12 GB': expected a valid integer`."""
-    first = fault.errors(include_url=False)[0]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    first, key = fault.errors(include_url=False)[0], key_of(fault)
     if first["type"] == "missing":
         return f"key {key} is missing"
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -66,6 +67,12 @@ def describe(fault: ValidationError) -> str:
         return f"cannot be read: {message}"
     expected = "expected " + message.removeprefix("Input should be ") if message.startswith("Input") else message
     return f"key {key} is {shown(first['input'])}: {expected}"
+
+
+def key_of(fault: ValidationError) -> str:
+    """Where the first fault lies: `devices[3].memory_bytes`."""
+    place = fault.errors(include_url=False)[0]["loc"]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
 
 def shown(value: object) -> str:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -19,21 +19,9 @@ import stagewright.cli
 from stagewright.cli import VERBS, main
 from stagewright.errors import StagewrightError
 
-Run = Callable[..., tuple[int, str, str]]
+from .conftest import Run
+
 REFERENCE = Path(__file__).resolve().parents[3] / "shared" / "reference"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process: its status, what it printed, and what it said on stderr."""
-
-    def ran(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return ran
 
 
 def process(*words: str, **options: object) -> subprocess.CompletedProcess[str]:

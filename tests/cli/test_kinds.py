@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stagewright.cli import main
 from stagewright.cluster import Cluster, Device, find_cluster, make_cluster, ready_made_clusters
 from stagewright.errors import ProfileError
 from stagewright.plan import Plan
@@ -20,19 +18,9 @@ from stagewright.profiling.analytic import profile_for
 from stagewright.profiling.detect import num_cores
 from stagewright.profiling.kinds import find_kind, known_kinds
 
-Run = Callable[..., tuple[int, str, str]]
+from .conftest import Run
+
 ASSUMED = "a profile of cpu, assumed to hold for titan-v"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def ran(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return ran
 
 
 @pytest.fixture

@@ -99,7 +99,9 @@ def train(
     max_restarts: Annotated[int, typer.Option(help="times that a run whose worker died starts again by itself")] = 0,
     replan: Annotated[bool, typer.Option(help="go on without a device that failed for good")] = False,
     nodes: Annotated[str | None, typer.Option(help="hosts to start over ssh, such as host1,host2")] = None,
-    dry_run: Annotated[bool, typer.Option(help="print each host's command, start nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="print the plan and the commands that would run, start nothing")
+    ] = False,
     folder: Annotated[Path | None, typer.Option("-o", "--out", help="folder for logs and the record")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the record's figures as JSON")] = False,
 ) -> None:
@@ -117,7 +119,11 @@ def train(
 
 
 def show_record(record: Record, as_json: bool, console: Console) -> None:
-    """Prints what a run came to: one line, or its figures as JSON."""
+    """Prints what a run came to: one line, or its figures as JSON; from one process, however many there are."""
+    from stagewright.runtime.launch import is_main
+
+    if not is_main():
+        return
     if as_json:
         typer.echo(json.dumps(record.summary()))
     elif record.images_per_s:

@@ -18,16 +18,17 @@ from stagewright.errors import PlacementError, RunError, UsageError
 from stagewright.models import Layered, build_model, forward_flops, parameter_counts
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
-from stagewright.planning.options import parse_cuts
+from stagewright.planning.options import parse_cuts, spelled
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.flight import SCHEDULE_FILE
 from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands, launch_hosts
-from stagewright.runtime.launch import RESTARTED, SCHEDULE, is_worker, new_run_folder
+from stagewright.runtime.launch import RESTARTED, RUN_FOLDER, SCHEDULE, is_main, is_worker, new_run_folder
 from stagewright.runtime.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
+from stagewright.training.display import nothing_left, plan_lines
 from stagewright.training.job import Job
 from stagewright.training.optimizers import Recipe
 from stagewright.training.recipes import RecipeFile, find_recipe, with_options
@@ -57,11 +58,12 @@ def run_command(
     source: Source = "measured",
     words: Sequence[str] | None = None,
 ) -> Record | None:
-    """Trains as the options say; None where there is nothing to record (a dry run, other hosts).
+    """Trains as the options say; None where there is nothing to record (a dry run, other hosts, no step left).
 
     A cluster and hosts are given where they are not this machine itself but emulated; `words` follow `stagewright` on
     the workers' command line, this process's own by default.
     """
+    check_counts(options)
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
     dataset, evaluation_set = dataset_of(options["data"], options), dataset_of(options["evaluation_data"], options)
@@ -69,25 +71,62 @@ def run_command(
     cluster = cluster or local_cluster(options, settings)
     plan = plan_of(options, recipe, model, cluster)
     check_devices(plan, cluster, settings, options["share"])
+    if source == "measured" and not options["nodes"]:
+        check_hosts_here(plan, options)
+    job = job_of(options, recipe, plan, dataset, evaluation_set)
+    if options["dry_run"]:
+        if is_main():
+            show_dry_run(options, plan, job, settings, console)
+        return None
     if options["nodes"] and not is_worker():
         run_on_hosts(options, plan, console)
         return None
-    job = job_of(options, recipe, plan, dataset, evaluation_set)
-    own = console if shows_lines(plan) else None
-    if own is not None:
-        say_what_is_skipped(own, dataset, evaluation_set)
+    done = steps_done(job, options["folder"])
+    if done >= job.steps:
+        if is_main():
+            console.print(nothing_left(done, job.steps), highlight=False, markup=False, soft_wrap=True)
+        return None
+    if is_main():
+        say_what_is_skipped(console, dataset, evaluation_set)
     return train(
         make_schedule(plan, agree=settings.agrees), model, data=feed_of(dataset, model, options, recipe),
         evaluation=feed_of(evaluation_set, model, options, recipe, is_training=False),
         recipe=steps_of(options, recipe, plan, job), job=job, settings=settings,
-        cluster=cluster.name, source=source, folder=options["folder"], console=own, hosts=hosts,
+        cluster=cluster.name, source=source, folder=options["folder"], console=console, hosts=hosts,
         command=worker_words(words) if hosts is not None else None, share=options["share"],
     )  # fmt: skip
 
 
-def shows_lines(plan: Plan) -> bool:
-    """Whether this process prints the log itself: the one that starts workers follows their events instead."""
-    return not is_worker() or len(plan.devices) == 1
+def check_counts(options: Options) -> None:
+    """Refuses numbers below 1 where None, and not 0, is the way to say nothing."""
+    for key in ("steps", "devices", "share", "epoch_images", "image_size", "num_classes"):
+        if options[key] is not None and options[key] < 1:
+            todo = "to see what would run, add --dry-run" if key == "steps" else "leave it out for the default"
+            raise UsageError(f"{spelled(key)} is {options[key]}: expected 1 or more", todo)
+
+
+def check_hosts_here(plan: Plan, options: Options) -> None:
+    """Refuses a plan with other hosts where nothing starts workers there."""
+    if is_worker():  # of a launcher that knows the hosts
+        return
+    others = sorted({id.host for id in plan.devices} - {0})
+    if others:
+        what = options["plan_file"] or f"--placement {options['placement']}"
+        raise PlacementError(
+            f"{what} names host {others[0]}, and only host 0, this machine, is here",
+            "name the hosts with --nodes host1,host2, start it under torchrun on each of them, or place all on host 0",
+        )
+
+
+def steps_done(job: Job, folder: Path | None) -> int:
+    """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
+    if job.resume is None or RUN_FOLDER in os.environ:  # the one who started this worker has looked
+        return 0
+    from stagewright.runtime.checkpoint import find_checkpoint  # torch.distributed.checkpoint takes a second to load
+
+    source = folder if job.resume == "auto" else Path(job.resume)
+    found = find_checkpoint(source, lambda text: None) if source is not None else None
+    return 0 if found is None else int(found[1]["step"])
 
 
 def recipe_of(options: Options) -> RecipeFile:
@@ -103,8 +142,7 @@ def numbers_of(options: Options, key: str) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in options[key].split(","))
     except ValueError:
-        spelled = "--" + key.replace("_", "-")
-        raise UsageError(f"{spelled} is {options[key]!r}: expected whole numbers such as 30,60,80") from None
+        raise UsageError(f"{spelled(key)} is {options[key]!r}: expected whole numbers such as 30,60,80") from None
 
 
 def settings_of(options: Options, recipe: RecipeFile) -> Settings:
@@ -289,16 +327,32 @@ def worker_words(words: Sequence[str] | None = None) -> list[str]:
     return ["-m", "stagewright", *(word for word in given if word != "--dry-run")]
 
 
-def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
-    """Starts the workers of every host over ssh; with --dry-run only prints the commands."""
+def show_dry_run(options: Options, plan: Plan, job: Job, settings: Settings, console: Console) -> None:
+    """Prints what would run: the plan, where it computes, and the commands that would start it."""
+    commands = [["stagewright", *worker_words()[2:]]]
+    if options["nodes"]:
+        commands = commands_of(plan, nodes_of(options, plan), {})
+    images = f"{options['data']} data, {settings.precision}, on {settings.device}"
+    lines = [*plan_lines(plan), f"{count(job.steps, 'step')}, {images}", "not started:", *map(shlex.join, commands)]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def nodes_of(options: Options, plan: Plan) -> OverSsh:
+    """The hosts that --nodes names, as many as the plan uses."""
     hosts = OverSsh(tuple(options["nodes"].split(",")))
     needed = max(id.host for id in plan.devices) + 1
     if len(hosts.names) != needed:
-        raise UsageError(f"--nodes names {count(len(hosts.names), 'host')}, but the placement uses {needed}")
-    if options["dry_run"]:
-        for each in commands_of(plan, hosts, {}):
-            console.print(shlex.join(each), highlight=False, markup=False, soft_wrap=True)
-        return
+        raise UsageError(
+            f"--nodes {options['nodes']} names {count(len(hosts.names), 'host')}, but the placement uses {needed}",
+            f"name {count(needed, 'host')}, or change --placement",
+        )
+    return hosts
+
+
+def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
+    """Starts the workers of every host over ssh."""
+    hosts = nodes_of(options, plan)
     folder = new_run_folder(options["model"], options["folder"])
     data = [options[key] for key in ("data", "evaluation_data") if options[key] not in (None, SYNTHETIC)]
     names = hosts.names

@@ -32,6 +32,7 @@ from stagewright.runtime.watchdog import verdict, watchdog
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, gather_json, open_world
 from stagewright.schedule import Schedule
+from stagewright.training.display import nothing_left
 from stagewright.training.gathering import gather
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
@@ -105,12 +106,15 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     )  # fmt: skip
     warm_up(worker)
     words = resume(run, worker)
+    run.job = run.job.with_some_measured()
     checkpointer = checkpointer_of(run, worker) if run.job.checkpoint_every else None
     with closing(Listener(run, worker, console, checkpointer)) as listener:
         if run.world.size > 1:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
         for word in words:
             listener.announce("resume", word)
+        if run.job.first_step >= run.job.steps:
+            listener.announce("resume", nothing_left(run.job.first_step, run.job.steps))
         return run_to_the_end(run, worker, flight, listener)
 
 
@@ -169,9 +173,9 @@ def save_and_stop(run: Run, checkpointer: Checkpointer, listener: Listener, step
 
 def finish(run: Run, worker: Worker, listener: Listener) -> Record:
     """Gathers and saves the record, and waits until all have it."""
-    record = gather(run, worker, listener)
-    if run.world.worker == 0:
-        record.save(run.folder / "record.json")
+    record, path = gather(run, worker, listener), run.folder / "record.json"
+    if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
+        record.save(path)
     if run.world.control is not None:
         dist.barrier(group=run.world.control)
     return record

@@ -89,6 +89,8 @@ def train(
     if is_worker():
         follow_parent()
     where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
+    # Whoever started workers here follows their events; without such a one they show them themselves.
+    console = None if RUN_FOLDER in os.environ else console or Console()
     return work(where, console, schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
 
 
