@@ -37,8 +37,9 @@ def plan_lines(plan: Plan) -> list[str]:
     many = count(plan.num_microbatches, "microbatch", "microbatches")
     versions = "" if plan.is_synchronous else f", versions {','.join(map(str, plan.versions))}"
     head = f"{plan.model}, {plan.batch} rows a step in {many}, {plan.route}, {plan.policy}{versions}"
+    ends = [dict.fromkeys((stage.layers[0], stage.layers[-1])) for stage in plan.stages]
     stages = [
-        f"stage {number} on {format_devices(stage.devices)}: {' … '.join(dict.fromkeys((stage.layers[0], stage.layers[-1])))}"
+        f"stage {number} on {format_devices(stage.devices)}: {' … '.join(ends[number])}"
         for number, stage in enumerate(plan.stages)
     ]
     return [head, *stages, f"{count(len(plan.devices), 'worker')}, one for each device"]

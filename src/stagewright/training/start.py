@@ -67,8 +67,9 @@ def train(
     """Trains a model by a schedule, and returns the record of it.
 
     Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
-    plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
-    start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
+    plan, which run the same script again, and waits for them. What follows in the script runs in all these processes;
+    `is_main()` is true in one. `data` gives the rows of a batch: a function of (batch, start, stop) → (inputs,
+    targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
     to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
     `share` workers fit on a card, even where the plan has fewer. With a `stem` that is kept from run to run, workers of
     the later ones are there at once.
