@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,38 @@ def test_several_families_of_one_model_are_told_apart() -> None:
 
     assert told[0].startswith("VGG16 (fp32, synthetic data) over 7 + 1 devices")
     assert told[1].startswith("VGG16 (fp32, records data) over 7 + 1 devices")
+
+
+def save_run(record: Record, folder: Path) -> None:
+    """What `train -o folder` leaves there."""
+    dataclasses.replace(record, name=record.plan.model).save(folder / "record.json")
+    (folder / "events.jsonl").write_text("{}\n")
+
+
+def test_runs_are_read_from_their_own_folders_and_called_by_them(tmp_path: Path) -> None:
+    save_run(make_record("a", images_per_s=100.0), tmp_path / "first")
+    save_run(make_record("b", images_per_s=200.0), tmp_path / "deep" / "second")
+    make_record("c", images_per_s=300.0).save(tmp_path / "c.1.record.json")
+    found = {case.name: case for case in read_results(tmp_path).cases}
+    assert sorted(found) == ["c", "deep/second", "first"]
+    assert log_of(found["first"].files[0]) == tmp_path / "first" / "events.jsonl"
+    assert [case.name for case in read_results(tmp_path / "first").cases] == ["first"]
+
+
+def test_a_run_that_was_saved_again_under_a_name_counts_once(tmp_path: Path) -> None:
+    """As a suite does with every run, which keeps its folder beside it."""
+    record = make_record("vgg16-dp", images_per_s=100.0)
+    save_run(record, tmp_path / "vgg16-dp" / "vgg16-dp.1")
+    dataclasses.replace(record, command="a suite's").save(tmp_path / "vgg16-dp" / "vgg16-dp.1.record.json")
+    (case,) = read_results(tmp_path).cases
+    assert (case.name, len(case.records)) == ("vgg16-dp", 1)
+
+
+def test_a_run_that_had_no_step_left_to_do_is_no_case(tmp_path: Path) -> None:
+    save_run(dataclasses.replace(make_record("a"), step_s=(), spans=()), tmp_path / "nothing")
+    save_run(make_record("b"), tmp_path / "something")
+    found = read_results(tmp_path)
+    assert [case.name for case in found.cases] == ["something"]
+    assert [(failure.name, failure.reason) for failure in found.failures] == [
+        ("nothing", "it was resumed after its last step: nothing was trained")
+    ]
