@@ -129,10 +129,49 @@ class TestTheSentence:
         fast = [make_record(images_per_s=1488, seed=seed) for seed in range(7)]
         slow = [dp("dp", 702, 8, seed=seed) for seed in range(7)]
 
-        text = self.told(*fast, *slow, make_record(source="simulated", images_per_s=1501))
+        predicted = [make_record(source="simulated", images_per_s=1501), dp("dp", 700, 8, source="simulated")]
+        text = self.told(*fast, *slow, *predicted)
 
         assert text.startswith("VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,4")
-        assert text.endswith(" images/s, median of 7), as predicted (1,501).")
+        assert text.endswith(" images/s, median of 7), as predicted (2.1 ×: 1,501 against 700).")
+
+    def told_with(self, fast: float, slow: float, *, predicted: tuple[float, float]) -> str:
+        """The sentence on two measured rates and what was predicted for them."""
+        return self.told(
+            make_record(images_per_s=fast), dp("dp", slow, 8),
+            make_record(source="simulated", images_per_s=predicted[0]), dp("dp", predicted[1], 8, source="simulated"),
+        )  # fmt: skip
+
+    def test_a_prediction_of_the_opposite_order_is_called_one_though_the_rate_came_true(self) -> None:
+        """The first rate is predicted to 1 %, and yet the claim, that it is the faster one, was not."""
+        text = self.told_with(1090, 1000, predicted=(1095, 1180))
+        assert text.endswith("; the opposite was predicted (0.93 ×: 1,095 against 1,180).")
+        assert ", as predicted" not in text
+
+    def test_a_gain_of_another_size_was_not_predicted(self) -> None:
+        assert self.told_with(2000, 1000, predicted=(2000, 1600)).endswith(
+            "; predicted were 1.3 ×: 2,000 against 1,600."
+        )
+
+    def test_a_gain_that_came_true_was_though_both_rates_were_off(self) -> None:
+        text = self.told_with(2000, 1000, predicted=(2400, 1200))
+        assert text.endswith(", as predicted (2.0 ×: 2,400 against 1,200).")
+
+    def test_a_tie_was_predicted_where_a_tie_was(self) -> None:
+        hero = [make_record(images_per_s=rate, with_spans=False) for rate in (1000, 1100)]
+        rival = [dp("dp", rate, 8) for rate in (1050, 950)]
+        for predicted, told in ((1020, ", as predicted (1.02 ×"), (1400, "; predicted were 1.4 ×")):
+            first, second = (
+                make_record(source="simulated", images_per_s=predicted),
+                dp("dp", 1000, 8, source="simulated"),
+            )
+            assert told in self.told(*hero, *rival, first, second)
+
+    def test_where_only_one_of_two_was_predicted_only_that_is_said(self) -> None:
+        measured = make_record(images_per_s=1488), dp("dp", 702, 8)
+        good, bad = (make_record(source="simulated", images_per_s=rate) for rate in (1501, 1800))
+        assert self.told(*measured, good).endswith(", the former as predicted (1,501).")
+        assert "; the former was to be 1,800 (+2" in self.told(*measured, bad)
 
     def test_a_prediction_that_failed_is_called_one(self) -> None:
         text = self.told(make_record(), make_record(source="simulated", images_per_s=1800))
