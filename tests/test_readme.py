@@ -20,16 +20,39 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("stagewright ")]
+PRINTED = {
+    before.splitlines()[-1]: shown
+    for before, shown in re.findall(r"^```bash\n([^`]*)^```\n\n^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+}
+"""What the README prints of a command: the last one of the block before."""
 
 
 @pytest.mark.timeout(300)
-def test_the_commands_work_in_turn(tmp_path: Path) -> None:
+def test_the_commands_work_in_turn_and_print_what_is_printed_here(tmp_path: Path) -> None:
     assert len(COMMANDS) >= 6
+    assert sorted(command.split()[1] for command in PRINTED) == ["plan", "schedule"]
     for command in COMMANDS:
         words = [sys.executable, "-m", *shlex.split(command)]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        check_printed(PRINTED.get(command, ""), done.stdout)
     assert (tmp_path / "results" / "report.html").stat().st_size > 10_000
+    cases = (tmp_path / "results" / "report.md").read_text(encoding="utf-8")
+    assert all(name in cases for name in ("tiny", "long", "alexnet")), "what was trained is in the report too"
+
+
+def check_printed(shown: str, printed: str) -> None:
+    """Every line that the README shows was printed, in this order and to the last digit; `…` stands for others."""
+    lines = iter(line.rstrip() for line in printed.splitlines())
+    for line in shown.splitlines():
+        assert line.strip() == "…" or line in lines, f"the README shows what was not printed here:\n{line}\n{printed}"
+
+
+def test_a_figure_of_the_readme_that_is_no_more_would_be_seen() -> None:
+    (shown,) = (text for command, text in PRINTED.items() if " plan " in command)
+    check_printed(shown, shown)
+    with pytest.raises(AssertionError, match="shows what was not printed"):
+        check_printed(shown, shown.replace(" ms", "1 ms", 1))
 
 
 def test_the_python_works(tmp_path: Path) -> None:
