@@ -28,11 +28,13 @@ from stagewright.runtime.launch import RESTARTED, RUN_FOLDER, SCHEDULE, is_main,
 from stagewright.runtime.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
+from stagewright.training.checks import check_counts, check_hosts_here, check_packages
 from stagewright.training.display import nothing_left, plan_lines
 from stagewright.training.job import Job
 from stagewright.training.optimizers import Recipe
 from stagewright.training.recipes import RecipeFile, find_recipe, with_options
 from stagewright.training.replan import describe_change, plan_without_hosts
+from stagewright.training.sinks import chosen_sinks
 from stagewright.training.start import train
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def run_command(
     the workers' command line, this process's own by default.
     """
     check_counts(options)
+    check_packages(options)
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
     dataset, evaluation_set = dataset_of(options["data"], options), dataset_of(options["evaluation_data"], options)
@@ -95,27 +98,6 @@ def run_command(
         cluster=cluster.name, source=source, folder=options["folder"], console=console, hosts=hosts,
         command=worker_words(words) if hosts is not None else None, share=options["share"],
     )  # fmt: skip
-
-
-def check_counts(options: Options) -> None:
-    """Refuses numbers below 1 where None, and not 0, is the way to say nothing."""
-    for key in ("steps", "devices", "share", "epoch_images", "image_size", "num_classes"):
-        if options[key] is not None and options[key] < 1:
-            todo = "to see what would run, add --dry-run" if key == "steps" else "leave it out for the default"
-            raise UsageError(f"{spelled(key)} is {options[key]}: expected 1 or more", todo)
-
-
-def check_hosts_here(plan: Plan, options: Options) -> None:
-    """Refuses a plan with other hosts where nothing starts workers there."""
-    if is_worker():  # of a launcher that knows the hosts
-        return
-    others = sorted({id.host for id in plan.devices} - {0})
-    if others:
-        what = options["plan_file"] or f"--placement {options['placement']}"
-        raise PlacementError(
-            f"{what} names host {others[0]}, and only host 0, this machine, is here",
-            "name the hosts with --nodes host1,host2, start it under torchrun on each of them, or place all on host 0",
-        )
 
 
 def steps_done(job: Job, folder: Path | None) -> int:
@@ -276,13 +258,12 @@ def job_of(
     whole = recipe.epochs * per_epoch if recipe.epochs and per_epoch else None
     steps = min(number for number in (whole, options["steps"] or (None if whole else DEFAULT_STEPS)) if number)
     rows = evaluation_rows(options, plan, dataset, evaluation_set)
-    names: tuple[Any, ...] = ("tensorboard", "wandb", "mlflow")
     return Job(
         name=options["model"], steps=steps, warm_up=min(options["warm_up"], max(0, steps - 2)),
         log_every=options["log_every"], steps_per_epoch=per_epoch,
         epoch_images=per_epoch * plan.batch if per_epoch else None,
         evaluate_every=(recipe.evaluate_every or 1) if rows else None, evaluation_rows=rows,
-        sinks=tuple(name for name in names if options[name]),
+        sinks=chosen_sinks(options),
         **{key: options[key] for key in ("checkpoint_every", "keep", "resume", "max_restarts", "replan")},
     )  # fmt: skip
 
