@@ -149,8 +149,9 @@ def hover(browser: Any, worker: int, kind: str) -> str:
     )
     size = chart.size
     ActionChains(browser).move_to_element_with_offset(chart, x - size["width"] / 2, y - size["height"] / 2).perform()
-    ActionChains(browser).move_by_offset(1, 0).pause(0.2).perform()
-    return str(browser.execute_script("return document.querySelector('#timeline-chart .tip')?.innerText || ''"))
+    ActionChains(browser).move_by_offset(1, 0).perform()
+    shown = "return document.querySelector('#timeline-chart .tip')?.innerText || ''"
+    return str(WebDriverWait(browser, 30).until(lambda page: page.execute_script(shown)))
 
 
 @pytest.mark.parametrize(("worker", "kind", "told"), [(0, "F", "F0.0 · forward"), (7, "B", "B1.0 · backward")])
