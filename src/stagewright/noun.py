@@ -140,7 +140,9 @@ def check_head(plain: object, format_name: str, version: int, where: str) -> dic
         raise FileError(f"{where}: holds {type(plain).__name__}, expected the keys of {format_name}")
     found, number = plain.get("format"), plain.get("version")
     if found != format_name:
-        raise FileError(f"{where}: key format is {shown(found)}: expected {format_name!r}")
+        own, wanted = (str(name).removeprefix("stagewright.") for name in (found, format_name))
+        todo = f"it holds a {own}, and a {wanted} is wanted" if str(found).startswith("stagewright.") else None
+        raise FileError(f"{where}: key format is {shown(found)}: expected {format_name!r}", todo)
     if type(number) is not int or number < 1:
         raise FileError(f"{where}: key version is {shown(number)}: expected a whole number from 1 to {version}")
     if number > version:

@@ -78,7 +78,7 @@ def test_a_model_is_planned_by_name() -> None:
         (("--batch", "0"), "--batch is 0"),
         (("--batch", "24", "--ratio", "1:2", "--cut", "b"), "both say where to cut"),
         (("--batch", "24", "--batch-per-device", "3"), "both given"),
-        (("--batch", "24", "--staleness", "soon"), "staleness 'soon'"),
+        (("--batch", "24", "--staleness", "soon"), "--staleness is 'soon'"),
         (("--batch", "24", "--placement", "0:9"), "names device 9"),
         (("--batch", "24", "--schedule", "fast"), "--schedule is 'fast'"),
     ],

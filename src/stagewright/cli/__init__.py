@@ -124,7 +124,7 @@ def explain(fault: Exception, words: Sequence[str]) -> int:
     if isinstance(fault, StagewrightError):
         return say(as_typed(fault, words), fault.todo)
     if hasattr(fault, "format_message"):
-        return explain_usage(fault)
+        return explain_usage(fault, words)
     if isinstance(fault, OSError):
         return say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
     say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
@@ -143,14 +143,16 @@ def as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
     return fault.what.replace(f"{fault.noun}: key {fault.key}", option, 1).removeprefix(f"{fault.noun}: ")
 
 
-def explain_usage(fault: Any) -> int:
+def explain_usage(fault: Any, words: Sequence[str]) -> int:
     """Says what typer did not understand, or shows the help of a verb that was given nothing."""
     context = getattr(fault, "ctx", None)
     if type(fault).__name__ == "NoArgsIsHelpError":
         typer.echo(fault.format_message())
         return USER_ERROR
     message = fault.format_message().rstrip(".")
-    todo = f"see `{context.command_path} --help`" if context is not None else None
+    verb = "".join(f" {word}" for word in words[:1] if word in VERBS)
+    path = f"stagewright{verb}" if context is None else context.command_path
+    todo = f"see `{path} --help`"
     return say(message[:1].lower() + message[1:], todo)
 
 

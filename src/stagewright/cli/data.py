@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from stagewright.data.needs import need, need_for
+from stagewright.data.needs import check_format, need
 from stagewright.data.writing import IMAGES_PER_FILE
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def make(
     Example: stagewright data make shapes --images 500 --format ofrecord
     """
     need("`stagewright data make`", "PIL")
-    need_for("--format", format)
+    check_format(format)
     from stagewright.data.generate import make_images
 
     with progress("drawing", images) as tick:
@@ -80,7 +80,7 @@ def convert(
 
     Example: stagewright data convert shapes shapes-tar --format tar
     """
-    need_for("--format", format)
+    check_format(format)
     from stagewright.data.convert import convert as convert_images
 
     dataset = read(source, on_corrupt)

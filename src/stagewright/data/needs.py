@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import get_args
 
+from stagewright.data.writing import Format
 from stagewright.errors import UsageError
 
 PACKAGES = {"PIL": "Pillow", "google.protobuf": "protobuf"}
@@ -19,10 +21,12 @@ def need(what: str, *modules: str) -> None:
         )
 
 
-def need_for(what: str, format: str) -> None:
-    """Refuses to write a format whose package is not installed."""
+def check_format(format: str) -> None:
+    """Refuses a --format that is unknown, or whose package is not installed."""
+    if format not in get_args(Format):
+        raise UsageError(f"--format is {format!r}: expected one of {', '.join(get_args(Format))}")
     if format == "ofrecord":
-        need(f"{what} {format}", "google.protobuf")
+        need(f"--format {format}", "google.protobuf")
 
 
 def is_there(module: str) -> bool:

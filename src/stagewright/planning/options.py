@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -12,6 +13,8 @@ from stagewright.plan import POLICIES, ROUTES, Policy, Route
 
 RatioOf = Literal["time", "flops", "params", "layers"]
 RATIO_OF: tuple[RatioOf, ...] = get_args(RatioOf)
+STALENESS = r"0|none|ssp|2bw|any|\d{1,4}(,\d{1,4})*"
+"""How it may be written; what it means for so many stages is `plan.parse_staleness`'s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,10 @@ class PlanOptions:
             value = getattr(self, key)
             if value is not None and value not in known:
                 raise UsageError(f"{spelled(key)} is {value!r}: expected one of {', '.join(known)}")
+        if self.staleness is not None and not re.fullmatch(STALENESS, self.staleness, re.ASCII):
+            raise UsageError(
+                f"--staleness is {self.staleness!r}: expected 0, ssp, 2bw, or versions of each stage such as 2,1"
+            )
         if self.batch is not None and self.batch_per_device is not None:
             raise UsageError("--batch and --batch-per-device are both given", "leave one of them out")
         if self.ratio is not None and self.cut:

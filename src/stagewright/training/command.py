@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from stagewright.cluster import Cluster, Device, count, make_cluster, parse_placement
-from stagewright.errors import PlacementError, RunError, UsageError
+from stagewright.errors import DataError, PlacementError, RunError, UsageError
 from stagewright.models import Layered, build_model, forward_flops, parameter_counts
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
@@ -69,7 +69,7 @@ def run_command(
     check_packages(options)
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
-    dataset, evaluation_set = dataset_of(options["data"], options), dataset_of(options["evaluation_data"], options)
+    dataset, evaluation_set = dataset_of("data", options), dataset_of("evaluation_data", options)
     model = model_of(options, recipe, dataset)
     cluster = cluster or local_cluster(options, settings)
     plan = plan_of(options, recipe, model, cluster)
@@ -142,13 +142,16 @@ def settings_of(options: Options, recipe: RecipeFile) -> Settings:
     )
 
 
-def dataset_of(spec: str | None, options: Options) -> Dataset | None:
-    """The images in a folder; None for made-up ones, which are made on the device."""
-    if spec is None or spec == SYNTHETIC:
+def dataset_of(key: str, options: Options) -> Dataset | None:
+    """The images in the folder that an option names; None for made-up ones, which are made on the device."""
+    if options[key] is None or options[key] == SYNTHETIC:
         return None
     from stagewright.data.opening import open_dataset  # needs the extra `data`
 
-    return open_dataset(spec, on_corrupt=options["on_corrupt"])
+    try:
+        return open_dataset(options[key], on_corrupt=options["on_corrupt"])
+    except DataError as fault:
+        raise DataError(f"{spelled(key)} {options[key]}: {fault.what}", fault.todo) from None
 
 
 def say_what_is_skipped(console: Console, *datasets: Dataset | None) -> None:
