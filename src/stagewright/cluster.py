@@ -104,9 +104,12 @@ class Cluster(Saved):
     links: tuple[Link, ...] = ()
     """Links between hosts; their ends are `host:junction`, or a word for what belongs to no host."""
     cores: float | None = Field(default=None, gt=0)
-    """How many CPU cores all hosts share, where one machine emulates them; None: each device has its own."""
+    """How many CPU cores all devices share, on one machine or on hosts that it emulates; None: each has its own."""
     core_s_per_byte: float = Field(default=0.0, ge=0)
-    """What a core spends on a byte at each end of a transfer; matters where hosts share cores."""
+    """What a core spends on a byte at each end of a transfer; matters where cores are shared."""
+    sum_core_s_per_byte: float = Field(default=0.0, ge=0)
+    """What a core spends on a byte of gradients for each replica, where replicas of one host add them up in memory that
+    they have in common; 0: they do so over wires."""
     core_loss: float = Field(default=0.0, ge=0, lt=0.5)
     """The part of their work that shared cores lose while each has several devices to run; twice as much is lost while
     some have only one, for nobody fills its core when it waits for another."""
