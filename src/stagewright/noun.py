@@ -50,7 +50,9 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
             try:
                 plain_init(self, **values)
             except ValidationError as fault:
-                raise error(f"{cls.__name__}: {describe(fault)}") from None
+                wrong = error(f"{cls.__name__}: {describe(fault)}")
+                wrong.noun, wrong.key = cls.__name__, key_of(fault)
+                raise wrong from None
 
         made.__init__ = __init__  # type: ignore[method-assign]
         return made  # type: ignore[return-value]
@@ -60,8 +62,7 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
 
 def describe(fault: ValidationError) -> str:
     """The first fault as `key devices[3].memory_bytes is '12 GB': expected a valid integer`."""
-    first = fault.errors(include_url=False)[0]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    first, key = fault.errors(include_url=False)[0], key_of(fault)
     if first["type"] == "missing":
         return f"key {key} is missing"
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -71,6 +72,12 @@ def describe(fault: ValidationError) -> str:
         return f"cannot be read: {message}"
     expected = "expected " + message.removeprefix("Input should be ") if message.startswith("Input") else message
     return f"key {key} is {shown(first['input'])}: {expected}"
+
+
+def key_of(fault: ValidationError) -> str:
+    """Where the first fault lies: `devices[3].memory_bytes`."""
+    place = fault.errors(include_url=False)[0]["loc"]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
 
 def shown(value: object) -> str:
@@ -138,7 +145,9 @@ def check_head(plain: object, format_name: str, version: int, where: str) -> dic
         raise FileError(f"{where}: holds {type(plain).__name__}, expected the keys of {format_name}")
     found, number = plain.get("format"), plain.get("version")
     if found != format_name:
-        raise FileError(f"{where}: key format is {shown(found)}: expected {format_name!r}")
+        own, wanted = (str(name).removeprefix("stagewright.") for name in (found, format_name))
+        todo = f"it holds a {own}, and a {wanted} is wanted" if str(found).startswith("stagewright.") else None
+        raise FileError(f"{where}: key format is {shown(found)}: expected {format_name!r}", todo)
     if type(number) is not int or number < 1:
         raise FileError(f"{where}: key version is {shown(number)}: expected a whole number from 1 to {version}")
     if number > version:

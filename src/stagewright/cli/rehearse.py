@@ -70,6 +70,9 @@ def rehearse(**options: Any) -> None:
     console = Console(stderr=options["as_json"])
     if (own["cluster"] is None) == (own["slices"] is None):
         raise UsageError("a rehearsal is on the hosts of a file or on slices of a card", "give --cluster or --slices")
+    from stagewright.training.checks import check_packages
+
+    check_packages(options)
     if own["slices"] is not None:
         record = on_slices(options, own["slices"], own["rate"], console)
     elif own["rate"] is not None:

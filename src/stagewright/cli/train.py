@@ -22,7 +22,9 @@ def train(
     placement: Annotated[str, typer.Option(help="stages on devices: 0:0-6.0:7; empty is data parallelism")] = "",
     ratio: Annotated[str | None, typer.Option(help="how the stages' costs stand, such as 11:7")] = None,
     ratio_of: Annotated[str, typer.Option(help="what the ratio is of: time, flops, params or layers")] = "time",
-    cut: Annotated[list[str] | None, typer.Option(help="a layer that begins a new stage; may be repeated")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="the layers that begin new stages, such as fc1,fc2; may be repeated")
+    ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="a plan file instead of all of these")] = None,
     devices: Annotated[int | None, typer.Option(help="local devices for data parallelism without a placement")] = None,
     microbatches: Annotated[int | None, typer.Option(help="pieces of a batch that follow one another")] = None,
@@ -103,7 +105,9 @@ def train(
     remote_python: Annotated[
         str | None, typer.Option(help="the Python of those hosts; by default the path of the one that runs here")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="print each host's command, start nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="print the plan and the commands that would run, start nothing")
+    ] = False,
     folder: Annotated[Path | None, typer.Option("-o", "--out", help="folder for logs and the record")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the record's figures as JSON")] = False,
 ) -> None:
@@ -121,7 +125,11 @@ def train(
 
 
 def show_record(record: Record, as_json: bool, console: Console) -> None:
-    """Prints what a run came to: one line, or its figures as JSON."""
+    """Prints what a run came to: one line, or its figures as JSON; from one process, however many there are."""
+    from stagewright.runtime.launch import is_main
+
+    if not is_main():
+        return
     if as_json:
         typer.echo(json.dumps(record.summary()))
     elif record.images_per_s:

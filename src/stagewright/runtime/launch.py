@@ -42,6 +42,15 @@ def is_worker() -> bool:
     return False
 
 
+def is_main() -> bool:
+    """Whether this process is the one that prints and saves for all: the one that starts workers, or else worker 0.
+
+    What follows `train` in a script runs in every worker. Those that are started here run beside the one that started
+    them, whose word it is; under torchrun or SLURM there is none, and worker 0 speaks.
+    """
+    return not is_worker() or (RUN_FOLDER not in os.environ and os.environ["RANK"] == "0")
+
+
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """torch's variables out of SLURM's: the first host of the job is where the workers meet."""
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "localhost"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
 from array import array
 from typing import TYPE_CHECKING
@@ -17,7 +15,6 @@ from stagewright.record import Point
 from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.later import Later
-from stagewright.runtime.launch import RUN_FOLDER
 from stagewright.runtime.numbers import Watch
 from stagewright.runtime.worker import Worker
 from stagewright.training.display import plain_line
@@ -49,6 +46,8 @@ class Listener:
         self.later = Later(world.device)
         for stage in worker.hosted:
             self.set_rate(stage, run.job.first_step)
+        if run.job.warm_up == 0:
+            worker.clock.mark()  # where the first step begins that is measured
         worker.watch, worker.wants_metric = self.watch(), self.is_due
         worker.on_update, worker.on_stage_update = self.after_update, self.after_stage_update
 
@@ -103,17 +102,12 @@ class Listener:
             self.announce("checkpoint", str(saved))
         return [str(saved) for saved in news if saved.fault is not None and saved.step == step]
 
-    def announce(self, kind: str, text: str, *, every: bool = False, always: bool = False) -> None:
-        """Tells a sentence; from one worker, or from every one that has something to say.
-
-        What is told `always` a person sees even where nobody asked for lines.
-        """
+    def announce(self, kind: str, text: str, *, every: bool = False) -> None:
+        """Tells a sentence; from one worker, or from every one that has something to say."""
         if self.speaks or every:
             event = self.teller.tell(kind, text=text)
             if self.console is not None:
                 self.console.print(plain_line(event), highlight=False, markup=False, soft_wrap=True)
-            elif always and RUN_FOLDER not in os.environ:
-                print(plain_line(event), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Lets the log go."""

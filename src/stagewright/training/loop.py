@@ -36,6 +36,7 @@ from stagewright.runtime.words import Words
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.schedule import Schedule
+from stagewright.training.display import nothing_left
 from stagewright.training.gathering import gather
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
@@ -111,12 +112,15 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     warm_up(worker)
     with run.dog.patience(run.settings.save_timeout_s):
         told = [*run.own.changes, *resume(run, worker)]
+    run.job = run.job.with_some_measured()
     checkpointer = checkpointer_of(run, worker) if run.job.checkpoint_every else None
     with closing(Listener(run, worker, console, checkpointer)) as listener:
         if run.world.size > 1:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
         for word in told:
             listener.announce("resume", word)
+        if run.job.first_step >= run.job.steps:
+            listener.announce("resume", nothing_left(run.job.first_step, run.job.steps))
         run.dog.get_on()
         return run_to_the_end(run, worker, listener, words)
 
@@ -134,7 +138,7 @@ def run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words | 
             cause = stopper.cause or "a signal to another worker"
             save_last(run, checkpointer or checkpointer_of(run, worker), listener, step, f"stopped by {cause}")
             where = f"go on with --resume auto --out {run.folder}"
-            listener.announce("stopped", f"by {cause} after step {step}; {where}", always=True)
+            listener.announce("stopped", f"by {cause} after step {step}; {where}")
             if run.own is not None and run.own.held is not None:
                 run.own.held.state = "stopped"
         elif checkpointer is not None:
@@ -173,9 +177,9 @@ def run_all(run: Run, worker: Worker, listener: Listener) -> int:
 
 def finish(run: Run, worker: Worker, listener: Listener) -> Record:
     """Gathers and saves the record, and waits until all have it."""
-    record = gather(run, worker, listener)
-    if run.world.worker == 0:
-        record.save(run.folder / RECORD)
+    record, path = gather(run, worker, listener), run.folder / RECORD
+    if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
+        record.save(path)
     if run.world.control is not None:
         dist.barrier(group=run.world.control)
     return record

@@ -50,8 +50,9 @@ def train(
     """Trains a model by a schedule, and returns the record of it.
 
     Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
-    plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
-    start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
+    plan, which run the same script again, and waits for them. What follows in the script runs in all these processes;
+    `is_main()` is true in one. `data` gives the rows of a batch: a function of (batch, start, stop) → (inputs,
+    targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
     to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
     `share` workers fit on a card, even where the plan has fewer. With a `stem` that is kept from run to run, workers of
     the later ones are there at once.
@@ -65,13 +66,15 @@ def train(
     about = about_run(schedule.plan, model, settings, recipe, data)
     how = {"resume": job.resume, "overwrite": job.overwrite}
     rest = (schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
+    # Whoever started workers here follows their events; without such a one they show them themselves.
+    shown = None if RUN_FOLDER in os.environ else console or Console()
     if is_worker():
         follow_parent()
         wait = settings.timeout_s
-        return work(lambda again: held(folder, job.name, about, goes_on=again, patience_s=wait, **how), console, *rest)
+        return work(lambda again: held(folder, job.name, about, goes_on=again, patience_s=wait, **how), shown, *rest)
     with held(folder, job.name, about, **how) as run, stop_on_signals(run):
         if len(schedule.plan.devices) == 1 and hosts is None:
-            return work(lambda again: nullcontext(run), console, *rest)
+            return work(lambda again: nullcontext(run), shown, *rest)
         keep = job.keep if job.checkpoint_every else None
         if not is_remote(hosts):
             check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
