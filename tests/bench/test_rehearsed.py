@@ -199,11 +199,11 @@ def test_no_plan_of_a_contest_leaves_its_hooks_on_anothers_layers(tmp_path: Path
     plan = Plan(model="tiny-cnn", stages=(whole,), batch=8, num_microbatches=2)
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
     both = [Ours(plan, contest, world) for _ in range(2)]
-    foldings = [each.worker.hosted[0].foldings[0] for each in both]
+    deferred = [each.worker.hosted[0].deferred[0] for each in both]
     parameters = [set(each.worker.hosted[0].weights.newest().parameters()) for each in both]
     for each in both:
         each.close()
-    assert all(folding.layers for folding in foldings), "each folds, as it would alone"
+    assert all(each.weights for each in deferred), "each defers, as it would alone"
     assert not parameters[0] & parameters[1]
 
 

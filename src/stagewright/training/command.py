@@ -25,6 +25,7 @@ from stagewright.runtime.feed import Feed
 from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands
 from stagewright.runtime.launch import expand_hosts, is_main, is_worker
 from stagewright.runtime.preflight import check_hosts
+from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.checks import check_counts, check_hosts_here, check_packages
@@ -104,7 +105,9 @@ def steps_done(job: Job, folder: Path | None) -> int:
     from stagewright.runtime.resuming import find_checkpoint
 
     source = folder if job.resume == "auto" else Path(job.resume)
-    found = find_checkpoint(source, lambda text: None) if source is not None else None
+    if source is None or is_held(source):
+        return 0
+    found = find_checkpoint(source, lambda text: None)
     return 0 if found is None else int(found[1]["step"])
 
 
@@ -268,7 +271,8 @@ def job_of(
         epoch_images=per_epoch * plan.batch if per_epoch else None,
         evaluate_every=(recipe.evaluate_every or 1) if rows else None, evaluation_rows=rows,
         sinks=chosen_sinks(options),
-        **{key: options[key] for key in ("checkpoint_every", "keep", "resume", "overwrite", "max_restarts", "replan")},
+        **{key: options[key] for key in ("checkpoint_every", "keep", "save_final", "resume", "overwrite")},
+        **{key: options[key] for key in ("max_restarts", "replan")},
     )  # fmt: skip
 
 
