@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from stagewright.cli import main
 
@@ -13,6 +14,11 @@ from .conftest import Run
 MISTAKES: list[tuple[str, str, str]] = [
     ("modells", "no such command 'modells'. Did you mean 'models'?", "see `stagewright --help`"),
     ("models vg16", "no model is called 'vg16'", "did you mean vgg16"),
+    *(
+        []
+        if torch.cuda.is_available()
+        else [("train tiny-cnn --device cuda --steps 2", "--device is cuda, but torch", "use --device cpu")]
+    ),
     ("models --layer", "no such option: --layer", "see `stagewright models --help`"),
     ("models vgg16 --json=1", "option '--json' does not take a value", "see `stagewright models --help`"),
     ("simulate", "missing argument 'PLAN|MODEL'", "see `stagewright simulate --help`"),
