@@ -15,7 +15,7 @@ from benchmarks.planner import deep_profile
 from stagewright.cluster import Cluster, Device, find_cluster, make_cluster
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, StagewrightError, UsageError
-from stagewright.plan import Plan
+from stagewright.plan import Plan, Policy
 from stagewright.planning import PlanOptions
 from stagewright.planning.choose import Score
 from stagewright.planning.quick import thin_cuts
@@ -128,6 +128,24 @@ def test_a_plan_never_exceeds_the_memory_that_it_was_given(seed: int) -> None:
         for use in score(choice.plan).devices:
             host, device = map(int, use.device.split(":"))
             assert use.peak_bytes <= cluster.hosts[host].devices[device].memory_bytes
+
+
+@pytest.mark.parametrize(("policy", "held"), [("gpipe", 8), ("1f1b", 2)])
+def test_the_estimate_alone_counts_every_microbatch_that_the_schedule_holds(policy: Policy, held: int) -> None:
+    """gpipe with K = 2 runs all forwards of two batches of four microbatches before the first backward."""
+    profile = chain((1.0, 1.0), saved=100e6, weights=(MIB, MIB))
+    options = PlanOptions(
+        batch=8, placement="0:0.0:1", num_microbatches=4, policy=policy, staleness="2,1", recompute=False
+    )
+    for room, fits in ((held, True), (held - 1, False)):
+        cluster = make_cluster(2, device=Device(kind="x", memory_bytes=int(room * 2 * 100e6) + 8 * MIB))
+        if not fits:
+            with pytest.raises(PlanError, match="fits on"):
+                make_plan(profile, cluster, options)
+            continue
+        plan = make_plan(profile, cluster, options).best.plan
+        peaks = [use.peak_parts["activations"] for use in simulator(profile, cluster)(plan).devices]
+        assert peaks[0] == held * 2 * 100e6
 
 
 def by_taste(plan: Plan, step_s: float) -> Record:

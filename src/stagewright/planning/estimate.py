@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stagewright.cluster import DeviceId
-from stagewright.cost import Costs, held_count, num_buckets
+from stagewright.cost import Costs, num_buckets
 from stagewright.plan import Plan
 from stagewright.planning.groups import Group, Setting, Shared, make_group
+from stagewright.policy import held_before, holds
 
 
 class Part(NamedTuple):
@@ -102,7 +103,9 @@ class Estimator:
         versions = self.setting.versions(later)
         if versions is None:
             return None
-        held = held_count(self.setting, len(devices), later, later_replicas, versions)
+        held = held_before(self.setting, len(devices), later, later_replicas, self.setting.reach(later))
+        if self.setting.hold is not None and held > self.setting.hold:
+            return None
         key = (first, last, self.twins.looks(devices), held, versions)
         if key not in self._alike:
             self._alike[key] = self._fitting(first, last, devices, held, versions)
@@ -282,7 +285,7 @@ def setting_of(plan: Plan) -> Setting:
 def estimate(plan: Plan, costs: Costs, shared: Shared | None = None) -> Estimate:
     """The plan's step time, and whether it fits: the same figures that the searches add up."""
     estimator = Estimator(costs, setting_of(plan), shared)
-    edges = stage_edges(plan, costs)
+    edges, held = stage_edges(plan, costs), holds(plan)
     parts: list[Part] = []
     crossings: list[Crossing] = []
     shortage: Shortage | None = None
@@ -290,10 +293,8 @@ def estimate(plan: Plan, costs: Costs, shared: Shared | None = None) -> Estimate
     for stage in plan.stages:
         estimator.group(stage.devices, stage.row_weights or (1.0,) * len(stage.devices))
     for number in reversed(range(len(plan.stages))):
-        stage, later = plan.stages[number], plan.replicas[number + 1 :]
-        held = held_count(plan, len(stage.devices), len(later), sum(later), stage.versions)
-        first, last = edges[number], edges[number + 1]
-        peak, short = estimator.fullest(first, last, stage.devices, held, stage.versions, stage.recompute)
+        stage, first, last = plan.stages[number], edges[number], edges[number + 1]
+        peak, short = estimator.fullest(first, last, stage.devices, held[number], stage.versions, stage.recompute)
         shortage = short or shortage
         part = estimator.timed(first, last, stage.devices, stage.versions, stage.recompute, peak, stage.num_buckets)
         if label is None:

@@ -43,6 +43,12 @@ class Setting:
             return self.listed_versions[-1 - later] if later < len(self.listed_versions) else None
         return parse_staleness(self.staleness, later + 1)[0]
 
+    def reach(self, later: int) -> int:
+        """Of how many batches a stage with so many after it may have activations, as `policy.reach` says."""
+        if self.listed_versions is not None:
+            return min(self.listed_versions[: len(self.listed_versions) - later])
+        return self.versions(later) or 1
+
     def is_flushed(self, num_stages: int) -> bool:
         """Whether every stage keeps one version."""
         return all(self.versions(later) == 1 for later in range(num_stages))

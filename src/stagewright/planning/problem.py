@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from stagewright.cluster import parse_placement
-from stagewright.cost import Costs, held_count
+from stagewright.cost import Costs
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import ROUTES, Route
 from stagewright.planning.estimate import Estimator, Shortage
@@ -13,6 +13,7 @@ from stagewright.planning.groups import Setting, Shared
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.ratio import cut_by_names, cut_by_ratio, table_of
 from stagewright.planning.spaces import Devices
+from stagewright.policy import held_before
 
 MAX_MICROBATCHES = 64
 """The search tries 1, 2, 4 … up to so many."""
@@ -95,7 +96,7 @@ class Problem:
         whole = (0, len(self.costs.profile.layers))
         found = []
         for setting in self.plain_settings():
-            held = held_count(setting, len(devices), 0, 0, 1)
+            held = held_before(setting, len(devices), 0, 0, 1)
             short = self.estimator(setting).fullest(*whole, devices, held, 1, setting.recompute is not False)[1]
             found += [short] if short is not None else []
         return min(found, key=lambda short: short.need_bytes / short.has_bytes, default=None)
