@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stagewright.cluster import Device, DeviceId
 from stagewright.cost import Costs, Handled, handled_by_each
-from stagewright.plan import Policy, Route, parse_staleness, split_edges
+from stagewright.plan import DEFAULT_POLICY, Policy, Route, parse_staleness, split_edges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Setting:
     batch: int
     num_microbatches: int = 1
     route: Route = "split"
-    policy: Policy = "1f1b"
+    policy: Policy = DEFAULT_POLICY
     hold: int | None = None
     recompute: bool | None = None
     """None: in the stages that would not fit otherwise."""

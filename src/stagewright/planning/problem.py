@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from stagewright.cluster import parse_placement
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, UsageError
-from stagewright.plan import ROUTES, Route
+from stagewright.plan import DEFAULT_POLICY, ROUTES, Route
 from stagewright.planning.estimate import Estimator, Shortage
 from stagewright.planning.groups import Setting, Shared
 from stagewright.planning.options import PlanOptions
@@ -60,7 +60,7 @@ class Problem:
             batch=self.batch,
             num_microbatches=count,
             route=route,
-            policy=self.options.policy or "1f1b",
+            policy=self.options.policy or DEFAULT_POLICY,
             hold=self.options.hold,
             recompute=self.options.recompute,
             staleness=staleness,

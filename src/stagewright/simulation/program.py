@@ -10,6 +10,7 @@ from stagewright.cluster import Cluster, Device
 from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.errors import SimulationError
 from stagewright.plan import Plan, microbatch_rows
+from stagewright.policy import RULES
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
 from stagewright.simulation.network import Loads, shared_loads
@@ -150,7 +151,7 @@ class Compiler:
         self.bounds = stage_layers(self.plan, costs.profile)
         self.devices = [costs.cluster.device(id) for id in self.plan.devices]
         self.patterns = patterns(self.plan)
-        self.is_dynamic = self.plan.policy == "dynamic"
+        self.is_dynamic = RULES[self.plan.policy].by_arrival
         self.slot_bytes: list[float] = []
         self.first_slots: dict[tuple[int, int, bool], int] = {}
         self.channels: list[Channel] = []
