@@ -41,6 +41,10 @@ RULES: Mapping[Policy, Rule] = {
 }
 
 
+DISTINCT = tuple(name for name in RULES if name != "interleaved")
+"""Those that differ even where every worker has one stage."""
+
+
 class Pace(Protocol):
     """What a plan and a planner's setting share: how batches are cut up and ordered."""
 
@@ -117,12 +121,17 @@ def holds(plan: Plan) -> tuple[int, ...]:
 
     Where orders are found by trying (backward in halves, several stages on a worker) it may turn out to be fewer.
     """
-    widths, num = lanes(plan), plan.num_microbatches
-    found = tuple(map(held, [num] * len(widths), widths, aheads(plan), reach(plan)))
+    found = outstanding(plan)
     if not RULES[plan.policy].halves or not plan.is_synchronous:
         return found
     # The weights' half of a later stage waits until as much is held there as in the fullest one.
-    return tuple(min(max(found), -(-num // width)) for width in widths)
+    return tuple(min(max(found), -(-plan.num_microbatches // width)) for width in lanes(plan))
+
+
+def outstanding(plan: Plan) -> tuple[int, ...]:
+    """How many microbatches a replica of each stage has run forward at most whose gradients have not left it yet."""
+    widths = lanes(plan)
+    return tuple(map(held, [plan.num_microbatches] * len(widths), widths, aheads(plan), reach(plan)))
 
 
 def held_before(pace: Pace, replicas: int, later_stages: int, later_replicas: int, depth: int) -> int:

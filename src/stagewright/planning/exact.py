@@ -111,7 +111,7 @@ def search_exactly(
 
     `cuts` are where a stage may begin or end, from 0 to the number of layers.
     """
-    start = Entry(Label(0.0, 0.0, 0.0, 0.0), space.start, (), 0)
+    start = Entry(Label(), space.start, (), 0)
     table: dict[int, dict[Key, list[Entry]]] = {cut: {} for cut in cuts}
     table[cuts[-1]][space.start, (), 0] = [start]
     for place in range(len(cuts) - 1, 0, -1):

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from stagewright.plan import Plan
-from stagewright.policy import RULES, aheads, held, lanes, reach
+from stagewright.policy import RULES, aheads, lanes, outstanding
 from stagewright.schedule import Kind
 from stagewright.scheduling.routing import Routes
 from stagewright.scheduling.timing import Costs, Timed, Timing, whole_costs
@@ -77,7 +77,7 @@ class Floor:
     def __init__(self, plan: Plan, routes: Routes, costs: Costs | None) -> None:
         self.routes, self.whole = routes, whole_costs(plan, routes, costs)
         self.ahead, self.group, self.warm_ups = aheads(plan), group_size(plan), worker_warm_ups(plan)
-        own = list(map(held, [plan.num_microbatches] * len(self.ahead), lanes(plan), self.ahead, reach(plan)))
+        own = outstanding(plan)
         # What a later stage holds less than the first while 1f1b runs, it may leave undone of the weights' half.
         self.lags = [max(own) - number for number in own]
         self.halves = RULES[plan.policy].halves

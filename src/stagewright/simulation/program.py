@@ -119,6 +119,11 @@ class Program(NamedTuple):
     shares: tuple[CoreShare, ...] = ()
     """For each worker the cores it computes on, where hosts share cores."""
 
+    @property
+    def busiest_s(self) -> float:
+        """For how long the busiest worker computes for a batch; 0 where cores are shared, and may be faster alone."""
+        return 0.0 if self.shares else max(sum(op[SECONDS] for op in ops) for ops in self.ops)
+
 
 def make_program(schedule: Schedule, profile: Profile, cluster: Cluster, costs: Costs | None = None) -> Program:
     """The schedule's actions with the seconds and bytes that the profile and the cluster give them."""
