@@ -70,8 +70,9 @@ def ours(
 
     def step(number: int) -> None:
         worker.run(number, done[0])
+        for batch in range(done[0], done[0] + number):
+            worker.figures(batch)
         done[0] += number
-        worker.figures.clear()
 
     return step
 

@@ -130,9 +130,8 @@ def ours(model: Layered, name: str, world: World, rows: int, spec: str) -> Conte
 
     def step(number: int) -> list[float]:
         worker.run(number, done[0])
+        losses = [float(worker.figures(batch)[0]) for batch in range(done[0], done[0] + number)]
         done[0] += number
-        losses = [float(worker.figures[batch][0]) for batch in sorted(worker.figures)]
-        worker.figures.clear()
         return losses
 
     return step, worker.close

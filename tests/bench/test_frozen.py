@@ -39,6 +39,8 @@ while True:
         pass
     tell(pipe)
 """
+OTHERS_S = 1.0
+"""How long others have their turns meanwhile."""
 ALONE = World(0, 1, torch.device("cpu"), timedelta(seconds=10))
 
 
@@ -66,15 +68,17 @@ def state_of(process: subprocess.Popen[bytes]) -> str:
 @pytest.mark.timeout(60)
 def test_a_pipeline_goes_on_in_its_turns_alone(tmp_path: Path) -> None:
     with pipeline(tmp_path) as (process, frozen):
-        states, turns = [], []
+        states, began, turns = [], [], []
         for _ in range(3):
-            time.sleep(0.5)
+            time.sleep(OTHERS_S)
             states.append(state_of(process))
+            began.append(time.perf_counter())
             turns.append(frozen.turn(1, ALONE))
         assert states == ["T", "T", "T"], "stopped between turns"
-    assert all(0.049 <= turn.seconds < 0.25 for turn in turns), "neither the filling nor the time of others counts"
-    assert all(turn.stop_s - turn.start_s == pytest.approx(2 * turn.seconds, rel=0.2) for turn in turns), "two gaps"
-    assert turns[0].stop_s + 0.5 < turns[1].start_s
+    assert all(turn.seconds >= 0.049 for turn in turns), "the filling does not count"
+    assert all(start_s <= turn.start_s for start_s, turn in zip(began, turns)), "nor does the time of others"
+    ahead_s = [2 * turn.seconds - (turn.stop_s - turn.start_s) for turn in turns]
+    assert all(-1e-6 < before_s < OTHERS_S for before_s in ahead_s), "two gaps, the first from before it was stopped"
 
 
 @pytest.mark.timeout(60)
@@ -89,7 +93,7 @@ def test_what_a_pipeline_tells_before_it_stops_is_not_of_its_next_turn(tmp_path:
         began = time.perf_counter()
         turn = frozen.turn(1, ALONE)
     assert began < turn.start_s < turn.stop_s
-    assert 0.04 < turn.seconds < 0.25
+    assert turn.seconds > 0.04
 
 
 @pytest.mark.timeout(60)

@@ -93,7 +93,7 @@ def _receive(tensor: Tensor, spec: Any) -> Tensor:
     """A tensor as it comes out of a receive buffer, after checking it against what was settled before."""
     assert tuple(tensor.shape[1:]) == spec.shape_per_row, spec
     assert tensor.dtype == spec.dtype, spec
-    assert tensor.requires_grad == spec.needs_grad, spec
+    assert tensor.requires_grad or not spec.needs_grad, spec
     buffer = torch.empty(tensor.shape, dtype=spec.dtype).copy_(tensor.detach())
     return buffer.requires_grad_(spec.needs_grad)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagewright.cluster import parse_placement
-from stagewright.models import Layered, cross_entropy_sum, make_layered
+from stagewright.models import Layered
 from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import FunctionFeed
@@ -20,14 +22,24 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
-from tests.runtime.reference import Tower, rows_of_batch, train_delayed
+from tests.runtime.modules import MODELS, ByNumber
+from tests.runtime.reference import train_plainly
 
 PLACEMENTS = {
     "1": "0:0", "4": "0:0-3", "2-2": "0:0-1.0:2-3", "3-1": "0:0-2.0:3", "1-3": "0:0.0:1-3", "7-1": "0:0-6.0:7",
     "5-2-1": "0:0-4.0:5-6.0:7", "shared": "0:0-1.0:0-1", "loop": "0:0.0:1.0:0.0:1", "4-1-4": "0:0-3.0:0.0:0-3",
 }  # fmt: skip
 POLICIES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dynamic")
+
+
+def scheduled(parameters: Any) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """A rate that rises and falls, other than at a constant pace."""
+    optimizer = torch.optim.AdamW(parameters, lr=0.02)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=30)
+
+
 OPTIMIZERS = {
+    "scheduled": scheduled,
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
@@ -47,6 +59,11 @@ class Case:
     clip_norm: float | None = None
     num_buckets: int = 2
     recompute: bool = False
+    model: str = "tower"
+    precision: str = "fp64"
+    """With fp16 numbers stay double, which autocast leaves alone, but the loss is scaled and steps may be skipped."""
+    overflow_at: int | None = None
+    """The batch whose inputs are infinite."""
 
 
 def all_cases() -> list[Case]:
@@ -80,10 +97,11 @@ def all_cases() -> list[Case]:
     return [*late, *sync, *stale, *held, *clipped, *again]
 
 
-def plan_of(case: Case, names: tuple[str, ...]) -> Plan:
-    """The plan of a case, its layers cut evenly."""
+def plan_of(case: Case, names: tuple[str, ...], cuts: tuple[int, ...] | None = None) -> Plan:
+    """The plan of a case, its layers cut evenly, or at some of the given cuts."""
     groups = parse_placement(PLACEMENTS[case.placement])
-    edges = [len(names) * number // len(groups) for number in range(len(groups) + 1)]
+    places = range(len(names)) if cuts is None else (0, *cuts)
+    edges = [*(places[len(places) * number // len(groups)] for number in range(len(groups))), len(names)]
     versions = parse_staleness(case.staleness, len(groups))
     stages = tuple(
         Stage(
@@ -99,20 +117,22 @@ def plan_of(case: Case, names: tuple[str, ...]) -> Plan:
 
 
 def layered_tower(dtype: torch.dtype = torch.float64) -> Layered:
-    """The model of the cases, with its loss."""
-    sample, target = torch.zeros(2, 6, dtype=dtype), torch.zeros(2, dtype=torch.long)
-    return make_layered(Tower().to(dtype), (sample,), loss=cross_entropy_sum(), targets=(target,))
+    """The model of the matrix, with its loss."""
+    return MODELS["tower"].layered(dtype)
 
 
 def run_case(case: Case, world: World) -> float:
     """The largest relative difference of losses and weights from the reference's."""
-    layered = layered_tower()
-    plan = plan_of(case, layered.names)
-    settings = Settings(precision="fp64", clip_norm=case.clip_norm, timeout_s=90.0)
+    model = MODELS[case.model]
+    layered = model.layered()
+    plan = plan_of(case, layered.names, layered.cuts())
+    settings = Settings(
+        precision=case.precision, clip_norm=case.clip_norm, timeout_s=90.0, scale_growth_steps=2, on_nan="skip"
+        if case.overflow_at is not None else "stop",
+    )  # fmt: skip
 
     def rows(batch: int, start: int, stop: int):
-        inputs, labels = rows_of_batch(batch, case.batch)
-        return (inputs[start:stop],), (labels[start:stop],)
+        return tuple([each[start:stop] for each in part] for part in rows_of(case, batch))
 
     schedule = make_schedule(plan, agree=settings.agrees)
     worker = Worker(
@@ -120,35 +140,56 @@ def run_case(case: Case, world: World) -> float:
     )
     run_dynamic(worker, case.steps) if case.policy == "dynamic" else worker.run(case.steps)
     worker.close()
-    return difference(case, plan, worker)
+    return difference(case, layered, worker)
 
 
-def difference(case: Case, plan: Plan, worker: Worker) -> float:
-    """How far this worker's losses and weights are from the reference's."""
-    reference = Tower().double()
-    stage_of = [
-        next(number for number, stage in enumerate(plan.stages) if name.rpartition(".")[0] in stage.layers)
-        for name, _ in reference.named_parameters()
-    ]
-    losses, weights = train_delayed(
-        reference, lambda batch: rows_of_batch(batch, case.batch), case.steps, stage_of, plan.versions,
-        lambda parameters: OPTIMIZERS[case.optimizer](parameters), case.clip_norm,
-    )  # fmt: skip
-    names = dict(zip((name for name, _ in reference.named_parameters()), weights))
+def rows_of(case: Case, batch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The inputs and targets of a whole batch."""
+    inputs, targets = MODELS[case.model].rows(batch, case.batch)
+    return [each * torch.inf if batch == case.overflow_at else each for each in inputs], list(targets)
+
+
+def difference(case: Case, layered: Layered, worker: Worker) -> float:
+    """How far this worker's losses, weights and buffers are from those of a plain loop."""
+    losses, expected = reference(case, layered, worker.plan)
     worst = 0.0
     for here in worker.hosted.values():
         assert not {**here.runner.held, **here.activations, **here.gradients}, "something is still held"
-        for name, parameter in here.weights.newest().state_dict().items():
-            worst = max(worst, float((parameter - names[name]).norm() / names[name].norm()))
+        for name, found in here.weights.newest().state_dict().items():
+            wanted = expected[name]
+            worst = max(worst, float((found - wanted).double().norm() / wanted.double().norm().clamp(min=1e-9)))
     last = worker.plan.workers[-1]
     group = worker.world.group("losses", last)
     if worker.world.worker in last:
-        sums = torch.stack([worker.figures.get(batch, torch.zeros(1)).double()[0] for batch in range(case.steps)])
+        sums = torch.stack([worker.figures(batch) for batch in range(case.steps)])
         if group is not None:
             dist.all_reduce(sums, group=group)
-        expected = torch.tensor(losses, dtype=torch.float64)
-        worst = max(worst, float((sums / case.batch - expected).abs().max() / expected.abs().max()))
+        wanted = torch.tensor(losses, dtype=torch.float64)
+        gaps = (sums[:, 0] / sums[:, 1] - wanted)[wanted.isfinite()]
+        worst = max(worst, float(gaps.abs().max() / wanted[wanted.isfinite()].abs().max()))
     return worst
+
+
+def reference(case: Case, layered: Layered, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses, weights and buffers of a plain loop with the plan's delays."""
+    model, first, versions = MODELS[case.model], 0, {}
+    for stage in plan.stages:
+        names = layered.parameter_names(first, first + len(stage.layers))
+        versions |= dict.fromkeys(names, stage.versions)
+        first += len(stage.layers)
+    plain = model.make()
+
+    def loss_of(batch: int) -> torch.Tensor:
+        inputs, targets = rows_of(case, batch)
+        with ByNumber(batch, case.batch) if model.drops else nullcontext():
+            outputs = plain(*inputs)
+        return model.mean(outputs, *targets)
+
+    losses, weights = train_plainly(
+        plain, loss_of, case.steps, versions, OPTIMIZERS[case.optimizer], case.clip_norm,
+        skips=case.overflow_at is not None,
+    )  # fmt: skip
+    return losses, {**plain.state_dict(), **weights}
 
 
 def size_of(case: Case) -> int:

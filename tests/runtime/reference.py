@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Rows = Callable[[int], tuple[Tensor, Tensor]]
+MakeOptimizer = Callable[[list[nn.Parameter]], Any]
 
 
 class Tower(nn.Sequential):
@@ -27,29 +29,51 @@ def rows_of_batch(batch: int, num_rows: int) -> tuple[Tensor, Tensor]:
 
 def train_delayed(
     model: nn.Sequential, rows: Rows, steps: int, stage_of: Sequence[int], versions: Sequence[int],
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], clip_norm: float | None = None,
+    make_optimizer: MakeOptimizer, clip_norm: float | None = None,
 ) -> tuple[list[float], list[Tensor]]:  # fmt: skip
     """Losses, and the weights after all steps; batch n sees the parameters of stage s after update n − K_s.
 
     `stage_of` names the stage of each parameter.
     """
-    newest = list(model.parameters())
-    optimizer = make_optimizer(newest)
-    history = [[parameter.detach().clone() for parameter in newest]]
+    delays = {name: versions[stage] for (name, _), stage in zip(model.named_parameters(), stage_of)}
+
+    def loss_of(batch: int) -> Tensor:
+        inputs, labels = rows(batch)
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    losses, weights = train_plainly(model, loss_of, steps, delays, make_optimizer, clip_norm)
+    return losses, list(weights.values())
+
+
+def train_plainly(
+    model: nn.Module, loss_of: Callable[[int], Tensor], steps: int, versions: Mapping[str, int],
+    make_optimizer: MakeOptimizer, clip_norm: float | None = None, skips: bool = False,
+) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+    """Losses, and the weights after all steps; batch n sees a parameter of K versions after update n − K.
+
+    Where it `skips`, a step whose gradients are not finite is left out.
+    """
+    named = dict(model.named_parameters())
+    made = make_optimizer(list(named.values()))
+    optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
+    history = [{name: parameter.detach().clone() for name, parameter in named.items()}]
     losses = []
     for batch in range(steps):
         now = history[-1]
-        for parameter, stage, index in zip(newest, stage_of, range(len(newest))):
-            parameter.data = history[max(0, batch - versions[stage] + 1)][index].clone()
-        inputs, labels = rows(batch)
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        for name, parameter in named.items():
+            parameter.data = history[max(0, batch - versions.get(name, 1) + 1)][name].clone()
         optimizer.zero_grad()
+        loss = loss_of(batch)
         loss.backward()
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(newest, clip_norm)
-        for parameter, value in zip(newest, now):
-            parameter.data = value.clone()
-        optimizer.step()
-        history.append([parameter.detach().clone() for parameter in newest])
+            nn.utils.clip_grad_norm_(named.values(), clip_norm)
+        for name, parameter in named.items():
+            parameter.data = now[name].clone()
+        gradients = [each.grad for each in named.values() if each.grad is not None]
+        if not skips or all(bool(each.isfinite().all()) for each in gradients):
+            optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        history.append({name: parameter.detach().clone() for name, parameter in named.items()})
         losses.append(loss.item())
     return losses, history[-1]

@@ -21,6 +21,8 @@ def test_uneven_replicas_normalise_as_one(size: int, placement: str, policy: str
     done = run_workers(size, "tests.runtime.norms", placement, policy)
     worst = float(re.findall(r"worst (\S+)", done.stdout)[0])
     assert worst < 1e-9
+    # Means of 100 and 1,000 with deviations of 0.1 lose no more digits than in torch's own norm in single precision.
+    assert float(re.findall(r"far from zero (\S+)", done.stdout)[0]) < 1.5
 
 
 @pytest.mark.parametrize(

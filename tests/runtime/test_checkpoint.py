@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from stagewright.errors import CheckpointError
-from stagewright.runtime.checkpoint import checkpoints_in, find_checkpoint, path_of, prune, sweep, whole_model
+from stagewright.errors import CheckpointError, UsageError
+from stagewright.runtime.checkpoint import prune, sweep
+from stagewright.runtime.resuming import checkpoints_in, find_checkpoint, path_of, whole_model
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.storage import MANIFEST, SUMS, read_manifest, write_hashed, write_tensors
 from stagewright.runtime.world import World, open_world
@@ -100,6 +102,18 @@ def test_versions_in_flight_go_along(by_four_workers: tuple[Path, Path]) -> None
     check_equal(by_four_workers[1], dict(zip((name for name, _ in tower.named_parameters()), weights)))
 
 
+def test_a_scheduler_goes_on_where_it_stood(tmp_path: Path, world: World) -> None:
+    for _ in range(3):
+        go_on(Case("1", optimizer="scheduled", batch=BATCH), tmp_path, world)
+    check_equal(tmp_path, reference("scheduled", 3 * STEPS))
+
+
+def test_a_scheduler_that_nobody_could_save_is_refused(tmp_path: Path, world: World, monkeypatch: Any) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "hidden", lambda parameters: OPTIMIZERS["scheduled"](parameters)[0])
+    with pytest.raises(UsageError, match=r"keeps it to itself[\s\S]*return optimizer, scheduler"):
+        go_on(Case("1", optimizer="hidden", batch=BATCH), tmp_path, world)
+
+
 @pytest.mark.parametrize("placement", ["1"])
 def test_the_same_plan_goes_on_bit_for_bit(placement: str, tmp_path: Path, world: World) -> None:
     for folder, parts in (("whole", [6]), ("cut", [3, 3])):
@@ -145,7 +159,7 @@ def test_half_written_ones_are_swept_and_old_ones_pruned(saved: Path) -> None:
     shutil.copytree(path_of(saved, 9), path_of(saved, 12).with_name(".step-00000012.part"))
     assert find_checkpoint(saved, print)[1]["step"] == 9
     sweep(saved)
-    prune(saved, 2)
+    prune(saved, 2, None, set())
     assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["step-00000006", "step-00000009"]
 
 

@@ -23,29 +23,41 @@ def test_the_scale_moves_as_that_of_torch(growth_steps: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale.value, growth_interval=growth_steps)
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    for overflowed in (False, False, True, False, False, False, True, True, False, False):
-        scale.note(torch.tensor(float(overflowed)))
+    for batch, overflowed in enumerate((False, False, True, False, False, False, True, True, False, False)):
+        scale.note(batch, torch.tensor(float(overflowed)))
         scaler.scale(torch.zeros(()))  # it begins with the first loss
         weight.grad = torch.full((1,), math.inf if overflowed else 1.0)
         scaler.step(optimizer)
         scaler.update()
         told = scaler.state_dict()
-        assert scale.saved() == (told["scale"], told["_growth_tracker"])
+        assert scale.saved(batch + 1) == (told["scale"], told["_growth_tracker"])
 
 
 def test_a_scale_goes_on_from_a_checkpoint() -> None:
     scale, other = (LossScale(Settings(precision="fp16", scale_growth_steps=2), CPU) for _ in range(2))
-    scale.note(torch.tensor(1.0))
-    scale.note(torch.tensor(0.0))
-    other.restore(*scale.saved())
+    scale.note(0, torch.tensor(1.0))
+    scale.note(1, torch.tensor(0.0))
+    other.restore(2, *scale.saved(2))
     for each in (scale, other):
-        each.note(torch.tensor(0.0))
-    assert other.saved() == scale.saved() == (2.0**15, 0)
+        each.note(2, torch.tensor(0.0))
+    assert other.saved(3) == scale.saved(3) == (2.0**15, 0)
+
+
+def test_a_batch_has_the_scale_after_the_update_that_its_backward_waited_for() -> None:
+    """With K = 2 batch n is scaled as after update n − 2, whatever has been updated since, also after a resume."""
+    scale, other = (LossScale(Settings(precision="fp16", scale_growth_steps=100), CPU, (2, 2)) for _ in range(2))
+    first = scale.value
+    for batch, overflowed in enumerate((1.0, 0.0, 1.0)):
+        assert float(scale.of_batch(batch + 1)) == first * (1.0, 0.5, 0.5)[batch]
+        scale.note(batch, torch.tensor(overflowed))
+    other.restore(3, *scale.saved(3))
+    for each in (scale, other):
+        assert [float(each.of_batch(batch)) for batch in (3, 4)] == [first * 0.5, first * 0.25]
 
 
 def test_without_fp16_the_scale_is_one_for_ever() -> None:
     scale = LossScale(Settings(precision="bf16"), CPU)
-    scale.note(torch.tensor(1.0))
+    scale.note(0, torch.tensor(1.0))
     assert scale.value == 1.0
 
 
@@ -79,7 +91,7 @@ def trained(
         scaled: list[Tensor] = [torch.full_like(each, size) * scale.value for each in weights.parameters[0]]
         verdict = Verdict(sum_of_squares(scaled, CPU), scale.current, clip_norm)
         weights.update(batch, scaled, skip=verdict.overflowed, divisor=verdict.divisor)
-        scale.note(verdict.overflowed)
+        scale.note(batch, verdict.overflowed)
         seen.append(weights.newest().weight[0, 0].item())
     return seen
 

@@ -28,7 +28,7 @@ def middle_stage(end: nn.Module) -> StageModule:
 def run(end: nn.Module, *, in_halves: bool) -> list[Tensor]:
     """The gradients of the stage's inputs and of its weights, over two microbatches."""
     module = middle_stage(end)
-    runner = StageRunner(1, module, Settings(), batch_rows=4, recompute=False, seed=0)
+    runner = StageRunner(1, module, Settings(), recompute=False, seed=0)
     scale, found = torch.ones(()), []
     for number in range(2):
         torch.manual_seed(number)
@@ -51,11 +51,38 @@ def test_halves_make_the_gradients_of_the_whole(end: str) -> None:
     torch.testing.assert_close(halves, whole)
 
 
+class Noise(nn.Module):
+    """Draws as many numbers as it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_dropped_is_by_row_and_batch_whatever_microbatch_a_row_is_in(recompute: bool) -> None:
+    module = middle_stage(nn.Sequential(nn.Dropout(), nn.Flatten()))
+    rows = torch.ones(6, 3, 5, 5)
+
+    def forward(key: tuple[int, int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        runner = StageRunner(1, module, Settings(seed=3), recompute=recompute, seed=7)
+        (made,) = runner.forward(module, key, [rows[start:stop]], [], start=start)
+        module.zero_grad()
+        runner.backward(key, [torch.ones_like(made)], torch.ones(()))
+        return made, module.get_parameter("1.0.weight").grad.clone()
+
+    (whole, gradient), parts = forward((4, 0), 0, 6), [forward((4, 0), 0, 2), forward((4, 1), 2, 6)]
+    assert 0.3 < float((whole == 0).double().mean()) < 0.7
+    torch.testing.assert_close(torch.cat([made for made, _ in parts]), whole, rtol=0, atol=0)
+    torch.testing.assert_close(parts[0][1] + parts[1][1], gradient)
+    assert not torch.equal(whole[0], whole[1])
+    assert not torch.equal(whole, forward((5, 0), 0, 6)[0])
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_microbatch_draws_is_its_own_in_any_order(recompute: bool) -> None:
     """As after torch.manual_seed with the seed that batch and microbatch make, whatever was drawn before."""
-    module = middle_stage(nn.Sequential(nn.Dropout(), nn.Flatten()))
-    runner = StageRunner(1, module, Settings(), batch_rows=4, recompute=recompute, seed=7)
+    module = middle_stage(nn.Sequential(Noise(), nn.Flatten()))
+    runner = StageRunner(1, module, Settings(), recompute=recompute, seed=7)
     rows = torch.ones(2, 3, 5, 5)
     keys = [(0, 0), (0, 1), (1, 0)]
     forth, back = (

@@ -194,8 +194,9 @@ class Ours(Clocked):
         """Runs a number of batches."""
         if self.takes_part:
             run_stretch(self.worker, self.done, self.done + number)
+        for batch in range(self.done, self.done + number):
+            self.worker.figures(batch)
         self.done += number
-        self.worker.figures.clear()
 
     def turn(self, steps: int, world: World) -> Timed:
         if self.flushes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr
@@ -20,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.operations import count_batch, rate_in, within
-from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, undisturbed
+from stagewright.models.functions import KeptFunctions, is_custom_function, kept_functions
+from stagewright.models.modes import Mode, inference_as_no_grad
+from stagewright.models.operations import count_batch, rate_in
+from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, is_library, undisturbed
 
 aten = torch.ops.aten
 WITH_FLAG = {
@@ -43,9 +46,22 @@ CHECKS = ("_assert", "sym_constrain", "_guards")
 
 def trace_exported(model: nn.Module, sample: Sample) -> Traced:
     """The graph of operators of a model in training, any number of rows."""
-    program = _export(model, sample)
-    graph = OperatorGraph(program, model)
+    _check_hooks(model)
+    with torch.enable_grad(), inference_as_no_grad(), kept_functions() as kept:
+        program = _export(model, sample)
+    graph = OperatorGraph(program, model, kept)
     return Traced(graph=graph.graph, objects=graph.objects, tensors=sample.tensors)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Refuses backward hooks of modules, which operators do not have."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ModelError(
+                f"the module '{name}' has a backward hook, and {type(model).__name__} can only be cut operator by "
+                "operator, which loses it",
+                "leave the hook out, or make the model one that torch.fx can trace (no branch on sizes or values)",
+            )
 
 
 def _export(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram:
@@ -58,14 +74,26 @@ def _export(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram:
         try:
             return torch.export.export(model, sample.args, dict(sample.kwargs), dynamic_shapes=shapes, strict=False)
         except Exception as error:
+            place = line_of(error)
             raise ModelError(
-                f"{type(model).__name__} cannot be traced: {_first_line(error)}",
-                "make the parts that branch on values modules of an nn.Sequential, which is cut by its children",
+                f"{type(model).__name__} cannot be traced{f' at {place}' if place else ''}: {_first_line(error)}",
+                "a branch on values, or a size that depends on them, cannot be cut: choose by torch.where, or put that "
+                "part into a module without children, which is kept whole",
             ) from error
 
 
 def _free_rows(leaf: Any) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(leaf, Tensor) else None
+
+
+def line_of(error: BaseException | None) -> str | None:
+    """The line of the user's own code that an error comes from: the innermost outside of torch and of this library."""
+    while error is not None:
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not is_library(each.filename)]
+        if frames:
+            return f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _first_line(error: Exception) -> str:
@@ -76,16 +104,16 @@ def _first_line(error: Exception) -> str:
 class OperatorGraph:
     """The graph of an exported program while it is being rewritten."""
 
-    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, kept: KeptFunctions) -> None:
         self.program, self.model = program, model
         self.graph = fx.Graph()
-        self.objects: dict[str, Any] = {}
+        self.objects: dict[str, Any] = dict(kept.modules)
         nodes = list(program.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         pairs = list(zip(inputs, program.graph_signature.input_specs))
         copies = {node: self._input(spec) for node, spec in pairs if spec.kind == InputKind.USER_INPUT}
         copies |= {node: self._named(spec) for node, spec in pairs if spec.kind != InputKind.USER_INPUT}
-        self._add_all(nodes[len(inputs) :], copies, program.graph_module, "")
+        self._add_all(nodes[len(inputs) :], copies, program.graph_module, Mode())
 
     def _input(self, spec: InputSpec) -> Any:
         """A tensor input of the model, or the constant given in its place."""
@@ -106,7 +134,7 @@ class OperatorGraph:
         return self.graph.get_attr(name)
 
     def _add_all(
-        self, nodes: list[fx.Node], copies: dict[fx.Node, Any], owner: nn.Module, mode: str
+        self, nodes: list[fx.Node], copies: dict[fx.Node, Any], owner: nn.Module, mode: Mode
     ) -> tuple[Any, ...]:
         """Copies nodes, those of nested blocks in their place; returns the values of the output."""
         for node in nodes:
@@ -121,28 +149,37 @@ class OperatorGraph:
 
     def _output(self, values: Any, nested: bool) -> tuple[Any, ...]:
         if not nested:
-            self.graph.output(tuple(value for value in values if isinstance(value, fx.Node)))
+            specs = self.program.graph_signature.output_specs
+            for value, spec in zip(values, specs, strict=True):
+                if spec.kind == OutputKind.BUFFER_MUTATION:  # forward assigned the buffer
+                    self.objects[str(spec.target)] = attribute(self.model, str(spec.target))
+                    self.graph.call_function(aten.copy_.default, (self.graph.get_attr(str(spec.target)), value))
+            made = [value for value, spec in zip(values, specs) if spec.kind == OutputKind.USER_OUTPUT]
+            self.graph.output(tuple(value for value in made if isinstance(value, fx.Node)))
         return tuple(values) if isinstance(values, tuple | list) else (values,)
 
-    def _copy(self, node: fx.Node, args: Any, kwargs: Any, mode: str) -> Any:
+    def _copy(self, node: fx.Node, args: Any, kwargs: Any, mode: Mode) -> Any:
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if is_custom_function(node.target):
+            copy = self.graph.call_module(args[0], tuple(args[1:]))
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._block(node, args, mode)
-        target, args, kwargs = self._both_modes(node.target, args, kwargs)
-        if mode and isinstance(target, torch._ops.OpOverload):
-            target, args = within, (mode, target, *args)
-        copy = self.graph.create_node("call_function", target, tuple(args), kwargs, name=node.name)
+        else:
+            target, args, kwargs = self._both_modes(node.target, args, kwargs)
+            copy = self.graph.create_node("call_function", target, tuple(args), kwargs, name=node.name)
         copy.meta["path"] = tuple(path for path in _stack(node) if path)
+        copy.meta["stack_trace"] = node.meta.get("stack_trace")
+        if mode:
+            copy.meta["mode"] = mode
         return copy
 
-    def _block(self, node: fx.Node, args: Any, mode: str) -> tuple[Any, ...]:
+    def _block(self, node: fx.Node, args: Any, mode: Mode) -> tuple[Any, ...]:
         """A block of nodes that runs without gradient or without autocast."""
         inner, block, values = _block_of(node, args)
         nodes = list(block.graph.nodes)
         inputs = [each for each in nodes if each.op == "placeholder"]
-        both = "+".join(part for part in (mode, inner) if part)
-        return self._add_all(nodes[len(inputs) :], dict(zip(inputs, values)), block, both)
+        return self._add_all(nodes[len(inputs) :], dict(zip(inputs, values)), block, inner.inside(mode))
 
     def _both_modes(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """An operator that follows the stage's mode where it was traced in training."""
@@ -169,14 +206,12 @@ def _stack(node: fx.Node) -> Iterator[str]:
             yield path
 
 
-def _block_of(node: fx.Node, args: Any) -> tuple[str, fx.GraphModule, Any]:
+def _block_of(node: fx.Node, args: Any) -> tuple[Mode, fx.GraphModule, Any]:
     """The mode, the block and the inputs of a higher-order operator."""
     name = str(node.target)
     if name == "wrap_with_set_grad_enabled":
-        return ("" if args[0] else "no_grad"), args[1], args[2:]
-    if name == "wrap_with_autocast" and not args[2]:
-        return "no_autocast", args[4], args[5:]
-    raise ModelError(
-        f"the model uses '{name}', which cannot be cut",
-        "leave autocast and control flow to the caller of the model",
-    )
+        return Mode(gradient=bool(args[0])), args[1], args[2:]
+    if name == "wrap_with_autocast":
+        kind, dtype, enabled = args[:3]
+        return Mode(autocast=((kind, bool(enabled), dtype or torch.get_autocast_dtype(kind)),)), args[4], args[5:]
+    raise ModelError(f"the model uses '{name}', which cannot be cut", "leave control flow to the caller of the model")

@@ -9,7 +9,6 @@ conv1 │ conv2 │ fc1 │ loss             stage(0, 2), stage(2, 4): run in tu
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,20 +18,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.exporting import trace_exported
-from stagewright.models.layering import Flow, Layer, computing, find_flow, found_layers, named_layers
-from stagewright.models.layouts import Layout, find_layouts
-from stagewright.models.loss import LOSS, LOSS_PATH, Loss, LossModule
+from stagewright.models.layering import Flow, Layer, computing, find_flow
+from stagewright.models.layouts import Gradients, find_gradients
+from stagewright.models.loss import LOSS_PATH, Loss, LossModule
 from stagewright.models.operations import detached
 from stagewright.models.stage import StageGraph, StageModule, assembled
-from stagewright.models.tracing import (
-    TRACED_ROWS,
-    Sample,
-    Traced,
-    reproduces,
-    trace_sequential,
-    trace_symbolic,
-)
+from stagewright.models.tracing import Traced
 from stagewright.models.values import TensorSpec, find_facts
 
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -47,6 +38,8 @@ class Layered:
     traced: Traced
     layers: tuple[Layer, ...]
     num_targets: int
+    evaluates: bool = True
+    """Whether the stages do in evaluation what the model does."""
 
     @cached_property
     def flow(self) -> Flow:
@@ -99,6 +92,11 @@ class Layered:
         return self._carried(self._target_nodes)
 
     @property
+    def predictions(self) -> tuple[TensorSpec, ...]:
+        """The model's outputs that have an entry a row."""
+        return self._carried(self._results[1])
+
+    @property
     def sample(self) -> tuple[Tensor, ...]:
         """Example inputs, as many as `inputs`."""
         return self.traced.tensors[: len(self._placeholders)]
@@ -117,6 +115,12 @@ class Layered:
                 users.setdefault(name, []).append(layer)
         return tuple((name, tuple(layers)) for name, layers in users.items() if len(layers) > 1)
 
+    def evaluating(self, evaluates: bool) -> Layered:
+        """The same layers, with what was found out of them so far."""
+        made = replace(self, evaluates=evaluates)
+        vars(made).update({name: value for name, value in vars(self).items() if name in ("flow", "_gradients")})
+        return made
+
     def copy(self, own: Collection[str] | None = None) -> Layered:
         """The same model with weights of its own, which takes less time than to draw them; what is tied stays so.
 
@@ -129,8 +133,8 @@ class Layered:
         twins = dict(zip(self.traced.graph.nodes, made.traced.graph.nodes))
         if "flow" in vars(self):
             vars(made)["flow"] = find_flow(made.traced, {twins[node]: fact for node, fact in self.flow.facts.items()})
-        if "_layouts" in vars(self):
-            vars(made)["_layouts"] = {twins[node]: layouts for node, layouts in self._layouts.items()}
+        if "_gradients" in vars(self):
+            vars(made)["_gradients"] = self._gradients.of_copy(twins)
         return made
 
     def cuts(self) -> tuple[int, ...]:
@@ -145,14 +149,14 @@ class Layered:
 
     def carried(self, cut: int) -> tuple[TensorSpec, ...]:
         """The tensors that cross the cut before a layer."""
-        return self._carried(self._entering(cut))
+        return self._crossing(self._entering(cut)) if cut else self.inputs
 
     def stage(self, first: int, last: int) -> StageModule:
         """The layers first … last-1 as a module; it shares the model's parameters."""
         self._check(first, last)
         target_nodes = self._target_nodes if self.has_loss and last == self.num_layers else ()
         entering = self._entering(first)
-        graph = StageGraph(self.traced, self.flow.facts, self._layouts, [*entering, *target_nodes])
+        graph = StageGraph(self.traced, self.flow.facts, self._gradients.layouts, [*entering, *target_nodes])
         for node in self.order[self._start(first) : self._start(last)]:
             if node in self.flow.made_at:
                 graph.add(node)
@@ -161,10 +165,10 @@ class Layered:
             graph.graph,
             assembled(self._sorted(self._current(graph.objects())), self._persistent),
             layer_names=self.names[first:last],
-            inputs=self._carried(entering),
+            inputs=self.carried(first),
             targets=self._carried(target_nodes),
             outputs=outputs,
-            evaluates=self.traced.evaluates,
+            evaluates=self.evaluates,
         )
 
     def _finish(self, graph: StageGraph, last: int) -> tuple[TensorSpec, ...]:
@@ -172,7 +176,7 @@ class Layered:
         if last < self.num_layers:
             leaving = self._entering(last)
             graph.graph.output(tuple(tensor for node in leaving for tensor in graph.departing(node)))
-            return self._carried(leaving)
+            return self._crossing(leaving)
         loss, predictions = self._results
         made = [tensor for node in predictions for tensor in graph.tensors(node)]
         if loss is not None:
@@ -191,7 +195,7 @@ class Layered:
     @property
     def _results(self) -> tuple[fx.Node | None, list[fx.Node]]:
         """The node of the loss, if there is one, and those of the model's outputs."""
-        nodes = _outputs(self.traced.graph)
+        nodes = outputs_of(self.traced.graph)
         return (nodes[0], nodes[1:]) if self.has_loss else (None, nodes)
 
     def _entering(self, layer: int) -> list[fx.Node]:
@@ -201,12 +205,28 @@ class Layered:
         return [node for node in crossing if node not in self._target_nodes]
 
     @cached_property
-    def _layouts(self) -> dict[fx.Node, tuple[Layout, ...]]:
+    def _gradients(self) -> Gradients:
         entering = [node for layer in range(1, self.num_layers) for node in self._entering(layer)]
-        return find_layouts(self.traced, list(dict.fromkeys(entering)))
+        parameters = dict(self.model.named_parameters())
+        return find_gradients(self.traced, list(dict.fromkeys(entering)), parameters, has_loss=self.has_loss)
+
+    @property
+    def unreached(self) -> frozenset[str]:
+        """The parameters to which no gradient comes: a plain loop leaves them as they are, and so does every plan."""
+        return self._gradients.unreached
 
     def _carried(self, nodes: Sequence[fx.Node]) -> tuple[TensorSpec, ...]:
         return tuple(spec for node in nodes for spec in self.flow.facts[node].carried)
+
+    def _crossing(self, nodes: Sequence[fx.Node]) -> tuple[TensorSpec, ...]:
+        """What is carried over a cut; a gradient comes back only where the loss depends on it."""
+        reaches = self._gradients.reaches
+        pairs = [pair for node in nodes for pair in zip(self.flow.facts[node].tensors, reaches[node], strict=True)]
+        return tuple(
+            replace(part, needs_grad=part.needs_grad and is_reached)
+            for part, is_reached in pairs
+            if isinstance(part, TensorSpec)
+        )
 
     def _start(self, layer: int) -> int:
         return self.layers[layer].start if layer < self.num_layers else len(self.order)
@@ -221,7 +241,7 @@ class Layered:
             if torn := self._torn_by(cut):
                 raise _separated(*torn, self.names, cut)
             if self.flow.stuck(self._start(cut)):
-                raise _stuck_at(self.flow, self.names[cut], self._start(cut))
+                raise stuck_at(self.flow, self.names[cut], self._start(cut))
 
     def _torn_by(self, cut: int) -> tuple[str, int, int] | None:
         for name, layers in self.tied:
@@ -241,6 +261,8 @@ class Layered:
     def _parameters_in(self, start: int, end: int) -> list[nn.Parameter]:
         used: list[nn.Parameter] = []
         for node in self.order[start:end]:
+            if self.flow.facts[node].is_constant:  # a dtype, a size or a device is no use of a weight
+                continue
             for part in (node, *node.all_input_nodes):
                 thing = self.traced.objects.get(str(part.target))
                 if part.op == "call_module" and part is node:
@@ -267,7 +289,8 @@ class Layered:
         return dict(sorted(objects.items(), key=lambda item: ranks.get(item[0], len(ranks))))
 
 
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
+def outputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that a graph returns."""
     output = next(node for node in graph.nodes if node.op == "output")
     return [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node)]
 
@@ -284,78 +307,7 @@ def _separated(name: str, first: int, last: int, names: Sequence[str], cut: int)
     )
 
 
-def make_layered(
-    model: nn.Module,
-    sample: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss: Loss | None = None,
-    targets: tuple[Tensor, ...] = (),
-    names: Mapping[str, str] | None = None,
-) -> Layered:
-    """A model as ordered layers; `sample` and `targets` are examples with any number of rows.
-
-    `loss(*outputs, *targets)` returns the sum over the rows. `names` maps the path of the module that
-    starts a layer to the layer's name; without it, the layers are found and carry the modules' paths.
-    """
-    example = Sample(args=sample, kwargs=dict(kwargs or {}))
-    traced = _trace(model, example.with_rows(TRACED_ROWS), names)
-    if loss is not None:
-        traced = _with_loss(traced, loss, targets)
-    num_targets = len(targets) if loss is not None else 0
-    if names is not None:
-        layers = named_layers(traced, names)
-        return Layered(model=model, traced=traced, layers=layers, num_targets=num_targets)
-    flow = find_flow(traced, find_facts(traced))
-    layers = found_layers(flow, model)
-    if loss is not None and layers[-1].name != LOSS:
-        raise _stuck_at(flow, LOSS, len(flow.order) - 1)
-    return Layered(model=model, traced=traced, layers=layers, num_targets=num_targets)
-
-
-def _trace(model: nn.Module, sample: Sample, names: Mapping[str, str] | None) -> Traced:
-    """The model's graph, by the first of the ways that reproduces the model."""
-    if names is not None:
-        return trace_symbolic(model, sample, list(names))
-    if isinstance(model, nn.Sequential):
-        return trace_sequential(model, sample)
-    with suppress(Exception):  # whatever a model's own code raises when it is handed a proxy
-        traced = trace_symbolic(model, sample)
-        if all(reproduces(traced, model, sample, training) for training in (True, False)):
-            return traced
-    traced = trace_exported(model, sample)
-    if not reproduces(traced, model, sample, training=True):
-        raise ModelError(
-            f"the graph of {type(model).__name__} does not give the outputs of the model itself",
-            "does its forward pass keep state, or draw numbers outside torch?",
-        )
-    return replace(traced, evaluates=reproduces(traced, model, sample, training=False))
-
-
-def _with_loss(traced: Traced, loss: Loss, targets: tuple[Tensor, ...]) -> Traced:
-    """The graph with the targets as further inputs, and `(loss, *outputs)` as its output."""
-    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        raise ModelError("the loss has parameters", "make them part of the model")
-    graph, copies = fx.Graph(), {}
-    for node in traced.placeholders:
-        copies[node] = graph.node_copy(node)
-    made = [graph.placeholder(name) for name in _target_names(len(targets))]
-    for node in traced.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            copies[node] = graph.node_copy(node, lambda old: copies[old])
-    outputs = [copies[node] for node in _outputs(traced.graph)]
-    total = graph.call_module(LOSS_PATH, (tuple(outputs), tuple(made)))
-    total.meta["layer"] = LOSS
-    graph.output((total, *outputs))
-    objects = {**traced.objects, LOSS_PATH: LossModule(loss)}
-    return replace(traced, graph=graph, objects=objects, tensors=(*traced.tensors, *targets))
-
-
-def _target_names(count: int) -> list[str]:
-    return ["target"] if count == 1 else [f"target{index}" for index in range(count)]
-
-
-def _stuck_at(flow: Flow, name: str, position: int) -> ModelError:
+def stuck_at(flow: Flow, name: str, position: int) -> ModelError:
     node, stuck = flow.stuck(position)[0]
     return ModelError(
         f"no cut before '{name}': the value '{node.name}' would cross it, and it {stuck.why}",

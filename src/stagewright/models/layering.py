@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from torch import fx, nn
 
-from stagewright.models.tracing import Traced
+from stagewright.models.tracing import Traced, is_chain
 from stagewright.models.values import Fact, Stuck
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -85,7 +85,7 @@ def named_layers(traced: Traced, named: Mapping[str, str]) -> tuple[Layer, ...]:
 
 def found_layers(flow: Flow, model: nn.Module) -> tuple[Layer, ...]:
     """The layers of a graph by its modules; where no cut is possible, two become one."""
-    if isinstance(model, nn.Sequential):
+    if is_chain(model):
         units: list[str | None] = [next(iter(_paths(node)), None) for node in flow.order]
     else:
         open_paths = opened(flow, model)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,28 +33,44 @@ class Layout:
     gradient: Order = ()
 
 
-def find_layouts(traced: Traced, nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[Layout, ...]]:
-    """The layouts of the tensors of some nodes, from one pass forward and backward on shapes."""
-    gradients: dict[int, Tensor] = {}
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What one backward pass tells: which tensors and parameters it reaches, and how tensors lie in memory."""
+
+    layouts: Mapping[fx.Node, tuple[Layout, ...]]
+    reaches: Mapping[fx.Node, tuple[bool, ...]]
+    """For each tensor of a node whether a gradient comes back to it."""
+    unreached: frozenset[str]
+    """The parameters whose gradient stays None."""
+
+    def of_copy(self, twins: Mapping[fx.Node, fx.Node]) -> Gradients:
+        """The same of a copy of the graph, node by node."""
+        layouts = {twins[node]: each for node, each in self.layouts.items()}
+        return replace(self, layouts=layouts, reaches={twins[node]: each for node, each in self.reaches.items()})
+
+
+def find_gradients(
+    traced: Traced, nodes: Sequence[fx.Node], parameters: Mapping[str, Tensor], *, has_loss: bool
+) -> Gradients:
+    """What backward does to some nodes and parameters, from one pass forward and backward on shapes."""
+    found: dict[int, Tensor | None] = {}
 
     def backward(values: Mapping[fx.Node, Any]) -> None:
+        results = tensors_in(values[traced.graph.output_node()])[: 1 if has_loss else None]
+        results = tuple(each for each in results if each.requires_grad)
         wanted = [t for node in nodes for t in tensors_in(values[node]) if t.requires_grad]
-        results = [t for t in tensors_in(values[_output(traced)]) if t.requires_grad]
+        wanted += [parameter for parameter in parameters.values() if parameter.requires_grad]
         with suppress(RuntimeError, NotImplementedError):  # an operator without a backward pass on shapes
-            found = torch.autograd.grad(results, wanted, [*map(_ones, results)], allow_unused=True)
-            gradients.update({id(t): g for t, g in zip(wanted, found) if g is not None})
+            gradients = torch.autograd.grad(results, wanted, [*map(torch.ones_like, results)], allow_unused=True)
+            found.update({id(t): g for t, g in zip(wanted, gradients)})
 
     values = run_on_shapes(traced, FEW, finally_=backward)
-    return {node: tuple(_layout(t, gradients.get(id(t))) for t in tensors_in(values[node])) for node in nodes}
-
-
-def _output(traced: Traced) -> fx.Node:
-    output: fx.Node = traced.graph.output_node()
-    return output
-
-
-def _ones(result: Tensor) -> Tensor:
-    return torch.ones_like(result)
+    of_node = {node: tensors_in(values[node]) for node in nodes}
+    return Gradients(
+        layouts={node: tuple(_layout(t, found.get(id(t))) for t in each) for node, each in of_node.items()},
+        reaches={node: tuple(found.get(id(t), t) is not None for t in each) for node, each in of_node.items()},
+        unreached=frozenset(name for name, each in parameters.items() if found.get(id(each), each) is None),
+    )
 
 
 def _layout(tensor: Tensor, gradient: Tensor | None) -> Layout:

@@ -1,14 +1,16 @@
-"""Losses that return the sum over the rows they are given.
+"""Losses that return the sum over what they are given, and count what the batch's sum is divided by.
 
-    gradient of the batch = (Σ over microbatches of the gradient of their sums) / rows of the batch
+    gradient of the batch = (Σ over microbatches of the gradient of their sums) / (what the whole batch counts)
 
-A sum adds up over microbatches of any sizes; a mean does not as soon as they are uneven.
+A sum adds up over microbatches of any sizes; a mean does not as soon as they are uneven. Most losses count rows; a loss
+of tokens counts the tokens whose label is not −100.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,17 @@ LOSS, LOSS_PATH = "loss", "_loss_of_stage"
 IGNORED = -100
 """The label of a token that does not count, as in `torch.nn.functional.cross_entropy`."""
 
+NOT_A_LABEL = -(2**31)
+"""An `ignore_index` that no label has, so that none is left out unnoticed."""
+
+
+def count_of(loss: Loss | None) -> Callable[..., Tensor] | None:
+    """What counts the targets of a loss that is not divided by rows: its method `count(*targets)`, if it has one.
+
+    Counts of the parts of a batch add up to the batch's.
+    """
+    return getattr(loss, "count", None)
+
 
 def wide(logits: Tensor) -> Tensor:
     """Logits in at least single precision: sums over many rows need it."""
@@ -35,19 +48,21 @@ def wide(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropySum:
-    """The cross entropy of logits [rows, classes] and labels [rows], summed over the rows."""
+    """The cross entropy of logits [rows, classes] and labels [rows], summed over the rows; every label counts."""
 
     label_smoothing: float = 0.0
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(wide(logits), labels, reduction="sum", label_smoothing=self.label_smoothing)
+        return F.cross_entropy(
+            wide(logits), labels, reduction="sum", label_smoothing=self.label_smoothing, ignore_index=NOT_A_LABEL
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCrossEntropySum:
-    """The cross entropy of logits [rows, tokens, words] and labels [rows, tokens].
+    """The cross entropy of logits [rows, tokens, words] and labels [rows, tokens], summed over the tokens.
 
-    Σ over rows of the mean over the row's tokens; labels of -100 do not count.
+    Labels of -100 do not count.
     """
 
     label_smoothing: float = 0.0
@@ -55,26 +70,75 @@ class TokenCrossEntropySum:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         # Token by token in one long row: with the words in the middle, as a transpose would put them, sums over them
         # jump through memory and take twice as long.
-        each = F.cross_entropy(
-            wide(logits).flatten(0, 1),
-            labels.flatten(),
-            reduction="none",
+        return F.cross_entropy(
+            wide(logits).flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=self.label_smoothing,
             ignore_index=IGNORED,
-            label_smoothing=self.label_smoothing,
-        ).view_as(labels)
-        counted = (labels != IGNORED).sum(dim=1).clamp(min=1)
-        return (each.sum(dim=1) / counted).sum()
+        )  # fmt: skip
+
+    def count(self, labels: Tensor) -> Tensor:
+        return labels.ne(IGNORED).sum()
 
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A loss that returns the mean over its rows, turned into their sum: mean × rows."""
+    """A loss that returns a mean, turned into a sum: mean × rows, or × what `number(*targets)` says it is over."""
 
     mean: Loss
+    number: Callable[..., Tensor] | None = None
 
     def __call__(self, *outputs_and_targets: Tensor) -> Tensor:
-        rows = outputs_and_targets[0].size(0)
-        return torch.mul(self.mean(*outputs_and_targets), rows)
+        return self.total(outputs_and_targets[:1], outputs_and_targets[1:])
+
+    def total(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """The sum over these rows."""
+        if self.number is None:
+            return torch.mul(self.mean(*outputs, *targets), (*targets, *outputs)[0].size(0))
+        counted = self.number(*targets)
+        guarded = [_Guarded.apply(each, counted) for each in outputs]  # type: ignore[no-untyped-call]
+        return torch.where(counted > 0, self.mean(*guarded, *targets) * counted, 0.0)
+
+
+class _Guarded(torch.autograd.Function):
+    """Outputs whose gradient is 0 where nothing counts: there the mean is 0 / 0, and its gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, counted: Tensor) -> Tensor:
+        ctx.save_for_backward(counted)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (counted,) = ctx.saved_tensors
+        return torch.where(counted > 0, gradients[0], 0.0), None
+
+
+@dataclass(frozen=True)
+class CountedMeanLoss(MeanLoss):
+    """A mean over what `number(*targets)` counts."""
+
+    def count(self, *targets: Tensor) -> Tensor:
+        return torch.as_tensor(self.number(*targets) if self.number is not None else targets[0].size(0))
+
+
+@dataclass(frozen=True)
+class LabelledLoss:
+    """torch's cross entropy or likelihood as a sum: labels that it ignores do not count, the others by their weight."""
+
+    function: Loss
+    weight: Tensor | None
+    ignored: int
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.to(outputs)
+        return self.function(outputs, labels, weight=weight, ignore_index=self.ignored, reduction="sum")
+
+    def count(self, labels: Tensor) -> Tensor:
+        if labels.is_floating_point():  # probabilities of classes: every row counts
+            return torch.tensor(labels.numel() // labels.size(1), device=labels.device)
+        counted = labels.ne(self.ignored)
+        if self.weight is None:
+            return counted.sum()
+        return self.weight.to(labels.device)[labels.where(counted, 0)].where(counted, 0.0).sum()
 
 
 def cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
@@ -97,9 +161,33 @@ def smoothed(loss: Loss, label_smoothing: float) -> Loss:
     return replace(loss, label_smoothing=label_smoothing)
 
 
-def mean_loss(mean: Loss) -> Loss:
-    """The sum loss of a loss that returns the mean over the rows it is given."""
-    return MeanLoss(mean)
+def mean_loss(mean: Loss, count: Callable[..., Tensor] | None = None) -> Loss:
+    """The sum loss of a loss that returns the mean over the rows it is given.
+
+    torch's cross entropy leaves labels of `ignore_index` out of the mean, and so does this. Another loss whose mean is
+    not over rows says over what: `count=lambda labels: (labels != -100).sum()`.
+    """
+    if count is not None:
+        return CountedMeanLoss(mean, count)
+    return _labelled(mean) or MeanLoss(mean)
+
+
+def _labelled(mean: Loss) -> Loss | None:
+    """torch's own losses of labels, whose mean is not over rows where labels are ignored or weighted."""
+    if type(mean) in (nn.CrossEntropyLoss, nn.NLLLoss) and mean.reduction == "mean":  # type: ignore[attr-defined]
+        given: dict[str, Any] = {"weight": mean.weight, "ignore_index": mean.ignore_index}  # type: ignore[attr-defined]
+        smoothing = getattr(mean, "label_smoothing", None)
+        function: Loss = F.nll_loss if smoothing is None else partial(F.cross_entropy, label_smoothing=smoothing)
+    elif isinstance(mean, partial) and mean.func in (F.cross_entropy, F.nll_loss) and not mean.args:
+        given, function = dict(mean.keywords), mean.func
+    elif mean in (F.cross_entropy, F.nll_loss):
+        given, function = {}, mean
+    else:
+        return None
+    weight, ignored = given.pop("weight", None), given.pop("ignore_index", IGNORED)
+    if given.pop("reduction", "mean") != "mean":
+        return None
+    return LabelledLoss(partial(function, **given) if given else function, weight, ignored)
 
 
 class LossModule(nn.Module):
@@ -111,4 +199,6 @@ class LossModule(nn.Module):
 
     def forward(self, outputs: Any, targets: tuple[Tensor, ...]) -> Tensor:
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        if isinstance(self.loss, MeanLoss):
+            return self.loss.total(tensors, targets)
         return self.loss(*tensors, *targets)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -48,14 +47,3 @@ def rate_in(rate: float, training: bool) -> float:
 def count_batch(num_batches_tracked: Tensor, training: bool) -> Tensor:
     """Counts one more batch seen by a batch norm in training."""
     return num_batches_tracked.add_(1) if training else num_batches_tracked
-
-
-def within(mode: str, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs one operator without gradient ("no_grad"), without autocast ("no_autocast"), or both."""
-    with ExitStack() as stack:
-        if "no_grad" in mode:
-            stack.enter_context(torch.no_grad())
-        if "no_autocast" in mode:
-            kind = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return operation(*args, **kwargs)

@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 from stagewright.errors import ModelError
 from stagewright.models.layouts import Layout, arrive, depart
 from stagewright.models.loss import LOSS_PATH
+from stagewright.models.modes import KEPT, runnable
 from stagewright.models.operations import count_rows, device_of, leaves_of, pick, times
 from stagewright.models.tracing import TRAINING, Traced
-from stagewright.models.values import Fact, Here, Part, PerRow, Stuck, TensorSpec, mutated_by
+from stagewright.models.values import Fact, Here, PerRow, TensorSpec, mutated_by
 
 
 class StageModule(nn.Module):
@@ -52,6 +53,8 @@ class StageModule(nn.Module):
         self._modules, self._parameters, self._buffers = parts._modules, parts._parameters, parts._buffers
         self._non_persistent_buffers_set = parts._non_persistent_buffers_set
         self.__dict__["_parts"] = parts  # not by setattr, which would make it a child
+        self.draws = any("place" in node.meta for node in graph.nodes)
+        """Whether anything may be drawn at random."""
         self._compute = compiled(graph)
 
     @property
@@ -81,6 +84,7 @@ class StageModule(nn.Module):
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:
     """The graph as a function of a module that holds its parts, and of the inputs."""
+    graph = runnable(graph)
     paths = {str(node.target): nn.Identity() for node in graph.nodes if node.op in ("call_module", "get_attr")}
     function: Callable[..., Any] = type(fx.GraphModule({**paths}, graph)).forward
     return function
@@ -187,6 +191,7 @@ class StageGraph:
             self._own(changed)
         args = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
         copy = self.graph.create_node(node.op, node.target, *args, name=node.name)
+        copy.meta.update({key: node.meta[key] for key in KEPT if key in node.meta})
         self.copies[node] = copy
         return copy
 
@@ -207,14 +212,10 @@ class StageGraph:
         if len(fact.parts) == 1 and fact.nesting.is_leaf():
             return [value]
         leaves = self.graph.call_function(leaves_of, (value,))
-        picked = [index for index, part in enumerate(fact.parts) if _is_tensor(part)]
+        picked = [index for index, part in enumerate(fact.parts) if part in fact.tensors]
         return [self.graph.call_function(pick, (leaves, index)) for index in picked]
 
     def objects(self) -> dict[str, Any]:
         """What the graph's nodes refer to, by its path in the whole model."""
         paths = [str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")]
         return {path: self.traced.objects[path] for path in dict.fromkeys(paths) if path != TRAINING}
-
-
-def _is_tensor(part: Part) -> bool:
-    return isinstance(part, TensorSpec) or (isinstance(part, Stuck) and part.is_tensor)

@@ -11,19 +11,27 @@ Parameters stay the model's own, under the model's own names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import random
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+import stagewright
 from stagewright.errors import ModelError
+from stagewright.models.functions import kept_functions
+from stagewright.models.modes import autocast_on, casts, mode_now, runnable
 
-TRACED_ROWS, CHECKED_ROWS = 2, 3
-"""Rows while tracing (one row would be taken for a dimension to broadcast) and while checking."""
+TRACED_ROWS = 2
+"""Rows while tracing: one row would be taken for a dimension to broadcast."""
 
 TRAINING = "training"
 """The attribute a graph reads to know whether the stage trains or evaluates."""
@@ -82,7 +90,6 @@ class Traced:
     graph: fx.Graph
     objects: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
-    evaluates: bool = True
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
@@ -95,6 +102,25 @@ class Traced:
     def module(self) -> fx.GraphModule:
         """The whole graph as one module that takes the example inputs."""
         return fx.GraphModule({**self.objects, TRAINING: True}, self.graph)
+
+    def runnable(self) -> fx.GraphModule:
+        """The same with every node in its mode, to be called."""
+        return fx.GraphModule({**self.objects, TRAINING: True}, runnable(self.graph))
+
+
+LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, stagewright))
+
+
+def is_library(filename: str) -> bool:
+    """Whether code is torch's, Python's or this library's own, not the model's."""
+    return filename.startswith((*LIBRARIES, "<", sys.base_prefix))
+
+
+def line_in(trace: str | None) -> str | None:
+    """The line of the model's own code in a node's stack trace."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', trace or "")
+    own = [(name, number, line) for name, number, line in found if not is_library(name)]
+    return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else None
 
 
 def tensors_in(value: Any) -> tuple[Tensor, ...]:
@@ -120,23 +146,44 @@ def trace_sequential(model: nn.Sequential, sample: Sample) -> Traced:
 
 def _sequential_paths(model: nn.Sequential, prefix: str = "") -> Iterator[str]:
     for name, child in model._modules.items():
-        if isinstance(child, nn.Sequential) and len(child):
+        if is_chain(child) and len(child):
             yield from _sequential_paths(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
 
+def is_chain(module: nn.Module | None) -> TypeGuard[nn.Sequential]:
+    """Whether a module does nothing but call its children in turn: nobody listens, and forward is torch's own."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not heard(module)
+
+
+def heard(module: nn.Module) -> bool:
+    """Whether a module has hooks, which a trace through it would lose."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in hooks)
+
+
 class ModuleTracer(fx.Tracer):
-    """Traces modules down to those without children, torch's own, and the given leaves."""
+    """Traces modules down to those without children or with hooks, torch's own, and the given leaves."""
+
+    record_stack_traces = True
 
     def __init__(self, leaves: Sequence[str]) -> None:
         super().__init__()
         self.leaves = frozenset(leaves)
+        self.casts = casts()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self.leaves or next(m.children(), None) is None:
+        if module_qualified_name in self.leaves or next(m.children(), None) is None or heard(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node that remembers the mode it was met in."""
+        node = super().create_node(*args, **kwargs)
+        if mode := mode_now(self.casts):
+            node.meta["mode"] = mode
+        return node
 
 
 def trace_symbolic(model: nn.Module, sample: Sample, leaves: Sequence[str] = ()) -> Traced:
@@ -144,12 +191,12 @@ def trace_symbolic(model: nn.Module, sample: Sample, leaves: Sequence[str] = ())
     given = _bound(model, sample)
     constants = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
     names = [_name_of(tensor, given) for tensor in sample.tensors]
-    own = set(vars(model))
-    found = ModuleTracer(leaves).trace(model, concrete_args=constants or None)
-    graph = _without_constants(found, names)
-    objects = referred(model, graph)
-    for name in set(vars(model)) - own:  # torch.fx leaves the tensor constants it met on the model
-        delattr(model, name)
+    with torch.enable_grad(), autocast_on(), unchanged(model):
+        tracer = ModuleTracer(leaves)
+        with kept_functions(tracer) as kept:
+            found = tracer.trace(model, concrete_args=constants or None)
+        graph = _without_constants(found, names)
+        objects = {**referred(model, graph, kept.modules), **kept.modules}
     return Traced(graph=graph, objects=objects, tensors=sample.tensors)
 
 
@@ -183,10 +230,10 @@ def _without_constants(found: fx.Graph, tensors: Sequence[str]) -> fx.Graph:
     return graph
 
 
-def referred(model: nn.Module, graph: fx.Graph) -> dict[str, Any]:
-    """What the graph's nodes refer to, by its path in the model."""
+def referred(model: nn.Module, graph: fx.Graph, others: Collection[str] = ()) -> dict[str, Any]:
+    """What the graph's nodes refer to, by its path in the model; paths of others are left out."""
     paths = [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
-    return {path: attribute(model, path) for path in paths if path != TRAINING}
+    return {path: attribute(model, path) for path in paths if path != TRAINING and path not in others}
 
 
 def attribute(model: nn.Module, path: str) -> Any:
@@ -195,42 +242,38 @@ def attribute(model: nn.Module, path: str) -> Any:
     return getattr(model.get_submodule(owner), name)
 
 
-def reproduces(traced: Traced, model: nn.Module, sample: Sample, training: bool) -> bool:
-    """Whether the graph gives the model's outputs: bit for bit in training, to rounding in evaluation.
-
-    Evaluation may take other kernels, such as the fused ones of torch's own transformer layers.
-    """
-    if sample.device.type == "meta":
-        return True
-    sample, module = sample.with_rows(CHECKED_ROWS), traced.module()
-    with undisturbed(model), torch.no_grad():
-        if model.training != training:
-            model.train(training)
-        module.training = training
-        torch.manual_seed(0)
-        expected = tensors_in(model(*sample.args, **sample.kwargs))
-        torch.manual_seed(0)
-        found = tensors_in(module(*sample.tensors))
-    same = torch.equal if training else _close
-    return len(found) == len(expected) and all(same(*map(torch.nan_to_num, p)) for p in zip(found, expected))
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back the model's attributes on the way out: torch.fx leaves constants on it, and proxies in their place."""
+    stores = [vars(module) for module in model.modules()]
+    stores += [vars(module)[kind] for module in model.modules() for kind in ("_buffers", "_parameters", "_modules")]
+    before = [dict(store) for store in stores]
+    try:
+        yield
+    finally:
+        for store, kept in zip(stores, before):
+            if store.keys() != kept.keys() or any(store[name] is not kept[name] for name in kept):
+                store.clear()
+                store.update(kept)
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts back the model's modes and buffers, and the random numbers, on the way out."""
     modes = {module: module.training for module in model.modules()}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    buffers = {module: dict(module._buffers) for module in modes}
+    values = {buffer: buffer.clone() for buffer in model.buffers()}
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=list(devices)):
         try:
             yield
         finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
             for module, training in modes.items():
                 module.training = training
+                module._buffers.update(buffers[module])  # forward may have assigned others
             with torch.no_grad():
-                for buffer, before in buffers.items():
+                for buffer, before in values.items():
                     buffer.copy_(before)

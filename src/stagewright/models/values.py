@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.operations import count_batch, rate_in, within
-from stagewright.models.tracing import TRAINING, Traced, undisturbed
+from stagewright.models.modes import entered
+from stagewright.models.operations import count_batch, rate_in
+from stagewright.models.tracing import TRAINING, Traced, line_in, undisturbed
 
 FEW, MANY = 2, 3
 RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout")
@@ -89,6 +90,11 @@ class Fact:
     def carried(self) -> tuple[TensorSpec, ...]:
         return tuple(part for part in self.parts if isinstance(part, TensorSpec))
 
+    @property
+    def tensors(self) -> tuple[TensorSpec | Stuck, ...]:
+        """The parts that are tensors, whether they can be carried or not."""
+        return tuple(p for p in self.parts if isinstance(p, TensorSpec) or (isinstance(p, Stuck) and p.is_tensor))
+
 
 class Recorder(fx.Interpreter):
     """Runs a graph and keeps every node's value."""
@@ -96,9 +102,13 @@ class Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, after: Callable[[fx.Node], None] | None = None) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.after = after
+        self.extra_traceback = False
+        self.at: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        self.at = n
+        with entered(n.meta.get("mode")):
+            value = super().run_node(n)
         if self.after is not None:
             self.after(n)
         return value
@@ -133,13 +143,25 @@ def run_on_shapes(
         try:
             recorder.run(*inputs)
         except Exception as error:
-            raise ModelError(
-                f"the model does not run on {rows} rows of the sample's shapes: {error}",
-                "is a number of rows written into the model? take it from the input's shape",
-            ) from error
+            raise _does_not_run(rows, recorder.at, error) from error
         if finally_ is not None:
             finally_(recorder.env)
     return dict(recorder.env)
+
+
+def _does_not_run(rows: int, node: fx.Node | None, error: Exception) -> ModelError:
+    """What a model that does not run on shapes alone is refused with: the line of its code, and why."""
+    place = line_in(node.meta.get("stack_trace")) if node is not None else None
+    at = f" at {place}" if place else f" at '{node.name}'" if node is not None else ""
+    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+        return ModelError(
+            f"the number of entries that come out{at} depends on values",
+            "keep one entry a row: weigh rows with a mask instead of picking some",
+        )
+    return ModelError(
+        f"the model does not run on {rows} rows of the sample's shapes{at}: {str(error).strip().splitlines()[0]}",
+        "is a number of rows written into the model? take it from the input's shape",
+    )
 
 
 def find_facts(traced: Traced) -> dict[fx.Node, Fact]:
@@ -218,21 +240,16 @@ def is_random(node: fx.Node, objects: Any) -> bool:
     """Whether a node draws random numbers."""
     if node.op == "call_module":
         return isinstance(objects[str(node.target)], nn.modules.dropout._DropoutNd)
-    target, _ = operation_of(node)
+    target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return node.op.startswith("call") and any(word in name for word in RANDOM)
 
 
-def operation_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """What a node runs and on what, whatever the mode it runs in."""
-    return (node.args[1], node.args[2:]) if node.target is within else (node.target, node.args)
-
-
 def mutated_by(node: fx.Node, objects: Any) -> list[fx.Node]:
     """The nodes whose values a node changes in place."""
-    target, args = operation_of(node)
+    target, args = node.target, node.args
     first = [arg for arg in args[:1] if isinstance(arg, fx.Node)]
     if isinstance(target, torch._ops.OpOverload):
         return _written(target, args, node.kwargs)

@@ -12,8 +12,9 @@ import torch
 
 from stagewright.errors import ModelError
 from stagewright.models import alexnet, gpt, resnet, tiny, vgg
-from stagewright.models.layered import Layered, make_layered
+from stagewright.models.layered import Layered
 from stagewright.models.loss import smoothed
+from stagewright.models.making import make_layered
 from stagewright.models.recipe import Recipe
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from stagewright.models import Layered, build_model
 from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.kernels import computing_with
-from stagewright.profiling.links import all_at_once, bounce, bounce_pairs
+from stagewright.profiling.links import all_at_once, bounce_pairs, core_s_per_byte
 from stagewright.profiling.measured import make_profile, time_model
 from stagewright.profiling.pulse import Pulse, Timed, evened_median
 
@@ -55,22 +55,6 @@ def chosen_pairs(num_hosts: int) -> list[tuple[int, int]]:
 def large_bytes(bytes_per_s: float) -> int:
     """How large a message is that shows a rate."""
     return int(min(max(bytes_per_s * LARGE_S, SMALLEST_BYTES), LARGEST_BYTES))
-
-
-def core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
-    """What this end of a transfer spends on a byte: neighbours bounce messages, all at once."""
-    other = rank ^ 1
-    if other >= size:
-        dist.barrier()
-        return 0.0
-    bounce(rank < other, other, num_bytes)
-    before = process_time()
-    for _ in range(4):
-        bounce(rank < other, other, num_bytes)
-    spent = process_time() - before
-    dist.barrier()
-    # Each bounce sends the message once and receives it once.
-    return spent / (4 * 2 * num_bytes)
 
 
 def measure(folder: Path, asked: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:

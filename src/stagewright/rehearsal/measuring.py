@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from stagewright.cluster import Cluster
 from stagewright.profile import Kernels, LayerProfile, Profile
 from stagewright.profiling.inside import middle, middle_size
-from stagewright.profiling.links import Pair, with_all_at_once, with_pairs
+from stagewright.profiling.links import CORE_LOSS, Pair, with_all_at_once, with_pairs
 from stagewright.profiling.noise import added_up, on_lines
 from stagewright.rehearsal.beating import beating
 from stagewright.rehearsal.forks import launch_in_hosts
@@ -25,9 +25,6 @@ from stagewright.runtime.transport.staged import STRANDS
 
 SAMPLES = 4
 """How often each layer is timed, by all hosts that are like the first together; the model in one piece more often."""
-CORE_LOSS = 0.03
-"""Three hosts that began on two cores together were done 3 to 9 % later than cores without a kernel would be, four 2 to
-7 %; and two that wait for each other wait for the slower core, which changes from second to second."""
 CARD_CORES = 0.1
 """About what a worker's card keeps busy of the host's cores: handing work over."""
 
@@ -90,6 +87,7 @@ def measure_hosts(cluster: Cluster, hosts: Hosts, request: Request, folder: Path
     if not request.batch_sizes:
         return Measured(None, found, None)
     profile = average([Profile.load(folder / f"inside-{number}.profile.json") for number in profiled])
+    profile = replace(profile, device=cluster.hosts[0].devices[0].kind)  # a slice is not the card that it is cut from
     found = with_speeds(found, {number: told[number]["model_s"] for number in busy})
     if uses_card:
         return Measured(profile, found, None)

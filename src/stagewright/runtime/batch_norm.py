@@ -14,28 +14,66 @@ from stagewright.plan import Plan
 from stagewright.policy import RULES
 
 
-class _SumOverReplicas(torch.autograd.Function):
-    """The sum over a group, whose gradient is the sum of the gradients."""
+class _Normalised(torch.autograd.Function):
+    """Rows normalised by the mean and variance over all replicas, which come along, with the number of values.
+
+        n = Σ nᵢ,   mean = Σ nᵢ meanᵢ / n,   var = Σ nᵢ (varᵢ + (meanᵢ − mean)²) / n        (Chan et al. 1979, eq. 1.5)
+        dx = (dy − Σ dy / n − x̂ · Σ (dy · x̂) / n) / √(var + ε)                              x̂: what comes out
+
+    Each replica tells its own mean and variance about it: a sum of squares would lose small variances of large means.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, rows: Tensor, eps: float, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        around, channels = _around(rows), rows.size(1)
+        wide = rows if rows.dtype == torch.float64 else rows.float()
+        # About a mean that is rounded itself, so that nothing else is: x − near is exact where x is near.
+        near = wide.mean(around)
+        centred = wide - _along(near, rows)
+        rest = centred.mean(around).double()
+        own_variance = centred.square().mean(around).double() - rest.square()
+        count = near.new_full((1,), rows.numel() / channels).double()
+        told = torch.stack(_gathered(torch.cat([near.double() + rest, own_variance, count]), group))
+        means, variances, counts = told[:, :channels], told[:, channels:-1], told[:, -1:]
+        count = counts.sum()
+        mean = (counts * means).sum(0) / count
+        variance = (counts * (variances + (means - mean).square())).sum(0) / count
+        factor = torch.rsqrt(variance + eps).to(wide.dtype)
+        normal = (centred - _along((mean - near).to(wide.dtype), rows)) * _along(factor, rows)
+        ctx.save_for_backward(normal, factor, count)
+        ctx.group, ctx.dtype = group, rows.dtype
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normal, mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        normal, factor, count = ctx.saved_tensors
+        gradient, around = gradients[0], _around(normal)
+        sums = torch.cat([gradient.sum(around), (gradient * normal).sum(around)])
+        dist.all_reduce(sums, group=ctx.group)
+        to_mean, to_variance = (sums / count.to(sums.dtype)).chunk(2)
+        centred = gradient - _along(to_mean, normal) - normal * _along(to_variance, normal)
+        return (centred * _along(factor, normal)).to(ctx.dtype), None, None
+
+
+def _around(rows: Tensor) -> list[int]:
+    """All dimensions but that of the channels."""
+    return [dimension for dimension in range(rows.dim()) if dimension != 1]
+
+
+def _along(channels: Tensor, rows: Tensor) -> Tensor:
+    """One number a channel, shaped to meet rows."""
+    return channels.view([1, -1, *([1] * (rows.dim() - 2))])
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, own, group=group)
+    return told
 
 
 def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> Any:
-    """The module with every batch norm taking its statistics over all replicas of the group.
-
-    mean = Σ x / n,  var = Σ x² / n − mean²,  sums over the rows of all replicas, n their number
-    """
+    """The module with every batch norm taking its statistics over all replicas of the group."""
     for part in module.modules():
         if isinstance(part, _BatchNorm) and group is not None:
             part.forward = _SharedForward(part, group)  # type: ignore[method-assign, assignment]
@@ -76,23 +114,11 @@ class _SharedForward:
         norm = self.norm
         if not norm.training and norm.track_running_stats:
             return type(norm).forward(norm, rows)
-        mean, variance, count = self._statistics(rows)
+        result, mean, variance, count = _Normalised.apply(rows, norm.eps, self.group)  # type: ignore[no-untyped-call]
         self._track(mean, variance, count)
-        shape = [1, -1, *([1] * (rows.dim() - 2))]
-        result = (rows.to(mean.dtype) - mean.view(shape)) * torch.rsqrt(variance.view(shape) + norm.eps)
         if norm.weight is not None:
-            result = result * norm.weight.view(shape) + norm.bias.view(shape)
-        return result.to(rows.dtype)
-
-    def _statistics(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        around = [dim for dim in range(rows.dim()) if dim != 1]
-        wide = rows if rows.dtype == torch.float64 else rows.float()
-        count = wide.new_full((1,), rows.numel() / rows.size(1))
-        sums = torch.cat([wide.sum(around), wide.square().sum(around), count])
-        total: Tensor = _SumOverReplicas.apply(sums, self.group)  # type: ignore[no-untyped-call]
-        channels = rows.size(1)
-        mean = total[:channels] / total[-1]
-        return mean, total[channels:-1] / total[-1] - mean.square(), total[-1].detach()
+            result = result * _along(norm.weight, rows) + _along(norm.bias, rows)
+        return result.to(rows.dtype)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:

@@ -49,17 +49,21 @@ def evaluate(worker: Worker, feed: Feed, num_rows: int, batch: int) -> Tensor:
         module.train()
     if total is None:
         raise ValueError("evaluation needs at least one row")
-    return total / num_rows
+    return means(total, num_rows)
+
+
+def means(sums: Tensor, num_rows: int) -> Tensor:
+    """Loss and metric as means: the loss over what it counts, the metric over rows."""
+    loss, number, metric = sums[:1], sums[1:2], sums[2:]
+    return torch.cat([loss / torch.where(number > 0, number, 1), metric / num_rows])
 
 
 def run_forward(worker: Worker, feed: Feed, rows: int, num_batches: int, first_batch: int) -> Tensor:
     """The sums of loss and metric over some batches of one size."""
     helper = worker.for_evaluation(forward_schedule(worker.plan, rows), feed)
     helper.run(num_batches, first_batch)
-    width = 1 + (worker.num_metrics if worker.metric else 0)
-    sums = torch.zeros(width, dtype=torch.float64)
-    for figures in helper.figures.values():
-        sums += figures.cpu()
+    numbers = range(first_batch, first_batch + num_batches)
+    sums = torch.stack([helper.figures(number) for number in numbers]).sum(0).cpu()
     if worker.world.control is not None:
         dist.all_reduce(sums, group=worker.world.control)
     return sums

@@ -8,7 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stagewright.errors import DataError
 from stagewright.models import TensorSpec
+from stagewright.models.loss import IGNORED
+
+ROUNDED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
+"""What rows may be given as where the first stage takes them in a shorter format."""
 
 
 class Feed(Protocol):
@@ -19,6 +24,38 @@ class Feed(Protocol):
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         """The loss's targets for the same rows."""
+
+
+def check_rows(
+    what: str, given: Sequence[Tensor], specs: Sequence[TensorSpec], batch: int, start: int, stop: int
+) -> None:
+    """Refuses rows that are not what was asked for: too few would be divided by too many, others left out."""
+    where = f"{what} of batch {batch}, rows {start} to {stop - 1}"
+    if len(given) != len(specs):
+        names = ", ".join(spec.name for spec in specs) or "none"
+        raise DataError(f"the data gave {len(given)} {where}", f"the model takes {len(specs)}: {names}")
+    for tensor, spec in zip(given, specs):
+        expected = (stop - start, *spec.shape_per_row)
+        if tuple(tensor.shape) != expected:
+            raise DataError(
+                f"the data gave '{spec.name}' with shape {tuple(tensor.shape)} for the {where}",
+                f"give {expected}: rows first, and as in the sample that the model was made with",
+            )
+        same = tensor.dtype == spec.dtype or (tensor.dtype, spec.dtype) in ROUNDED
+        if not same:
+            raise DataError(
+                f"the data gave '{spec.name}' as {tensor.dtype} for the {where}",
+                f"give {spec.dtype}, as in the sample that the model was made with",
+            )
+
+
+def check_labels(targets: Sequence[Tensor], batch: int) -> None:
+    """Refuses labels that most losses leave out where the loss is known as a mean over rows alone."""
+    if any(not each.is_floating_point() and bool(each.eq(IGNORED).any()) for each in targets):
+        raise DataError(
+            f"labels of batch {batch} are {IGNORED}, which losses leave out: sw.mean_loss does not know how many count",
+            "say it: sw.mean_loss(loss, count=lambda labels: (labels != -100).sum())",
+        )
 
 
 class FunctionFeed:
@@ -32,6 +69,30 @@ class FunctionFeed:
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         return self._rows(batch, start, stop)[1]
+
+
+class OnDevice:
+    """A feed whose rows come to a worker's device, wherever they were made."""
+
+    def __init__(self, feed: Feed, device: torch.device) -> None:
+        self._feed, self._device = feed, device
+
+    def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return moved(self._feed.inputs(batch, start, stop), self._device)
+
+    def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return moved(self._feed.targets(batch, start, stop), self._device)
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """The tensors on a device; to a card they go by a pinned copy, while the host goes on."""
+    return [tensor if tensor.device == device else _moved(tensor, device) for tensor in tensors]
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.is_pinned():
+        return tensor.to(device)  # waits: whoever made a pinned tensor may fill it again for the next batch
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class SyntheticFeed:

@@ -16,7 +16,7 @@ from stagewright.plan import Plan, Share
 from stagewright.policy import RULES
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
 from stagewright.runtime.compiling import compiled, options_on_card
-from stagewright.runtime.folding import Folding
+from stagewright.runtime.deferred import DeferredGradients
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
@@ -58,7 +58,7 @@ class Hosted:
     runner: StageRunner
     weights: Weights
     reducer: Reducer
-    foldings: list[Folding] = field(default_factory=list)
+    deferred: list[DeferredGradients] = field(default_factory=list)
     """For each slot its linear layers, where their weight gradients are made for several microbatches at once."""
     activations: dict[Key, Parcel] = field(default_factory=dict)
     """Inputs on their way, by microbatch."""
@@ -82,16 +82,16 @@ class Hosted:
 
     def backward_of(self, batch: int, *, is_last: bool) -> AbstractContextManager[None]:
         """What a backward of the batch runs in: its linear layers may keep rows for later."""
-        if not self.foldings:
+        if not self.deferred:
             return nullcontext()
         at_once = is_last and self.reducer.group is not None
-        return self.foldings[self.weights.slot(batch)].backward(at_once=at_once)
+        return self.deferred[self.weights.slot(batch)].backward(at_once=at_once)
 
     def finish(self, batch: int) -> list[Tensor | None]:
         """The gradients of a batch, whole and summed over the replicas."""
         slot = self.weights.slot(batch)
-        if self.foldings:
-            self.foldings[slot].fold()
+        if self.deferred:
+            self.deferred[slot].make()
         return self.reducer.finish(slot)
 
     def share(self, microbatch: int) -> Share | None:
@@ -142,16 +142,16 @@ def host_stages(
                 # A model that was built without a seed differs from worker to worker; a stage has one beginning.
                 copy_from(plan.workers[number][0], [*module.parameters(), *module.buffers()], group)
             runner = StageRunner(
-                number, module, settings, batch_rows=plan.batch, recompute=stage.recompute,
+                number, module, settings, recompute=stage.recompute,
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
-            weights = Weights(module, stage.versions, make_optimizer)
-            foldings = [Folding(slot) for slot in weights.modules] if folds(plan, number, settings) else []
+            weights = Weights(module, stage.versions, make_optimizer, layered.unreached)
+            deferred = [DeferredGradients(slot) for slot in weights.modules] if defers(plan, number, settings) else []
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
-            for slot, folding in enumerate(foldings):
-                folding.put(reducer.places(slot))
+            for slot, each in enumerate(deferred):
+                each.put(reducer.places(slot))
             replica = plan.workers[number].index(world.worker)
-            hosted[number] = Hosted(number, replica, plan, runner, weights, reducer, foldings)
+            hosted[number] = Hosted(number, replica, plan, runner, weights, reducer, deferred)
             if settings.compile:
                 options = options_on_card(plan) if world.device.type == "cuda" else {}
                 weights.modules = [compiled(slot, options) for slot in weights.modules]
@@ -159,7 +159,7 @@ def host_stages(
     return hosted
 
 
-def folds(plan: Plan, stage: int, settings: Settings) -> bool:
+def defers(plan: Plan, stage: int, settings: Settings) -> bool:
     """Whether linear layers make their weight gradients themselves: of several microbatches, or in a known place."""
     if settings.compile or RULES[plan.policy].halves:  # compiled code and backward in halves have their own ways
         return False
@@ -178,6 +178,7 @@ def place(module: StageModule, settings: Settings, device: torch.device) -> Stag
     change = {torch.float32: torch.float64} if settings.precision == "fp64" else {}
     module.inputs = with_dtypes(module.inputs, change)
     module.outputs = with_dtypes(module.outputs, change)
+    module.targets = with_dtypes(module.targets, change)
     module.train()
     return module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -23,36 +24,55 @@ def autocast(settings: Settings) -> AbstractContextManager[object]:
 class LossScale:
     """The dynamic loss scale: halved on overflow, doubled after a run of finite steps.
 
-    Every worker computes it from the same agreements, so all hold the same one without a word more. It stays on the
-    device: a host that asked for it after every step would keep a card waiting for the next.
+    A last stage of K versions runs backward of batch n after update n − K, so batch n has the scale after that update,
+    in every stage, however far the updates have come elsewhere. Every worker computes it from the same agreements, so
+    all hold the same one without a word more. It stays on the device: a host that asked for it after every step would
+    keep a card waiting for the next.
     """
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(self, settings: Settings, device: torch.device, versions: Sequence[int] = (1,)) -> None:
         self.is_on = settings.precision == "fp16"
         self.growth_steps = settings.scale_growth_steps
-        self.current = torch.tensor(settings.loss_scale if self.is_on else 1.0, device=device)
-        """What the loss of a backward that starts now is multiplied with; never changed in place."""
-        self._num_finite = torch.zeros((), dtype=torch.int32, device=device)
+        self.num_versions, self._num_kept = versions[-1], 2 * max(versions)
+        first = torch.tensor(settings.loss_scale if self.is_on else 1.0, device=device)
+        self._after = {0: (first, torch.zeros((), dtype=torch.int32, device=device))}
+        """The scale after so many updates, and the finite ones since it last changed; never changed in place."""
+
+    @property
+    def current(self) -> Tensor:
+        """The scale after every update that was agreed on so far."""
+        return self._after[max(self._after)][0]
+
+    def of_batch(self, batch: int) -> Tensor:
+        """What the loss of a batch is multiplied with."""
+        wanted = max(batch - self.num_versions + 1, min(self._after)) if self.is_on else 0
+        return self._after[wanted][0]
 
     @property
     def value(self) -> float:
         """The scale as a number, which waits for the device."""
         return float(self.current)
 
-    def note(self, overflowed: Tensor) -> None:
-        """Moves the scale on after one step; `overflowed` is 1 or 0."""
+    def note(self, batch: int, overflowed: Tensor) -> None:
+        """Moves the scale on after the agreement on a batch; `overflowed` is 1 or 0."""
         if self.is_on:
-            self.current = self.current.clone()
-            torch._amp_update_scale_(self.current, self._num_finite, overflowed, GROWTH, BACKOFF, self.growth_steps)
+            scale, num_finite = (each.clone() for each in self._after[batch])
+            torch._amp_update_scale_(scale, num_finite, overflowed, GROWTH, BACKOFF, self.growth_steps)
+            self._after[batch + 1] = (scale, num_finite)
+            self._after.pop(batch - self._num_kept, None)
 
-    def saved(self) -> tuple[float, int]:
-        """What a checkpoint keeps: the scale, and the finite steps since it last changed."""
-        return self.value, int(self._num_finite)
+    def saved(self, step: int) -> tuple[float, ...]:
+        """What a checkpoint keeps after a step: the scale, the finite steps since it changed, and the scales before."""
+        scale, num_finite = self._after[step if self.is_on else 0]
+        before = [self._after[each] for each in range(step - 1, step - self.num_versions, -1) if each in self._after]
+        return float(scale), int(num_finite), *(float(each) for each, _ in before)
 
-    def restore(self, value: float, num_finite: int) -> None:
-        """Goes on from what a checkpoint kept."""
-        self.current = torch.full_like(self.current, value)
-        self._num_finite = torch.full_like(self._num_finite, num_finite)
+    def restore(self, step: int, value: float, num_finite: int, *before: float) -> None:
+        """Goes on after `step` updates from what a checkpoint kept."""
+        like = self.current
+        count = torch.full_like(like, num_finite, dtype=torch.int32)
+        scales = (value, *before, *[(value, *before)[-1]] * self.num_versions)[: self.num_versions]
+        self._after = {step - back: (torch.full_like(like, each), count) for back, each in enumerate(scales)}
 
 
 class Verdict:

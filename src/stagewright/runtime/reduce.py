@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from stagewright.errors import RunError
 from stagewright.runtime.sums import Pending, Sum
 
+Inspect = Callable[[int, Sequence[int], Sequence[Tensor | None]], None]
+"""(slot, indices of parameters, their gradients)"""
+
 
 @dataclass
 class Bucket:
@@ -59,6 +62,8 @@ class Reducer:
     ) -> None:
         self.parameters = parameters
         self.group = group
+        self.inspect: Inspect | None = None
+        """Called with a slot's gradients, some or all, before they are reduced."""
         self._add_up = add_up
         self._armed: int | None = None
         """The slot whose buckets start by themselves."""
@@ -119,6 +124,8 @@ class Reducer:
                 torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         for parameter in parameters:
             parameter.grad = None
+        if self.inspect is not None:
+            self.inspect(slot, bucket.members, bucket.views)
         if self._add_up is not None and bucket.flat.numel():
             bucket.work = self._add_up.start(bucket.flat)
         self._next[slot] += 1
@@ -136,6 +143,8 @@ class Reducer:
             gradients = [parameter.grad for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
+            if self.inspect is not None:
+                self.inspect(slot, range(len(parameters)), gradients)
             return gradients
         if self._next[slot] < len(self.buckets[slot]):
             raise RunError(f"an update came before the reduction of bucket {self._next[slot]}: the schedule is wrong")

@@ -32,6 +32,8 @@ class Settings:
     compile: bool = False
     seed: int = 0
     on_nan: OnNan = "stop"
+    self_check: bool = True
+    """Whether the first step's gradients are compared with those of plain autograd."""
     transport: Literal["auto", "nccl", "staged"] = "auto"
     """How rows move between cards: by NCCL, or staged in pinned memory; by default whatever suits the cards."""
     threads: int | None = Field(default=None, ge=1)
@@ -40,6 +42,8 @@ class Settings:
     """How long anyone waits for anyone."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """How long workers wait for one another to start: many at once on few cores load slowly."""
+    save_timeout_s: float = Field(default=1800.0, gt=0)
+    """How long a checkpoint may take to be written, or to be read again."""
     trace_steps: int = Field(default=3, ge=0)
     """How many of the last steps are kept as spans."""
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.models import Layered, TensorSpec
+from stagewright.models.tracing import undisturbed
 from stagewright.plan import Plan
 from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.precision import AUTOCAST, autocast
@@ -64,10 +65,8 @@ def try_out(here: Hosted, device: torch.device, settings: Settings) -> Sequence[
     """The outputs of a stage for two rows of zeros, leaving no trace."""
     module = here.weights.modules[0]
     inputs = [torch.zeros((2, *spec.shape_per_row), dtype=spec.dtype, device=device) for spec in here.runner.inputs]
-    module.eval()
-    with torch.no_grad(), autocast(settings):
+    with undisturbed(module), torch.no_grad(), autocast(settings):
         made: Sequence[Tensor] = module(*inputs)
-    module.train()
     return made
 
 

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from stagewright.errors import CheckpointError
 from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.storage import Tensors
 from stagewright.runtime.weights import Weights
 
-Tensors = dict[str, Tensor]
 COMPILED = "_orig_mod."
 """What torch.compile puts before the names of the module inside."""
 
@@ -64,13 +65,21 @@ def optimizer_values(weights: Weights) -> Iterator[tuple[str, str, Any]]:
             yield name, kind, value
 
 
+def optimizer_name(stages: Iterable[Hosted]) -> str | None:
+    """What the stages' optimizer is called, as --optimizer names it; None where no stage has one."""
+    made = (here.weights.optimizer for here in stages)
+    return next((type(optimizer).__name__.lower() for optimizer in made if optimizer is not None), None)
+
+
 def stage_numbers(here: Hosted) -> dict[str, Any]:
     """What the optimizer keeps that is no tensor: plain numbers by parameter, and the options of its groups."""
     numbers: dict[str, dict[str, Any]] = {}
     for name, kind, value in optimizer_values(here.weights):
         if isinstance(value, int | float | bool):
             numbers.setdefault(name, {})[kind] = value
-    return {"numbers": numbers, "options": group_options(here.weights.optimizer)}
+    scheduler = here.weights.scheduler
+    state = {key: value for key, value in scheduler.state_dict().items() if is_plain(value)} if scheduler else {}
+    return {"numbers": numbers, "options": group_options(here.weights.optimizer), "scheduler": state}
 
 
 def group_options(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
@@ -132,6 +141,8 @@ def restore_stage(here: Hosted, step: int, tensors: Tensors, numbers: Mapping[st
         restore_optimizer(weights, weights.optimizer, tensors, numbers)
         if options:
             restore_options(weights.optimizer, numbers["options"])
+    if weights.scheduler is not None and numbers.get("scheduler"):
+        restore_scheduler(weights.scheduler, numbers["scheduler"])
 
 
 def restore_slot(weights: Weights, slot: int, step: int, tensors: Tensors) -> None:
@@ -184,6 +195,13 @@ def restore_options(optimizer: Optimizer, options: Mapping[str, Mapping[str, Any
         for key, value in kept.items():
             if key in group and not isinstance(group[key], Tensor):
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Puts a scheduler where it stood; rates of groups stay its own, which another plan may have more or fewer of."""
+    own = scheduler.state_dict()
+    same = {key: value for key, value in state.items() if not isinstance(value, list) or len(value) == len(own[key])}
+    scheduler.load_state_dict({**own, **same})
 
 
 def random_tensors(worker: int, device: torch.device) -> Tensors:

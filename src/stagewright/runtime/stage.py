@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.models import StageModule, TensorSpec
+from stagewright.models.drawing import row_keys, rows_drawn
 from stagewright.runtime.precision import autocast
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.transport import Receipt
@@ -43,6 +45,9 @@ class Held:
     """What forward of a microbatch left for its backward."""
 
     inputs: list[Tensor]
+    targets: Sequence[Tensor]
+    start: int
+    """The number of the first row in the batch."""
     outputs: list[Tensor]
     """The loss alone in the last stage."""
     input_gradients: list[Tensor] | None = None
@@ -54,16 +59,13 @@ class Held:
 class StageRunner:
     """Computes one stage; knows nothing of other workers."""
 
-    def __init__(
-        self, number: int, module: StageModule, settings: Settings, *, batch_rows: int, recompute: bool, seed: int
-    ) -> None:
+    def __init__(self, number: int, module: StageModule, settings: Settings, *, recompute: bool, seed: int) -> None:
         self.number = number
         self.settings = settings
         self.inputs: tuple[TensorSpec, ...] = module.inputs
         self.outputs: tuple[TensorSpec, ...] = module.outputs
         self.targets: tuple[TensorSpec, ...] = module.targets
-        self.has_loss = module.has_loss
-        self.batch_rows = batch_rows
+        self.has_loss, self.draws = module.has_loss, module.draws
         self.recompute = recompute
         self.seed = seed
         self.held: dict[Key, Held] = {}
@@ -74,26 +76,55 @@ class StageRunner:
         return tuple(spec for spec in self.outputs if spec.needs_grad)
 
     def forward(
-        self, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, hold: bool = True
-    ) -> list[Tensor]:
-        """Runs a microbatch forward and holds what backward needs; returns the outputs, or loss and predictions."""
+        self, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, start: int = 0,
+        hold: bool = True,
+    ) -> list[Tensor]:  # fmt: skip
+        """Runs a microbatch forward and holds what backward needs; returns the outputs, or loss and predictions.
+
+        `start` is the number of its first row in the batch.
+        """
         leaves = [leaf(tensor, spec) for tensor, spec in zip(inputs, self.inputs)]
         draw_from(mix(self.seed, *key), self.settings.device)
-        with autocast(self.settings):
+        keys = self._row_keys(key[0], start, leaves)
+        with autocast(self.settings), rows_drawn(keys):
             if self.recompute:
-                made = checkpoint(module, *leaves, *targets, use_reentrant=False)
+                contexts = (nullcontext(), _Again(module, keys))
+                made = checkpoint(module, *leaves, *targets, use_reentrant=False, context_fn=lambda: contexts)
             else:
                 made = module(*leaves, *targets)
         if hold:
-            self.held[key] = Held(leaves, list(made[:1]) if self.has_loss else list(made))
+            self.held[key] = Held(leaves, targets, start, list(made[:1]) if self.has_loss else list(made))
         return list(made)
 
+    def _row_keys(self, batch: int, start: int, inputs: Sequence[Tensor]) -> Tensor | None:
+        if not self.draws:
+            return None
+        rows, device = inputs[0].size(0), inputs[0].device
+        return row_keys(self.settings.seed, batch, start, start + rows, device)
+
     def backward(self, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> list[Tensor]:
-        """Runs a microbatch backward, gradients of inputs and weights at once; returns those of the inputs."""
+        """Runs a microbatch backward, gradients of inputs and weights at once; returns those of the inputs.
+
+        `scale` is the gradient of the last stage's sum: the loss scale divided by what the batch counts.
+        """
         held = self.held.pop(key)
         outputs, given = self._ends(held, gradients, scale)
         torch.autograd.backward(outputs, given)
         return self._input_gradients(held)
+
+    def backward_plainly(
+        self, call: Callable[..., Any], key: Key, gradients: Sequence[Tensor] | None, scale: Tensor
+    ) -> None:
+        """Runs a held microbatch forward and backward once more, by a call of the module; it stays held."""
+        held = self.held[key]
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.inputs]
+        draw_from(mix(self.seed, *key), self.settings.device)
+        with torch.enable_grad(), autocast(self.settings), rows_drawn(self._row_keys(key[0], held.start, leaves)):
+            made = list(call(*leaves, *held.targets))
+        again = replace(held, outputs=made[:1] if self.has_loss else made)
+        outputs, given = self._ends(again, gradients, scale)
+        if outputs:
+            torch.autograd.backward(outputs, given)
 
     def backward_input(
         self, module: nn.Module, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor
@@ -130,9 +161,8 @@ class StageRunner:
 
     def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if self.has_loss:
-            # The gradient of the mean over the batch's rows, times the loss scale.
             loss = held.outputs[0]
-            return held.outputs, [(scale.to(loss.dtype) / self.batch_rows).expand_as(loss)]
+            return held.outputs, [scale.to(loss.dtype).expand_as(loss)]
         if gradients is None:
             raise ValueError(f"backward of stage {self.number} has no gradients")
         needing = [tensor for tensor, spec in zip(held.outputs, self.outputs) if spec.needs_grad]
@@ -146,6 +176,34 @@ class StageRunner:
                 found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
                 tensor.grad = None
         return found
+
+
+class _Again:
+    """What a forward runs in when backward runs it again, once or more: on the buffers and keys that the first one had.
+
+    Running statistics move once a forward, not twice.
+    """
+
+    def __init__(self, module: nn.Module, keys: Tensor | None) -> None:
+        self._buffers = list(module.buffers())
+        self._values = [buffer.clone() for buffer in self._buffers]
+        self._keys = keys
+        self._left: list[tuple[list[Tensor], AbstractContextManager[None]]] = []
+
+    def __enter__(self) -> None:
+        drawn = rows_drawn(self._keys)
+        self._left.append(([buffer.clone() for buffer in self._buffers], drawn))
+        drawn.__enter__()
+        self._fill(self._values)
+
+    def __exit__(self, *fault: Any) -> None:
+        now, drawn = self._left.pop()
+        drawn.__exit__(*fault)
+        self._fill(now)
+
+    def _fill(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values):
+            buffer.data.copy_(value)  # by way of `data`, for graphs that hold the buffer must not notice
 
 
 def draw_from(seed: int, device: str) -> None:

@@ -35,7 +35,6 @@ def warm_up(worker: Worker) -> None:
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
         update_once(here, worker.world.device)
-    worker.figures.clear()
     torch.cuda.synchronize()
 
 
@@ -49,7 +48,8 @@ def run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
     targets = [zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.targets]
     made = runner.forward(here.weights.modules[slot], key, inputs, targets)
     if runner.has_loss:
-        worker.note(-1, made, targets)
+        worker.note(-1, rows, made, targets)
+        worker.figures(-1)
         runner.backward(key, None, worker.scale.current)
     else:
         outputs = [tensor for tensor, spec in zip(made, runner.outputs) if spec.needs_grad]

@@ -13,30 +13,38 @@ slot; the batch that used the slot before is over by then, so K slots are enough
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
+from stagewright.errors import UsageError
+
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
+"""From a stage's parameters to their optimizer, with a scheduler where there is one: it steps after every update."""
 
 
 class Weights:
     """The slots of one stage on one worker."""
 
-    def __init__(self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker) -> None:
+    def __init__(
+        self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker, unreached: Collection[str] = ()
+    ) -> None:
+        """`unreached` are parameters to which no gradient ever comes: no optimizer may decay them."""
         self.modules: list[nn.Module] = [module, *(twin(module) for _ in range(num_versions - 1))]
+        self.names = [name for name, each in module.named_parameters() if each.requires_grad and name not in unreached]
         self.parameters: list[list[nn.Parameter]] = [
-            [parameter for parameter in slot.parameters() if parameter.requires_grad] for slot in self.modules
+            [slot.get_parameter(name) for name in self.names] for slot in self.modules
         ]
-        self.names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         # The optimizer keeps its state by parameter object, so it gets its own ones: they are made to point at the
         # slot that is being updated, and no graph ever sees them.
         is_alone = num_versions == 1
         self.moved = self.parameters[0] if is_alone else [nn.Parameter(one.data) for one in self.parameters[0]]
-        self.optimizer = make_optimizer(named_groups(self.names, self.moved)) if self.moved else None
+        self.optimizer, self.scheduler = _made(make_optimizer, named_groups(self.names, self.moved))
         self.num_updates = 0
 
     @property
@@ -74,6 +82,10 @@ class Weights:
             moved.grad = gradient
         if self.optimizer is not None:
             step(self.optimizer, skip, divisor)
+        if self.scheduler is not None:
+            with warnings.catch_warnings():  # the optimizer steps under another name, or may skip its first step
+                warnings.simplefilter("ignore", UserWarning)
+                self.scheduler.step()
         for moved in self.moved:
             moved.grad = None
         self.num_updates = batch + 1
@@ -81,6 +93,26 @@ class Weights:
     def newest(self) -> nn.Module:
         """The stage with the weights after every update so far."""
         return self.modules[self.slot(self.num_updates - 1)]
+
+
+def _made(
+    make_optimizer: OptimizerMaker, parameters: list[nn.Parameter]
+) -> tuple[Optimizer | None, LRScheduler | None]:
+    """The optimizer and the scheduler of some parameters; a scheduler that nobody would save is refused."""
+    if not parameters:
+        return None, None
+    made = make_optimizer(parameters)
+    optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
+    if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise UsageError(
+            "the recipe makes a learning-rate scheduler and keeps it to itself, so that a resumed run would lose it",
+            "return it too, `return optimizer, scheduler`: it steps after every update, and checkpoints hold it",
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau follows a figure that stages do not share", "use a scheduler that follows the steps"
+        )
+    return optimizer, scheduler
 
 
 def step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> None:
@@ -104,9 +136,20 @@ def step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> N
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """A copy with parameters of its own and the very same buffers."""
+    """A copy with parameters of its own, which keep the hooks that copies lose, and the very same buffers."""
     buffers = {id(buffer): buffer for buffer in module.buffers()}
-    return copy.deepcopy(module, memo=dict(buffers))
+    made = copy.deepcopy(module, memo=dict(buffers))
+    for mine, theirs in zip(made.parameters(), module.parameters()):
+        copy_hooks(theirs, mine)
+        for hook in (theirs._post_accumulate_grad_hooks or {}).values():
+            mine.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return made
+
+
+def copy_hooks(parameter: Tensor, other: Tensor) -> None:
+    """Gives another tensor the hooks that change a parameter's gradient."""
+    for hook in (parameter._backward_hooks or {}).values():
+        other.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def named_groups(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

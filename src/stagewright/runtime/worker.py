@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.models import Layered
+from stagewright.models import Layered, MeanLoss, count_of
 from stagewright.plan import Share
 from stagewright.runtime.clock import Clock
-from stagewright.runtime.feed import Feed
+from stagewright.runtime.feed import Feed, OnDevice, check_labels, check_rows
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
 from stagewright.runtime.numbers import Watch
 from stagewright.runtime.precision import AUTOCAST, LossScale, Verdict, agree, sum_of_squares
+from stagewright.runtime.selfcheck import SelfCheck
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.settle import settle_dtypes
 from stagewright.runtime.stage import Key, Parcel
@@ -44,15 +46,18 @@ class Worker:
     ) -> None:  # fmt: skip
         check_world(world, schedule.plan)
         self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
-        self.feed, self.metric, self.num_metrics = feed, metric, num_metrics
+        self.feed, self.metric, self.num_metrics = OnDevice(feed, world.device), metric, num_metrics
         self.hosted = host_stages(self.plan, layered, world, settings, make_optimizer)
         settle_dtypes(self.hosted, self.plan, layered, world, settings)
         self.transport = make_transport(world, self.plan, settings)
         self.clock = Clock(world.worker, world.device)
-        self.scale = LossScale(settings, world.device)
+        self.scale = LossScale(settings, world.device, self.plan.versions)
         self.verdicts: dict[int, Verdict] = {}
-        self.figures: dict[int, Tensor] = {}
-        """For each batch the sums of loss and metric over this worker's rows, where it holds the last stage."""
+        self.count = count_of(layered.loss)
+        """What counts the targets of a batch, where the loss is not divided by rows."""
+        self.is_mean_of_rows = isinstance(layered.loss, MeanLoss) and self.count is None
+        self._figures: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor] = {}
         self.on_update: Callable[[int], None] | None = None
         """Called after a worker's last update of a batch."""
         self.on_stage_update: Callable[[int, int], None] | None = None
@@ -70,6 +75,15 @@ class Worker:
         self.skips = self.scale.is_on or settings.on_nan == "skip"
         """Whether a step with gradients that are not finite is left out."""
         self.handlers = self._table()
+        self.self_check = SelfCheck(settings)
+        for here in self.hosted.values():
+            here.reducer.inspect = partial(self._inspect, here)
+
+    def _inspect(self, here: Hosted, slot: int, members: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """Looks at a stage's gradients before they are reduced; those of the batch whose end is running."""
+        batch = self.at.batch if self.at is not None else 0
+        if here.weights.slot(batch) == slot:
+            self.self_check.compare(here, batch, [here.weights.names[index] for index in members], gradients)
 
     def _table(self) -> dict[Kind, Callable[[Action], None]]:
         """What each kind of action does."""
@@ -88,8 +102,9 @@ class Worker:
     def for_evaluation(self, schedule: Schedule, feed: Feed) -> Worker:
         """A worker that shares this one's stages but runs another schedule on other data, forward only."""
         helper = copy.copy(self)
-        helper.schedule, helper.plan, helper.feed = schedule, schedule.plan, feed
-        helper.is_training, helper.figures, helper.gate = False, {}, None
+        helper.schedule, helper.plan = schedule, schedule.plan
+        helper.feed = OnDevice(feed, self.world.device)
+        helper.is_training, helper._figures, helper.gate = False, {}, None
         helper.wants_metric = lambda batch: True
         helper.hosted = {
             stage: Hosted(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
@@ -147,45 +162,50 @@ class Worker:
     # Compute
 
     def forward(self, action: Action) -> None:
-        self._fold_full()
+        self._make_full()
         here, key, share = self._find(action)
         inputs = self._inputs(here, key, share)
         last = here.runner.has_loss
-        targets = self.feed.targets(key[0], share.start, share.stop) if last else ()
+        targets = self._targets(here, key[0], share.start, share.stop) if last else ()
         module = here.weights.module(key[0]) if self.is_training else here.weights.newest()
-        made = here.runner.forward(module, key, inputs, targets, hold=self.is_training)
+        made = here.runner.forward(module, key, inputs, targets, start=share.start, hold=self.is_training)
         if self.watch is not None and self.is_training:
             self.watch.after_forward(here, module, key, inputs, targets, made)
         if last:
-            self.note(key[0], made, targets)
+            self.note(key[0], share.stop - share.start, made, targets)
         else:
             takers = here.partners(here.stage + 1, key[1])
             here.made.put(key, [tensor.detach() for tensor in made], len(takers))
 
     def backward(self, action: Action) -> None:
-        self._fold_full()
+        self._make_full()
         here, key, _ = self._find(action)
         gradients = self._output_gradients(here, key)
+        scale = self.loss_gradient(here, key[0])
+        self.self_check.add(here, key, gradients, scale)
         with here.backward_of(key[0], is_last=self._arm(here, key)):
-            returned = here.runner.backward(key, gradients, self.scale.current)
+            returned = here.runner.backward(key, gradients, scale)
         self._return(here, key, returned)
 
     def backward_input(self, action: Action) -> None:
         here, key, _ = self._find(action)
         module = here.weights.module(key[0])
         gradients = self._output_gradients(here, key)
-        self._return(here, key, here.runner.backward_input(module, key, gradients, self.scale.current))
+        scale = self.loss_gradient(here, key[0])
+        self.self_check.add(here, key, gradients, scale)
+        returned = here.runner.backward_input(module, key, gradients, scale)
+        self._return(here, key, returned)
 
     def backward_weight(self, action: Action) -> None:
         here, key, _ = self._find(action)
         self._arm(here, key)
         here.runner.backward_weight(here.weights.module(key[0]), key)
 
-    def _fold_full(self) -> None:
+    def _make_full(self) -> None:
         """Makes the weight gradients of which no more rows can be kept, now that the last backward is on its way."""
         for here in self.hosted.values():
-            for folding in here.foldings:
-                folding.fold(only_full=True)
+            for deferred in here.deferred:
+                deferred.make(only_full=True)
 
     def _return(self, here: Hosted, key: Key, gradients: list[Tensor]) -> None:
         """Keeps the gradients of a microbatch's inputs for the stage before."""
@@ -203,14 +223,35 @@ class Worker:
                 here.reducer.arm(here.weights.slot(batch))
         return left == 0
 
-    def note(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Adds a microbatch's loss and metric to the batch's."""
+    def loss_gradient(self, here: Hosted, batch: int) -> Tensor:
+        """The gradient of a batch's summed loss: the loss scale, divided by what the whole batch counts."""
+        if not here.runner.has_loss:
+            return self.scale.current  # nobody asks for it
+        scale = self.scale.of_batch(batch)
+        if self.count is None:
+            return scale.double() / self.plan.batch
+        if batch not in self._counts:
+            whole = self.count(*self._targets(here, batch, 0, self.plan.batch))
+            self._counts[batch] = torch.where(whole > 0, whole, 1)
+        return scale.double() / self._counts[batch]
+
+    def note(self, batch: int, rows: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Adds a microbatch's loss, what it counts and the metric to the batch's."""
         loss = made[0].detach().to(torch.float64, copy=True).reshape(1)  # a graph replayed writes there again
+        number = loss.new_full((1,), rows) if self.count is None else self.count(*targets).to(loss).reshape(1)
+        sums = torch.cat([loss, number, *self._metric(batch, made, targets)])
+        self._figures[batch] = self._figures[batch] + sums if batch in self._figures else sums
+
+    def _metric(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
         if self.metric is None or not self.wants_metric(batch):
-            sums = loss
-        else:
-            sums = torch.cat([loss, self.metric(made[1:], targets).double()])
-        self.figures[batch] = self.figures[batch] + sums if batch in self.figures else sums
+            return []
+        return [self.metric(made[1:], targets).double()]
+
+    def figures(self, batch: int) -> Tensor:
+        """The sums over this worker's rows of a batch, given out once: loss, what the loss counts, metric."""
+        width = 2 + (self.num_metrics if self.metric is not None and self.wants_metric(batch) else 0)
+        nothing = torch.zeros(width, dtype=torch.float64, device=self.world.device)
+        return self._figures.pop(batch, nothing)  # a replica may have no rows of a batch
 
     # Rows from and to other stages
 
@@ -225,9 +266,18 @@ class Worker:
         """A microbatch's inputs: from the data, or put together from the stage before."""
         if here.stage == 0:
             given = self.feed.inputs(key[0], share.start, share.stop)
+            check_rows("inputs", given, here.runner.inputs, key[0], share.start, share.stop)
             return [as_settled(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
         before = self.hosted.get(here.stage - 1)
         return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
+
+    def _targets(self, here: Hosted, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        """The targets of some rows of a batch."""
+        given = self.feed.targets(batch, start, stop)
+        check_rows("targets", given, here.runner.targets, batch, start, stop)
+        if self.is_mean_of_rows:
+            check_labels(given, batch)
+        return given
 
     def _output_gradients(self, here: Hosted, key: Key) -> list[Tensor] | None:
         """The gradients of a microbatch's outputs: put together from the stage after; None where the loss is."""
@@ -307,8 +357,10 @@ class Worker:
             here.reduced[action.batch] = gradients
             if here.replica == 0:
                 counted += [each for each in gradients if each is not None]
-        squares = sum_of_squares(counted, self.world.device)
-        self.verdicts[action.batch] = agree(squares, self.scale.current, self.settings.clip_norm, self.world.everyone)
+        squares, scale = sum_of_squares(counted, self.world.device), self.scale.of_batch(action.batch)
+        verdict = agree(squares, scale, self.settings.clip_norm, self.world.everyone)
+        self.verdicts[action.batch] = verdict
+        self.scale.note(action.batch, verdict.overflowed)
 
     def update(self, action: Action) -> None:
         here, batch = self.hosted[action.stage], action.batch
@@ -327,9 +379,9 @@ class Worker:
 
     def _close(self, batch: int, verdict: Verdict | None) -> None:
         """What follows a worker's last update of a batch."""
+        self._counts.pop(batch, None)
         if verdict is not None:
             del self.verdicts[batch]
-            self.scale.note(verdict.overflowed)
         if self.on_update is not None:
             self.on_update(batch)
 
@@ -341,8 +393,8 @@ class Worker:
         self.transport.close()
         for here in self.hosted.values():
             here.reducer.close()
-            for folding in here.foldings:
-                folding.close()
+            for deferred in here.deferred:
+                deferred.close()
 
 
 def as_settled(tensor: Tensor, dtype: torch.dtype) -> Tensor:

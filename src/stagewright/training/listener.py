@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from stagewright.record import Point
-from stagewright.runtime.evaluate import evaluate
+from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.later import Later
 from stagewright.runtime.numbers import Watch
@@ -46,6 +46,8 @@ class Listener:
         self.later = Later(world.device)
         for stage in worker.hosted:
             self.set_rate(stage, run.job.first_step)
+        if run.job.warm_up == 0:
+            worker.clock.mark()  # where the first step begins that is measured
         worker.watch, worker.wants_metric = self.watch(), self.is_due
         worker.on_update, worker.on_stage_update = self.after_update, self.after_stage_update
 
@@ -114,30 +116,30 @@ class Listener:
     def note_figures(self, batch: int) -> None:
         """Looks at the loss where it is cheap, and logs it where it is due."""
         is_cpu, is_due = self.run.world.device.type == "cpu", self.is_due(batch)
-        sums = self.worker.figures.pop(batch)
+        sums = self.worker.figures(batch)
         if not is_cpu and not is_due:
             return
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         if self.speaks:
             scale = self.worker.scale.current.reshape(1)
-            figures = torch.cat([scale.to(sums.dtype), sums / self.run.schedule.plan.batch])
+            figures = torch.cat([scale.to(sums.dtype), means(sums, self.run.schedule.plan.batch)])
             self.later.read(figures, lambda found: self.log(batch + 1, is_due, *found))
 
     def log(self, step: int, is_due: bool, scale: float, loss: float, *accuracy: float) -> None:
-        """Adds the loss of a step to its curve, and logs it with the accuracy where that is due."""
+        """Adds the loss of a step to its curve, and logs it with the accuracy, if there is one, where that is due."""
         self.point("loss", step, loss)
         if is_due:
-            self.tell(step, scale, loss, *accuracy)
+            self.tell(step, scale, loss, dict(zip(METRICS, accuracy)))
 
-    def tell(self, step: int, scale: float, loss: float, top_1: float, top_k: float) -> None:
+    def tell(self, step: int, scale: float, loss: float, accuracy: dict[str, float]) -> None:
         """Logs loss and accuracy of a step, and the images/s since the last time."""
         now, (before, then) = time.perf_counter(), self.logged_at
         self.logged_at = (now, step)
         rate = self.run.schedule.plan.batch * (step - then) / max(now - before, 1e-9)
-        self.say("train", step, {"loss": loss, "top_1": top_1, "top_k": top_k, "images_per_s": rate, "scale": scale})
-        self.point("top_1", step, top_1)
-        self.point("top_k", step, top_k)
+        self.say("train", step, {"loss": loss, **accuracy, "images_per_s": rate, "scale": scale})
+        for name, value in accuracy.items():
+            self.point(name, step, value)
 
     def say(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Tells an event of a step, and prints its line where nobody else watches the events."""
@@ -173,8 +175,10 @@ class Listener:
         means = evaluate(self.worker, feed, rows, self.run.schedule.plan.batch).tolist()
         if self.speaks:
             rate = rows / (time.perf_counter() - started)
-            self.say("validation", step, {"top_1": means[1], "top_k": means[2], "images_per_s": rate})
-            for name, value in zip(("loss", *METRICS), means):
+            figures = dict(zip(("loss", *METRICS), means))
+            accuracy = {name: value for name, value in figures.items() if name != "loss"}
+            self.say("validation", step, {**(accuracy or figures), "images_per_s": rate})
+            for name, value in figures.items():
                 self.point(f"validation_{name}", step, value)
         self.logged_at = (time.perf_counter(), step)
 
