@@ -86,7 +86,9 @@ def deep_cases() -> Iterator[Case]:
 def measure(case: Case, repeats: int) -> tuple[float, str]:
     """The processor's seconds of the fastest of several runs, and the shape that was found."""
     wires = {} if case.bytes_per_s is None else {"bytes_per_s": case.bytes_per_s}
-    cluster = make_cluster(case.num_devices, device=Device(kind="cpu", memory_bytes=case.memory_bytes), **wires)
+    cluster = make_cluster(
+        case.num_devices, device=Device(kind=case.profile.device, memory_bytes=case.memory_bytes), **wires
+    )
     options, seconds, found = PlanOptions(batch=case.batch, staleness=case.staleness), float("inf"), ""
     for _ in range(repeats):
         began = time.process_time()
