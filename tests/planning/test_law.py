@@ -56,13 +56,19 @@ def test_no_constrained_search_beats_the_free_one(seed: int) -> None:
         assert fixed_s >= free_s * (1 - TIE), each
 
 
-@pytest.mark.parametrize("seed", [*range(25), 191])
+@pytest.mark.parametrize("seed", range(25))
 def test_the_plan_is_within_2_percent_of_the_best_of_all(seed: int) -> None:
     """How all 200 come out: benchmarks/planner.py."""
     case = random_case(seed)
     best_s, best = best_of_all(seed)
     found = searched(case, sw.PlanOptions(batch=case.batch, staleness=case.staleness)).best
     assert found.step_s <= best_s * (1 + BEHIND), (found.plan, best)
+
+
+def test_a_plan_of_three_stages_is_found_though_the_estimate_puts_another_before_it() -> None:
+    """The best of all plans of this case takes 197.5 ms; to find it by trying all takes minutes."""
+    case = random_case(191)
+    assert searched(case, sw.PlanOptions(batch=case.batch, staleness=case.staleness)).best.step_s <= 0.19752 * 1.02
 
 
 def test_without_a_judge_of_its_own_the_simulator_is_asked() -> None:
