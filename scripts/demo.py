@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -85,7 +84,7 @@ def predict(plan: sw.Plan, profile: sw.Profile, cluster: sw.Cluster, name: str =
 def choose(profile: sw.Profile, cluster: sw.Cluster, placement: str) -> Search:
     """The fastest plan on these devices that trains exactly: cuts, microbatches and order ranked by the simulator."""
     options = sw.PlanOptions(batch=BATCH, placement=placement, staleness="0")
-    return sw.make_plan(profile, cluster, options, partial(predict, profile=profile, cluster=cluster))
+    return sw.make_plan(profile, cluster, options)
 
 
 def train(plan: sw.Plan, model: sw.Layered, name: str, folder: Path) -> sw.Record:

@@ -25,12 +25,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "data"),
     ("record",),
     ("schedule", "cost"),
+    ("policy",),
     ("plan", "wires"),
     ("profile", "cluster"),
     ("noun",),
     ("errors",),
 )
-"""From the top down; the last six are the nouns and what they stand on."""
+"""From the top down; the last seven are the nouns and what they stand on."""
 
 TORCH_ROOMS = {"models", "profiling", "runtime", "data", "training", "bench", "rehearsal"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from stagewright.plan import Plan, Stage
     from stagewright.planning.fixed import fixed_plan
     from stagewright.planning.options import PlanOptions
-    from stagewright.planning.search import make_plan
     from stagewright.profile import LayerProfile, Profile
     from stagewright.profiling.measured import make_profile
     from stagewright.record import Point, Record, Span
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from stagewright.runtime.settings import Settings
     from stagewright.schedule import Action, Kind, Schedule
     from stagewright.scheduling import make_schedule
-    from stagewright.simulation import simulate
+    from stagewright.simulation import make_plan, simulate
     from stagewright.training import Job, Recipe, train
 
 __all__ = [
@@ -116,7 +115,6 @@ _HOMES = {
     "plan": "Plan Stage",
     "planning.fixed": "fixed_plan",
     "planning.options": "PlanOptions",
-    "planning.search": "make_plan",
     "profile": "LayerProfile Profile",
     "profiling.measured": "make_profile",
     "record": "Point Record Span",
@@ -125,7 +123,7 @@ _HOMES = {
     "runtime.settings": "Settings",
     "schedule": "Action Kind Schedule",
     "scheduling": "make_schedule",
-    "simulation": "simulate",
+    "simulation": "make_plan simulate",
     "training": "Job Recipe train",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

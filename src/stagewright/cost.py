@@ -15,11 +15,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from stagewright.cluster import Cluster, Device, DeviceId, plain_kind
 from stagewright.errors import ProfileError
-from stagewright.plan import Plan, Policy, Route
+from stagewright.plan import Policy, Route
+from stagewright.policy import RULES
 from stagewright.profile import LayerProfile, Profile
 from stagewright.wires import Wires
 
@@ -136,7 +137,7 @@ ONE = Handled()
 def handled_by_each(policy: Policy, route: Route, num_microbatches: int, num_replicas: int) -> Handled:
     """What a replica of a stage handles: all microbatches of a batch, or those that come round to it."""
     count = -(-num_microbatches // num_replicas) if route == "rotate" else num_microbatches
-    return Handled(count, policy != "zero-bubble")
+    return Handled(count, not RULES[policy].halves)
 
 
 def num_folded(layer: LayerProfile, rows: float, num_microbatches: int) -> int:
@@ -419,44 +420,3 @@ def num_buckets(gradient_bytes: int) -> int:
     is worth sending.
     """
     return max(math.ceil(gradient_bytes / BUCKET_BYTES), min(BUCKETS, gradient_bytes // LEAST_BUCKET_BYTES), 1)
-
-
-def held_microbatches(plan: Plan, stage: int) -> int:
-    """How many microbatches' activations a replica of a stage holds at most, before `hold` bounds it.
-
-        gpipe              all that it handles in a batch
-        1f1b, zero-bubble  warm-up + 1: num_stages − stage under `split`, ceil(later replicas / own) + 1 under `rotate`
-        interleaved        as 1f1b over all stages that are still to come
-        no flush (K > 1)   at least the K batches that are under way
-
-    Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021, section 2.2, with the uneven warm-up.
-    """
-    later = plan.replicas[stage + 1 :]
-    return held_count(plan, plan.replicas[stage], len(later), sum(later), plan.versions[stage])
-
-
-class Pace(Protocol):
-    """What a plan and a planner's setting share: how batches are cut up and ordered."""
-
-    @property
-    def num_microbatches(self) -> int: ...
-    @property
-    def route(self) -> Route: ...
-    @property
-    def policy(self) -> Policy: ...
-    @property
-    def hold(self) -> int | None: ...
-
-
-def held_count(pace: Pace, replicas: int, later_stages: int, later_replicas: int, versions: int) -> int:
-    """`held_microbatches` of a stage with so many replicas, when only what comes after it is known."""
-    count = pace.num_microbatches
-    own = -(-count // replicas) if pace.route == "rotate" else count
-    if pace.policy in ("gpipe", "dynamic"):
-        wanted = own
-    elif pace.route == "rotate":
-        wanted = min(own, -(-later_replicas // replicas) + 1)
-    else:
-        wanted = min(own, later_stages + 1)
-    wanted = max(wanted, versions)
-    return wanted if pace.hold is None else min(wanted, pace.hold)

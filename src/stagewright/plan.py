@@ -15,6 +15,7 @@ Route = Literal["split", "rotate"]
 Policy = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "dynamic"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 ROUTES: tuple[Route, ...] = get_args(Route)
+DEFAULT_POLICY: Policy = "1f1b"
 
 
 @noun(error=PlanError)
@@ -61,7 +62,7 @@ class Plan(Saved):
     """The rows of one optimizer step, over all devices."""
     num_microbatches: int = Field(default=1, ge=1)
     route: Route = "split"
-    policy: Policy = "1f1b"
+    policy: Policy = DEFAULT_POLICY
     hold: int | None = Field(default=None, ge=1)
     """How many microbatches' activations a replica may hold; None is what the policy wants."""
     notes: tuple[str, ...] = ()

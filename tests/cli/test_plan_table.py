@@ -33,7 +33,7 @@ def choice(plan: Plan, step_s: float) -> Choice:
 def search(best: Choice, *others: Choice, data_parallel: Choice | None = None) -> Search:
     return Search(
         best=best, others=others, data_parallel=data_parallel, why_no_data_parallel="", reason="", num_plans=1,
-        seconds=0.1, is_exact=False,
+        num_simulated=0, seconds=0.1,
     )  # fmt: skip
 
 

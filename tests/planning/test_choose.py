@@ -6,19 +6,22 @@ from typing import Any, cast
 
 from stagewright.cluster import DeviceId
 from stagewright.plan import Plan, Stage
-from stagewright.planning.choose import Choice, simplest_of, to_score
+from stagewright.planning.choose import TIE, Choice, plainest, to_score
 from stagewright.planning.exact import Leaders, Placed
 
 
-def choice(num_stages: int, step_s: float) -> Choice:
+def choice(num_stages: int, step_s: float, **other: Any) -> Choice:
     stages = tuple(Stage(layers=(f"layer{n}",), devices=(DeviceId(0, n),)) for n in range(num_stages))
-    return Choice(plan=Plan(model="any", stages=stages, batch=8), step_s=step_s, peak_bytes=(), limit="")
+    return Choice(plan=Plan(model="any", stages=stages, batch=8, **other), step_s=step_s, peak_bytes=(), limit="")
 
 
-def test_a_plan_with_more_stages_must_be_faster() -> None:
-    deep, flat = choice(8, 1.0), choice(3, 1.028)
-    assert simplest_of([deep, flat, choice(3, 1.029), choice(2, 1.04)]) is flat
-    assert simplest_of([deep, choice(3, 1.031)]) is deep
+def test_of_equally_fast_plans_the_plainest_is_taken_and_else_the_fastest() -> None:
+    deep, flat = choice(8, 1.0), choice(3, 1.0 + 0.9 * TIE)
+    assert plainest([deep, flat, choice(2, 1.0 + 1.1 * TIE)], TIE) is flat
+    assert plainest([deep, flat], 0.0) is deep
+    plain, odd = choice(2, 1.0, num_microbatches=4), choice(2, 1.0, num_microbatches=2, policy="zero-bubble")
+    assert plainest([odd, plain], TIE) is plain
+    assert plainest([plain, choice(2, 1.0, num_microbatches=2)], TIE).plan.num_microbatches == 2
 
 
 def test_the_best_plans_of_few_stages_are_simulated_though_the_estimate_prefers_others() -> None:

@@ -9,12 +9,12 @@ from functools import cache
 from itertools import accumulate
 
 import pytest
+from benchmarks.pipedream import PipeDreamPlan, along, find_cuts, pipedream_plan
 
 from stagewright.cluster import Device, make_cluster
 from stagewright.cost import Costs
 from stagewright.errors import PlanError
 from stagewright.planning import PlanOptions
-from stagewright.planning.pipedream import PipeDreamPlan, along, find_cuts, pipedream_plan
 from stagewright.planning.problem import make_problem
 from stagewright.planning.quick import Candidate, price
 from stagewright.planning.search import Search, make_plan

@@ -11,11 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import stagewright as sw
+from stagewright.cluster import DeviceId, parse_placement
 from stagewright.errors import UsageError
+from stagewright.models import build_model
+from stagewright.plan import Plan, Stage
 from stagewright.runtime import preflight
 from stagewright.runtime.hosts import OverSsh, host_commands
-from stagewright.runtime.preflight import check_before_launch, check_hosts, facts
+from stagewright.runtime.preflight import (
+    Machine,
+    check_before_launch,
+    check_hosts,
+    facts,
+    needed_bytes,
+    saved_bytes,
+    too_little_memory,
+)
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, layered_tower, plan_of
@@ -52,6 +65,74 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.M
     assert "cannot be written to" in lines[3]
 
 
+GIB = 1 << 30
+ON_CARDS = Settings(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("placement", "machines", "short"),
+    [
+        ("0:0-1", {"here": ((16, 8), [0])}, ["0:1 need 10.0 GiB", "card 1 of here has 8.0 GiB"]),
+        ("0:0-3", {"here": ((40, 39), [0])}, []),
+        ("0:0-3", {"here": ((19, 20), [0])}, ["0:0,0:2 need 20.0 GiB", "card 0 of here has 19.0 GiB"]),
+        ("0:0-7,1:0-7", {"a": ((16,) * 8, [0]), "b": ((16,) * 8, [1])}, []),
+        ("0:0-7,1:0-7", {"a": ((16,) * 8, [0]), "b": ((*(16,) * 7, 9), [1])}, ["1:7 need", "card 7 of b has 9.0 GiB"]),
+    ],
+)
+def test_each_card_is_judged_by_its_own_memory_and_the_workers_on_it(
+    placement: str, machines: dict[str, tuple[tuple[int, ...], list[int]]], short: list[str]
+) -> None:
+    plan = Plan(model="any", stages=(Stage(layers=("l",), devices=parse_placement(placement)[0]),), batch=64)
+    known = {
+        name: (Machine(GIB, tuple(GIB * card for card in cards)), hosts) for name, (cards, hosts) in machines.items()
+    }
+    found = too_little_memory(plan, [10 * GIB] * len(plan.devices), ON_CARDS, known)
+    assert len(found) == bool(short)
+    assert all(words in found[0] for words in short)
+
+
+def test_on_cpus_each_host_holds_its_own_workers() -> None:
+    plan = Plan(model="any", stages=(Stage(layers=("l",), devices=parse_placement("0:0-1,1:0-1")[0]),), batch=8)
+    needed = [3 * GIB] * 4
+    assert not too_little_memory(plan, needed, Settings(), {h: (Machine(7 * GIB, ()), [n]) for n, h in enumerate("ab")})
+    (word,) = too_little_memory(plan, needed, Settings(), {"here": (Machine(7 * GIB, ()), [0, 1])})
+    assert "together need 12.0 GiB" in word
+    assert "here has 7.0 GiB" in word
+
+
+@pytest.mark.parametrize(("recompute", "held"), [(False, 2), (True, 1)])
+def test_activations_count(recompute: bool, held: int) -> None:
+    layered = layered_tower()
+    few, many = (
+        needed_bytes(plan_of(Case("2-2", batch=rows, recompute=recompute), layered.names), layered, Settings(), 1)
+        for rows in (8, 808)
+    )
+    saved = saved_bytes(plan_of(Case("2-2"), layered.names), layered, Settings())
+    assert min(saved) > 0
+    # 800 rows more are 100 more for each of two replicas in each of four microbatches
+    assert [after - before for before, after in zip(few, many)] == [
+        *[100 * held * saved[0]] * 2, *[100 * saved[1]] * 2
+    ]  # fmt: skip
+
+
+def test_counting_activations_leaves_the_model_as_it_is() -> None:
+    layered = build_model("tiny-cnn", seed=1)
+    before = {name: tensor.clone() for name, tensor in layered.model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    plan = Plan(model="tiny-cnn", stages=(Stage(layers=layered.names, devices=(DeviceId(0, 0),)),), batch=8)
+    assert saved_bytes(plan, layered, Settings())[0] > 0
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layered.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in layered.model.parameters())
+
+
+def test_one_device_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layered = layered_tower()
+    monkeypatch.setattr(preflight, "available_memory", lambda: 100)
+    with pytest.raises(UsageError, match="the workers together need"):
+        sw.train(make_schedule(plan_of(Case("1"), layered.names)), layered, folder=tmp_path / "run")
+
+
 def test_the_disk_must_hold_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layered = layered_tower()
     schedule = make_schedule(plan_of(Case("3-1"), layered.names))
@@ -83,7 +164,11 @@ def test_what_hosts_disagree_on_is_told_at_once(tmp_path: Path) -> None:
             return [*(asked(0) if host == "one" else asked(0, torch="1.0", time=0.0)), *words[1:]]
 
         with pytest.raises(UsageError) as told:
-            check_hosts(["one", "two", "three"], [str(tmp_path), "/no/such/data"], port, ask)
+            check_hosts(
+                ["one", "two", "three"], [str(tmp_path), "/no/such/data"], port, ask,
+                lambda machines: [f"{name} is {where} and has memory: {it.memory_bytes > 0}"
+                                  for name, (it, where) in machines.items()],
+            )  # fmt: skip
     text = str(told.value)
     assert "host three cannot be asked: No route to host" in text
     assert "torch is not the same everywhere" in text
@@ -91,6 +176,8 @@ def test_what_hosts_disagree_on_is_told_at_once(tmp_path: Path) -> None:
     assert "the clocks are apart" in text
     assert "host two has no /no/such/data" in text
     assert f"port {port} of host one is taken" in text
+    assert "one is [0] and has memory: True" in text
+    assert "two is [1] and has memory: True" in text
 
 
 def test_facts_are_plain() -> None:

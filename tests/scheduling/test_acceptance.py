@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stagewright.scheduling import check_schedule, holds, make_schedule
+from stagewright.policy import holds
+from stagewright.scheduling import check_schedule, make_schedule
 from tests.scheduling.cases import plan_of, wrapped
 from tests.scheduling.interpreter import carry_out
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stagewright.errors import ScheduleError
-from stagewright.scheduling import holds, make_schedule
+from stagewright.policy import holds
+from stagewright.scheduling import make_schedule
 from stagewright.scheduling.sketch import parse_replicas, sketch_plan
 from tests.scheduling.cases import plan_of
 

@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from stagewright.scheduling import holds, make_schedule
+from stagewright.policy import holds
+from stagewright.scheduling import make_schedule
 from stagewright.scheduling.ideal import balanced_costs, run_ideally
 from tests.scheduling.cases import placed, plan_of
 from tests.scheduling.interpreter import carry_out

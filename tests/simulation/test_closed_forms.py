@@ -87,3 +87,11 @@ def test_start_up_is_told_apart_from_the_steady_state():
     record = simulate(make_schedule(plan([1, 1], versions=[2, 1])), even_profile(2), star(1e30, 1e30))
     assert record.median_step_s == pytest.approx(3.0, rel=EXACT)
     assert record.start_up_s > record.median_step_s
+
+
+def test_no_step_is_shorter_than_the_busiest_worker_computes():
+    # gpipe without a flush takes dozens of batches to fill: until then they end at the pace of the stages before.
+    figures = profile(layer("l0", 1.0, 2.0), layer("l1", 1.3, 1.6), layer("l2", 1.01, 2.02))
+    made = plan([1, 1, 1], 8, policy="gpipe", versions=[3, 2, 1])
+    record = simulate(make_schedule(made), figures, star(1e18, 1e18, 1e18), detail=False)
+    assert record.median_step_s == pytest.approx(8 * 3.03)

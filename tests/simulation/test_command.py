@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import typer
@@ -10,7 +12,8 @@ from typer.testing import CliRunner
 
 from stagewright.cli.calibrate import calibrate
 from stagewright.cli.simulate import simulate
-from stagewright.errors import DataError, UsageError
+from stagewright.cluster import Cluster
+from stagewright.errors import DataError, PlanError, UsageError
 from stagewright.record import Record
 from tests.simulation.cases import even_profile, plan, star
 
@@ -50,6 +53,31 @@ def test_the_screen_says_where_the_time_goes(files):
     text = call(files)
     for words in ("images/s", "epoch", "0:0-1", "busy", "GiB", "critical path:", "limited by", "reduce among 0:0-1"):
         assert words in text
+
+
+def test_a_plan_that_does_not_fit_ends_with_an_error_after_its_figures(files, tmp_path):
+    wide = Cluster.load(files["cluster"])
+    small = replace(wide.hosts[0].devices[2], memory_bytes=1000)
+    devices = (*wide.hosts[0].devices[:2], small)
+    cluster = replace(wide, hosts=(replace(wide.hosts[0], devices=devices),)).save(tmp_path / "small.json")
+    what = ["simulate", files["plan"], "--profile", files["profile"], "--cluster", str(cluster)]
+
+    def called(*options):
+        return CliRunner().invoke(APP, [*what, *options])
+
+    many = ("--batch", "4000")
+    for options in ((), ("--json",), ("--bandwidth", "x1,x2")):
+        result = called(*many, *options)
+        assert isinstance(result.exception, PlanError), options
+        assert re.search(r"does not fit: 0:2 needs [0-9.]+ KiB, and has 1000 B", result.exception.what)
+        assert "--batch" in result.exception.todo
+    assert "images/s" in called(*many).output
+    assert json.loads(called(*many, "--json").output)["fits"] is False
+    sweep = called("--batch", "4,4000", "--json")
+    assert sweep.exception is None, "one of the two fits"
+    assert [point["fits"] for point in json.loads(sweep.output)] == [True, False]
+    table = called("--batch", "4,4000").output
+    assert ["does not fit: 0:2 needs" in line for line in table.splitlines() if "batch " in line][:2] == [False, True]
 
 
 def test_trace_timeline_and_record_are_saved(files, tmp_path):

@@ -58,6 +58,7 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
+from stagewright.training.loop import run_stretch
 
 ALONE = "single"
 """The contender that runs outside of the hosts."""
@@ -192,7 +193,7 @@ class Ours(Clocked):
     def run(self, number: int) -> None:
         """Runs a number of batches."""
         if self.takes_part:
-            self.worker.run(number, self.done)
+            run_stretch(self.worker, self.done, self.done + number)
         for batch in range(self.done, self.done + number):
             self.worker.figures(batch)
         self.done += number

@@ -115,9 +115,9 @@ def on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: 
 
 def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHosts, console: Console) -> Record | None:
     """The record of a run whose plan and prediction come from what the hosts themselves showed."""
-    from stagewright.cli.plan import simulated
     from stagewright.rehearsal.measuring import Request, measure_hosts
     from stagewright.runtime.run_folder import new_folder
+    from stagewright.simulation import simulator
     from stagewright.training.command import plan_options, recipe_of, run_command, settings_of
 
     recipe = recipe_of(options)
@@ -137,7 +137,7 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
     profile.save(folder / "profile.json")
     measured.save(folder / "cluster.yaml")
     plan = plan_of(options, replace(wanted, batch=batch, batch_per_device=None), profile, measured)
-    predicted = simulated(profile, measured)(plan)
+    predicted = simulator(profile, measured)(plan)
     options["plan_file"] = plan.save(folder / "plan.json")
     words = [word for word in sys.argv[1:] if word != "--measure"] + ["--plan", str(folder / "plan.json")]
     record = run_command(options, console, cluster=cluster, hosts=hosts, source="rehearsed", words=words)
@@ -149,15 +149,14 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
 
 def plan_of(options: Mapping[str, Any], wanted: PlanOptions, profile: Profile, cluster: Cluster) -> Plan:
     """The plan in a file, the one that the options fix, or the best that the search finds for what was measured."""
-    from stagewright.cli.plan import simulated
     from stagewright.planning.fixed import fixed_plan
-    from stagewright.planning.search import make_plan
+    from stagewright.simulation import make_plan
 
     if options["plan_file"] is not None:
         return Plan.load(options["plan_file"])
     if wanted.placement is not None:
         return fixed_plan(profile, wanted, cluster)
-    return make_plan(profile, cluster, wanted, simulated(profile, cluster)).best.plan
+    return make_plan(profile, cluster, wanted).best.plan
 
 
 def on_slices(options: dict[str, Any], slices: int, rate: str | None, console: Console) -> Record | None:

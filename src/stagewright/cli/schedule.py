@@ -15,8 +15,9 @@ from rich.text import Text
 from stagewright.cluster import count, parse_placement
 from stagewright.errors import UsageError
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
+from stagewright.policy import holds
 from stagewright.schedule import Schedule
-from stagewright.scheduling import check_schedule, holds, make_schedule
+from stagewright.scheduling import check_schedule, make_schedule
 from stagewright.scheduling.drawing import draw_svg, timed_grid
 from stagewright.scheduling.ideal import balanced_costs, run_ideally
 from stagewright.scheduling.sketch import parse_replicas, placed_plan, sketch_plan

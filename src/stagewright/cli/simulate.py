@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stagewright.cluster import Cluster, DeviceId, format_devices, format_placement
-from stagewright.errors import UsageError
+from stagewright.errors import PlanError, UsageError
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
 from stagewright.planning import PlanOptions
 from stagewright.planning.options import RatioOf, parse_cuts
@@ -22,7 +22,7 @@ from stagewright.profile import Precision, Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.record import DeviceUse, Record
 from stagewright.report import chrome_trace, timeline_svg
-from stagewright.report.figures import rate, seconds
+from stagewright.report.figures import rate, seconds, size
 from stagewright.simulation import faster_links
 from stagewright.simulation.plot import plot_svg
 from stagewright.simulation.run import IMAGENET_IMAGES
@@ -101,16 +101,19 @@ def simulate(
     detail = not as_json or bool(trace or timeline or out)
     points = list(sweep(setting, hardware, options, batch, bandwidth, devices, detail=detail))
     if len(points) > 1:
-        show_sweep(points, as_json, plot)
+        show_sweep(points, hardware, as_json, plot)
+        refuse_what_does_not_fit([point.record for point in points], hardware)
         return
     record = points[0].record
     if setting.profile is not None and assume_kind is not None:
         record = replace(record, notes=(*record.notes, setting.profile.notes[-1]))
     saved = save(record, trace, timeline, out)
     if as_json:
-        typer.echo(json.dumps(record.summary() | {"limit": record.limit, "notes": record.notes}, ensure_ascii=False))
+        told = {"limit": record.limit, "notes": record.notes, "fits": not too_full(record, hardware)}
+        typer.echo(json.dumps(record.summary() | told, ensure_ascii=False))
     else:
         show(record, hardware, saved)
+    refuse_what_does_not_fit([record], hardware)
 
 
 def load_profile(file: Path | None, assume_kind: str | None) -> Profile | None:
@@ -185,7 +188,7 @@ def show(record: Record, cluster: Cluster, saved: list[str]) -> None:
     console = Console(highlight=False, markup=False)
     epoch = f" · epoch {seconds(record.epoch_s)} ({record.epoch_images:,} images)" if record.epoch_s else ""
     console.print(f"\n  step {seconds(record.median_step_s)} · {rate(record.images_per_s)} images/s{epoch}\n")
-    groups = [(tuple(ids), uses) for ids, uses in alike(record)]
+    groups = [(tuple(ids), uses) for ids, uses in alike(record, cluster)]
     width = max(len(format_devices(ids)) for ids, _ in groups)
     for ids, use in groups:
         bar = "█" * round(use.busy_share * BAR)
@@ -199,15 +202,36 @@ def show(record: Record, cluster: Cluster, saved: list[str]) -> None:
         console.print(f"  saved {' · '.join(saved)}", soft_wrap=True)
 
 
-def alike(record: Record) -> Iterator[tuple[list[DeviceId], DeviceUse]]:
-    """Neighbouring devices of the same stages that are about as busy and full, together."""
+def alike(record: Record, cluster: Cluster) -> Iterator[tuple[list[DeviceId], DeviceUse]]:
+    """Neighbouring devices of the same stages and memory that are about as busy and full, together."""
 
     def likeness(use: DeviceUse) -> tuple[object, ...]:
-        return use.stages, round(use.busy_share, 2), round(use.peak_bytes / GIB, 1)
+        has = cluster.device(DeviceId.parse(use.device)).memory_bytes
+        return use.stages, round(use.busy_share, 2), round(use.peak_bytes / GIB, 1), has, use.peak_bytes > has
 
     for _, uses in groupby(record.devices, key=likeness):
         members = list(uses)
         yield [DeviceId.parse(use.device) for use in members], members[0]
+
+
+def too_full(record: Record, cluster: Cluster) -> str:
+    """`0:0-7 need 17.1 GiB, and have 11.8 GiB`: the first devices whose memory does not suffice; empty if it does."""
+    for ids, use in alike(record, cluster):
+        has = cluster.device(ids[0]).memory_bytes
+        if use.peak_bytes > has:
+            needs, have = ("needs", "has") if len(ids) == 1 else ("need", "have")
+            return f"{format_devices(ids)} {needs} {size(use.peak_bytes)}, and {have} {size(has)}"
+    return ""
+
+
+def refuse_what_does_not_fit(records: list[Record], cluster: Cluster) -> None:
+    """Ends the command with an error where no record is of a run that the devices' memory can hold."""
+    short = [too_full(record, cluster) for record in records]
+    if all(short):
+        raise PlanError(
+            f"the plan does not fit: {short[0]}",
+            "use a smaller --batch, more --microbatches, --recompute, or more or larger devices",
+        )
 
 
 def advice(record: Record) -> str:
@@ -222,25 +246,30 @@ def advice(record: Record) -> str:
     return f"limited by {limit}"
 
 
-def show_sweep(points: list[Point], as_json: bool, plot: Path | None) -> None:
-    """The sweep as a table with bars, and where more stops helping."""
+def show_sweep(points: list[Point], cluster: Cluster, as_json: bool, plot: Path | None) -> None:
+    """The sweep as a table with bars, and where more stops helping; what does not fit is told, and has no bar."""
+    short = {point.label: too_full(point.record, cluster) for point in points}
     if plot is not None:
         plot.write_text(plot_svg(points), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps([{"setting": point.label, **point.record.summary()} for point in points]))
+        told = ({"setting": point.label, "fits": not short[point.label]} for point in points)
+        typer.echo(json.dumps([{**one, **point.record.summary()} for one, point in zip(told, points)]))
         return
     console = Console(highlight=False, markup=False)
-    best = max(point.record.images_per_s for point in points)
+    fitting = [point for point in points if not short[point.label]]
+    best = max((point.record.images_per_s for point in fitting), default=1.0)
     table = Table(box=None, pad_edge=False)
     for title in ("", "step", "images/s", "", "limited by"):
         table.add_column(title, justify="right" if title in ("step", "images/s") else "left")
     for point in points:
-        record = point.record
-        bar = "█" * max(round(20 * record.images_per_s / best), 1)
-        table.add_row(point.label, seconds(record.median_step_s), rate(record.images_per_s), bar, record.limit)
+        record, why = point.record, short[point.label]
+        bar = "" if why else "█" * max(round(20 * record.images_per_s / best), 1)
+        limit = f"does not fit: {why}" if why else record.limit
+        table.add_row(point.label, seconds(record.median_step_s), rate(record.images_per_s), bar, limit)
     console.print()
     console.print(table)
-    turn = knee(points)
-    console.print(f"\n  {'more goes on helping' if turn is None else f'more stops helping after {turn.label}'}")
+    turn = knee(fitting)
+    if fitting:
+        console.print(f"\n  {'more goes on helping' if turn is None else f'more stops helping after {turn.label}'}")
     if plot is not None:
         console.print(f"  saved {plot}")

@@ -1,33 +1,42 @@
-"""From candidates to a choice: plans are made whole, scored, and checked against memory once more."""
+"""From shapes that the estimate favours to a choice: leading plans are simulated, and the fastest of them improved.
+
+pool      every leading shape in every setting, the best by the estimate first: simulated while one could still lead
+climb     the fastest with one thing changed (a cut, a device, microbatches, route, order) while that helps
+finish    the same in more buckets, and with one batch under way at a time
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from stagewright.cost import num_buckets
-from stagewright.errors import PlanError, StagewrightError
-from stagewright.plan import Plan, Policy, Stage
+from stagewright.errors import PlanError, ScheduleError
+from stagewright.plan import DEFAULT_POLICY, Plan, Stage
 from stagewright.planning.estimate import Estimator, Shortage, estimate
-from stagewright.planning.exact import Found, Leaders, Placed
+from stagewright.planning.exact import Found, Leaders, Placed, Shape, shape_of
 from stagewright.planning.fixed import row_weights
 from stagewright.planning.normal import normal_form
 from stagewright.planning.problem import Problem
+from stagewright.planning.quick import Candidate, price
 from stagewright.planning.reasons import bytes_text
 from stagewright.record import Record
 
 Score = Callable[[Plan], Record]
 """What a plan does when it is simulated; the planner is handed it."""
 
-MORE_BUCKETS_GAIN = 0.01
-"""How much faster a plan must be with its gradients in more pieces, for each piece costs something everywhere."""
-MORE_STAGES_GAIN = 0.03
-"""How much faster a plan with more stages must be: each waits for others, and holds weights of its own."""
-REFINED_GAIN = 0.15
-"""How much a plan may gain by other microbatches and another order: a GPT's 1-1 gained 0.11."""
-OTHER_POLICIES: tuple[Policy, ...] = ("zero-bubble", "gpipe")
-OTHER_ORDER_GAIN = 0.03
-"""How much faster than in 1f1b a plan must be in another order, which holds more, or folds nothing."""
+TIE = 1e-3
+"""Steps that differ by less than this share are equal, and the plainest plan is taken."""
+NEAR = 1.12
+"""A plan is simulated if its estimate is no more than so many times what the fastest so far takes."""
+FAR = 1.25
+"""A shape in another setting is not worth a look if its estimate is so many times the best one."""
+MOST_POOL, MOST_CLIMB = 32, 24
+"""How many plans of the pool are simulated beside the best of each shape, and how many in vain around a plan."""
+NUM_CLIMBED = 3
+MOST_WORK = 300_000
+"""How many microbatches of replicas all simulations together may run: about five seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,60 +84,83 @@ def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator)
     return normal_form(plan)
 
 
-def choose(
-    problem: Problem, leaders: Leaders, score: Score | None, rival: Choice | None, known: Sequence[Plan] = ()
-) -> list[Choice]:
-    """The leaders as choices: the one to take, then others, the fastest first; whoever exceeds memory is left out.
+class Judge:
+    """Plans as choices, each looked at once: by the score where there is one, else by the estimate."""
 
-    Plans that are known for fast in another way are judged with them.
-    """
-    choices: list[Choice] = [] if rival is None else [rival]
-    for _, stages, estimator in to_score(leaders) if score is not None else leaders.found:
-        plan = whole_plan(problem, stages, estimator)
-        if rival is None or plan != rival.plan:
-            found = judged(plan, problem, score)
-            if found is not None and score is not None:
-                found = better(found, _in_more_buckets(plan, problem, (4,)), problem, score, gain=MORE_BUCKETS_GAIN)
-            choices += [found] if found is not None else []
-    found_plans = [choice.plan for choice in choices]
-    for plan in known:
-        found = None if plan in found_plans else judged(plan, problem, score)
-        choices += [found] if found is not None else []
-    if not choices:
+    def __init__(self, problem: Problem, score: Score | None) -> None:
+        self.problem, self.score = problem, score
+        self.known: dict[Plan, Choice | None] = {}
+        self.work = 0
+
+    @property
+    def fastest_s(self) -> float:
+        """The step of the fastest plan so far."""
+        return min((choice.step_s for choice in self.choices), default=float("inf"))
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All plans that fit, the fastest first."""
+        return sorted(filter(None, self.known.values()), key=lambda each: (each.step_s, plainness(each.plan)))
+
+    def __call__(self, plan: Plan) -> Choice | None:
+        """The plan's step, peaks and limit; None where it does not fit or cannot be simulated."""
+        if plan not in self.known:
+            self.work += work_of(plan) if self.score else 0
+            if self.work > MOST_WORK and self.choices:
+                return None
+            self.known[plan] = self._judged(plan)
+        return self.known[plan]
+
+    def _judged(self, plan: Plan) -> Choice | None:
+        found = estimate(plan, self.problem.costs, self.problem.shared)
+        if found.shortage is not None:
+            return None
+        peaks = tuple(part.peak_bytes for part in found.parts)
+        if self.score is None:
+            return Choice(plan=plan, step_s=found.step_s, peak_bytes=peaks, limit=found.limit)
+        try:
+            record = self.score(plan)
+        except ScheduleError:
+            return None
+        held = {use.device: use.peak_bytes for use in record.devices}
+        if any(held.get(str(id), 0) > self.problem.costs.cluster.device(id).memory_bytes for id in plan.devices):
+            return None
+        peaks = tuple(max(held.get(str(id), 0) for id in stage.devices) for stage in plan.stages) if held else peaks
+        # where both blame a reduction, the estimate's words name the layer
+        same = record.limit.startswith("all-reduce") and found.limit.startswith("all-reduce")
+        limit = found.limit if same or not record.limit else record.limit
+        return Choice(plan=plan, step_s=record.median_step_s, peak_bytes=peaks, limit=limit, record=record)
+
+
+def work_of(plan: Plan) -> int:
+    """About how many microbatches of replicas a simulation runs: more batches where there is no flush."""
+    batches = 4 if plan.is_synchronous else 8 + 6 * max(plan.versions)
+    return plan.num_microbatches * sum(plan.replicas) * batches
+
+
+def plainness(plan: Plan) -> tuple[object, ...]:
+    """What a person would rather have of two equally fast plans, the smallest first."""
+    buckets = sum(stage.num_buckets for stage in plan.stages)
+    is_other = plan.policy != DEFAULT_POLICY
+    return len(plan.stages), max(plan.versions), is_other, plan.hold is not None, plan.num_microbatches, buckets
+
+
+def choose(problem: Problem, leaders: Iterable[Found], judge: Judge) -> list[Choice]:
+    """The plan to take, then others, the fastest first; whoever exceeds memory is left out."""
+    pool = ranked(problem, leaders)
+    fitting: set[Shape] = set()
+    for _, stages, estimator in pool:
+        if shape_of(stages) not in fitting and judge(whole_plan(problem, stages, estimator)) is not None:
+            fitting.add(shape_of(stages))
+    if not judge.choices:
         raise refused(problem)
-    choices.sort(key=in_order)
-    if score is None:
-        return choices
-    worth = {id(choice) for choice in worth_refining(choices)}
-    choices = [refined(choice, problem, score) if id(choice) in worth else choice for choice in choices]
-    best = simplest_of(choices)
-    return [best, *sorted((choice for choice in choices if choice is not best), key=in_order)]
-
-
-def without_flush(problem: Problem, plans: Sequence[Plan]) -> list[Plan]:
-    """Exact plans with the versions that a problem asks for: what is fast with a flush is so without one."""
-    found = []
-    for staleness in problem.stalenesses:
-        setting = problem.setting(1, problem.routes[0], staleness)
-        for plan in plans:
-            versions = [setting.versions(later) for later in reversed(range(len(plan.stages)))]
-            if None not in versions:
-                stages = (replace(stage, versions=count or 1) for stage, count in zip(plan.stages, versions))
-                found.append(normal_form(replace(plan, stages=tuple(stages), policy=setting.policy)))
-    return found
-
-
-def in_order(choice: Choice) -> tuple[float, int]:
-    """The fastest first, and of equal ones that with fewer stages."""
-    return choice.step_s, len(choice.plan.stages)
-
-
-def worth_refining(choices: Sequence[Choice]) -> list[Choice]:
-    """Of each number of stages the fastest, where it is not far from the fastest of all, which come first."""
-    fastest: dict[int, Choice] = {}
-    for choice in choices:
-        fastest.setdefault(len(choice.plan.stages), choice)
-    return [choice for choice in fastest.values() if choice.step_s < choices[0].step_s * (1 + REFINED_GAIN)]
+    if judge.score is not None:
+        for _, stages, estimator in islice(_that_could_lead(pool, judge), MOST_POOL):
+            judge(whole_plan(problem, stages, estimator))
+        for choice in of_each_shape(judge.choices)[:NUM_CLIMBED]:
+            finish(climb(choice, problem, judge), problem, judge)
+    best = plainest(judge.choices, TIE if judge.score is not None else 0.0)
+    return [best, *(choice for choice in judge.choices if choice is not best)]
 
 
 def to_score(leaders: Leaders) -> list[Found]:
@@ -141,87 +173,88 @@ def to_score(leaders: Leaders) -> list[Found]:
     return [*leaders.found, *(entry for entry in shallow if entry not in leaders.found)]
 
 
-def simplest_of(choices: Sequence[Choice]) -> Choice:
-    """Of the plans next to the fastest that with the fewest stages, so the fewest versions of weights as well."""
-    near_s = min(choice.step_s for choice in choices) * (1 + MORE_STAGES_GAIN)
-    return min(
-        (each for each in choices if each.step_s <= near_s), key=lambda each: (len(each.plan.stages), each.step_s)
-    )
+def ranked(problem: Problem, leaders: Iterable[Found]) -> list[Found]:
+    """Every leading shape in every setting that the estimate tells apart, the best first; none that is far behind."""
+    pool: list[Found] = []
+    settings, far_s = problem.settings(weighed=True), float("inf")
+    for candidate in dict.fromkeys(candidate_of(entry)._replace(setting=settings[0]) for entry in leaders):
+        below_s = float("inf")
+        for setting in settings:
+            estimator = problem.estimator(setting)
+            found = price(candidate._replace(setting=setting), estimator, below_s)
+            if found is not None:
+                pool.append((*found, estimator))
+                far_s = min(far_s, FAR * found[0])
+                below_s = max(far_s, min(below_s, found[0]))
+    return sorted(pool, key=lambda entry: (entry[0], len(entry[1]), entry[1]))
 
 
-def judged(plan: Plan, problem: Problem, score: Score | None) -> Choice | None:
-    """The plan's step, peaks and limit: by the score where there is one; None where it does not fit."""
-    found = estimate(plan, problem.costs, problem.shared)
-    if found.shortage is not None:
-        return None
-    peaks = tuple(part.peak_bytes for part in found.parts)
-    if score is None:
-        return Choice(plan=plan, step_s=found.step_s, peak_bytes=peaks, limit=found.limit)
-    record = score(plan)
-    held = {use.device: use.peak_bytes for use in record.devices}
-    if any(held.get(str(id), 0) > problem.costs.cluster.device(id).memory_bytes for id in plan.devices):
-        return None
-    peaks = tuple(max(held.get(str(id), 0) for id in stage.devices) for stage in plan.stages) if held else peaks
-    # where both blame a reduction, the estimate's words name the layer
-    same = record.limit.startswith("all-reduce") and found.limit.startswith("all-reduce")
-    limit = found.limit if same or not record.limit else record.limit
-    return Choice(plan=plan, step_s=record.median_step_s, peak_bytes=peaks, limit=limit, record=record)
+def _that_could_lead(pool: Sequence[Found], judge: Judge) -> Iterator[Found]:
+    return (entry for entry in pool if entry[0] <= NEAR * judge.fastest_s)
 
 
-def refined(best: Choice, problem: Problem, score: Score) -> Choice:
-    """A plan with the microbatches, route, order and buckets that a score finds best, where these are open."""
-    if len(best.plan.stages) > 1:
-        best = better(best, _variants(best.plan, problem), problem, score, gain=1e-3)
-        best = better(best, _orders(best.plan, problem), problem, score, gain=OTHER_ORDER_GAIN)
-    return better(best, _in_more_buckets(best.plan, problem), problem, score, gain=MORE_BUCKETS_GAIN)
+def candidate_of(entry: Found) -> Candidate:
+    """A plan that a search found, as something to change."""
+    _, stages, estimator = entry
+    edges = (*(stage.first for stage in stages), stages[-1].last)
+    return Candidate(edges, tuple(stage.devices for stage in stages), estimator.setting)
 
 
-def better(best: Choice, plans: Iterator[Plan], problem: Problem, score: Score, *, gain: float) -> Choice:
-    """The best of a choice and other plans, each of which must be faster by the gain."""
-    for plan in plans:
-        try:
-            other = judged(plan, problem, score)
-        except StagewrightError:
-            continue  # an order that this plan cannot have
-        if other is not None and other.step_s < best.step_s * (1 - gain):
-            best = other
-    return best
+def of_each_shape(choices: Sequence[Choice]) -> list[Choice]:
+    """The fastest choice of each shape, of those that come first."""
+    found: dict[object, Choice] = {}
+    for choice in choices:
+        found.setdefault(tuple((stage.layers[0], stage.devices) for stage in choice.plan.stages), choice)
+    return list(found.values())
 
 
-def _in_more_buckets(plan: Plan, problem: Problem, factors: Sequence[int] = (2, 4, 8)) -> Iterator[Plan]:
-    """The plan with the gradients of replicated stages in more pieces: the first is on its way sooner."""
-    if problem.options.num_buckets is not None or max(plan.replicas) < 2:
-        return
-    for times in factors:
+def climb(choice: Choice, problem: Problem, judge: Judge) -> Choice:
+    """Changes one thing after the other for as long as the score finds a faster plan."""
+    better: Choice | None = choice
+    while better is not None:
+        choice = better
+        better = next(_faster(choice, problem, judge), None)
+    return choice
+
+
+def _faster(choice: Choice, problem: Problem, judge: Judge) -> Iterator[Choice]:
+    """Plans beside one that are faster, those with the best estimate first."""
+    around = []
+    for candidate in problem.around(problem.candidate(choice.plan)):
+        estimator = problem.estimator(candidate.setting)
+        found = price(candidate, estimator, NEAR * choice.step_s)
+        around += [(*found, estimator)] if found is not None else []
+    plans = (whole_plan(problem, stages, estimator) for _, stages, estimator in sorted(around, key=lambda e: e[:2]))
+    for plan in islice((plan for plan in plans if plan not in judge.known), MOST_CLIMB):
+        other = judge(plan)
+        if other is not None and other.step_s < choice.step_s * (1 - TIE):
+            yield other
+
+
+def finish(choice: Choice, problem: Problem, judge: Judge) -> None:
+    """Tries gradients in more pieces, of which the first leaves sooner, and without a flush one batch at a time."""
+    plan = choice.plan
+    for times in (2, 4, 8) if problem.options.num_buckets is None and max(plan.replicas) > 1 else ():
         stages = (
             replace(stage, num_buckets=max(stage.num_buckets, min(stage.num_buckets * times, len(stage.layers))))
             for stage in plan.stages
         )
-        yield normal_form(replace(plan, stages=tuple(stages)))
+        judge(normal_form(replace(plan, stages=tuple(stages))))
+    if plan.hold is None and not plan.is_synchronous:
+        judge(replace(plan, hold=1))
 
 
-def _variants(plan: Plan, problem: Problem) -> Iterator[Plan]:
-    for count in (plan.num_microbatches // 2, plan.num_microbatches * 2):
-        if count in problem.counts:
-            yield replace(plan, num_microbatches=count)
-    if plan.num_microbatches > 1:
-        for route in problem.routes:
-            if route != plan.route:
-                other = normal_form(replace(plan, route=route))
-                yield from () if other == plan else (other,)
+def plainest(choices: Sequence[Choice], tie: float) -> Choice:
+    """Of the plans that are as fast as the fastest the plainest: fewer stages, so fewer versions of weights as well."""
+    near_s = min(choice.step_s for choice in choices) * (1 + tie)
+    near = [choice for choice in choices if choice.step_s <= near_s]
+    return min(near, key=lambda choice: (plainness(choice.plan), choice.step_s))
 
 
-def _orders(plan: Plan, problem: Problem) -> Iterator[Plan]:
-    """The plan in other orders, where the order is open."""
-    if plan.num_microbatches > 1 and problem.options.policy is None:
-        for policy in OTHER_POLICIES:
-            yield replace(plan, policy=policy)
-
-
-def compare(problem: Problem, rivals: Leaders, score: Score | None) -> tuple[Choice | None, str]:
+def compare(problem: Problem, rivals: Leaders, judge: Judge) -> tuple[Choice | None, str]:
     """Plain data parallelism as a choice, or why it cannot be."""
     for _, stages, estimator in rivals.found:
-        found = judged(whole_plan(problem, stages, estimator), problem, score)
+        found = judge(whole_plan(problem, stages, estimator))
         if found is not None:
             return found, ""
     devices = problem.costs.cluster.device_ids

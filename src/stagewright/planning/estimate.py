@@ -1,15 +1,20 @@
 """The step time of a plan in closed form: the cost that the searches minimise, before a simulator has the last word.
 
-Stages are looked at from the last to the first, because what a stage holds depends on the stages after it. With
-f, b for one microbatch, n of them a replica, x for a boundary, and g + u for reduction and update after backward:
+Stages are looked at from the last to the first, because what a stage holds depends on the stages after it. With f, i, w
+for one microbatch (forward, the part of backward that the stage before waits for, the part that can come later), n of
+them a replica of which it holds h at once, x for a boundary, and g + u for reduction and update after backward:
 
-    pass = Σ (f + b) + Σ 2 x                     one microbatch through all stages and back
-    rest = max((n − 1)(f + b), x of the batch − x)    the other microbatches, at the pace of the slowest
-    flush      step = pass + rest + tail,        tail = max over stages of g + u − what earlier stages still run
-    no flush   step = max over stages of n (f + b) + u, the reduction, x of the batch, and (pass + rest + g + u) / K
-    cores      step ≥ Σ over stages of (n (f + b) + u) · the share of the cores it keeps busy, where hosts share them
+    pass = Σ (f + i) + 2 x                       one microbatch through the later stages and back
+    idle = max(pass − (h − 1) f, n / h (f + i + pass) − n (f + i + w), 0)     waiting for it, at first and for each h
+    core = the larger of idle + n (f + i), and f + i + 2 x more than the next stage's: the last gradient has left
+    end  = the largest over stages of idle + n (f + i + w) + g + u, core + w + g + u, and f + x more than the next one's
+    flush      step = end
+    no flush   step = max over stages of n (f + i + w) + u, the reduction, x of the batch, and (core + w + g + u) / K
+    cores      step ≥ Σ over stages of (n (f + i + w) + u) · the share of the cores it keeps busy, where shared
 
-Fill and drain as in Huang et al., "GPipe", 2019, section 2.3; K batches under way as in PipeDream-2BW, 2021, section 3.
+w is the weights' half of backward where it runs in halves; of it all but the last few microbatches' is done by then
+(`_undone`). Fill and drain as in Huang et al., "GPipe", 2019, section 2.3, and Qi et al., "Zero bubble pipeline
+parallelism", 2023, table 2; K batches under way as in PipeDream-2BW, 2021, section 3.
 """
 
 from __future__ import annotations
@@ -19,21 +24,36 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stagewright.cluster import DeviceId
-from stagewright.cost import Costs, held_count, num_buckets
+from stagewright.cost import Costs, num_buckets
 from stagewright.plan import Plan
-from stagewright.planning.groups import Group, Setting, Shared, make_group
+from stagewright.planning.groups import FLUSHED, Group, Setting, Shared, make_group
+from stagewright.policy import RULES, held_before, holds, outstanding
 
 
 class Part(NamedTuple):
-    """One stage's seconds; forward and backward are of one microbatch, the others of the batch."""
+    """One stage's seconds; the first four are of one microbatch, the others of the batch."""
 
     forward_s: float
     backward_s: float
+    """Until the gradient of its input has left."""
+    late_s: float
+    """The weights' half of backward, where it runs in halves."""
+    drain_s: float
+    """What a later stage's last gradient has still to wait for here, before it goes on to the stage before."""
+    done_s: float
+    """Compute until the last gradient has left: some of the weights' halves come later."""
     busy_s: float
     reduce_s: float
     exposed_s: float
     """What of the reduction is left when the last backward is over."""
     update_s: float
+    """With the products of linear layers that wait for the batch's last gradient."""
+    microbatches: int
+    """How many of a batch a replica handles."""
+    waiting: int
+    """How many of its microbatches at once may wait for their gradients."""
+    lanes: int
+    """How many microbatches its replicas work on at a time."""
     versions: int
     recompute: bool
     peak_bytes: int
@@ -52,11 +72,15 @@ class Crossing(NamedTuple):
 class Label(NamedTuple):
     """The stages from one on to the last; less in every field is never worse."""
 
-    pass_s: float
-    rest_s: float
-    tail_s: float
-    bound_s: float
+    pass_s: float = 0.0
+    core_s: float = 0.0
+    end_s: float = 0.0
+    bound_s: float = 0.0
     work_s: float = 0.0
+    front_s: float = 0.0
+    """One microbatch through the first of these stages and back."""
+    front_waiting: int = 0
+    """How many microbatches may wait for gradients there, if it works on one at a time."""
 
 
 class Shortage(NamedTuple):
@@ -73,9 +97,10 @@ class Estimator:
     """Seconds and bytes of stages under one setting, each worked out once."""
 
     def __init__(self, costs: Costs, setting: Setting, shared: Shared | None = None) -> None:
-        self.costs, self.setting = costs, setting
+        self.costs, self.setting, self.rule = costs, setting, RULES[setting.policy]
         self.shared = shared or Shared(costs)
         self.twins = self.shared.twins
+        self.is_flushed = setting.staleness == FLUSHED
         self.shortage: Shortage | None = None
         """The stage that came closest to fitting of those that did not."""
         self._parts: dict[tuple[int, int, tuple[DeviceId, ...], int, int], Part | None] = {}
@@ -102,7 +127,9 @@ class Estimator:
         versions = self.setting.versions(later)
         if versions is None:
             return None
-        held = held_count(self.setting, len(devices), later, later_replicas, versions)
+        held = held_before(self.setting, len(devices), later, later_replicas, self.setting.reach(later))
+        if self.setting.hold is not None and held > self.setting.hold:
+            return None
         key = (first, last, self.twins.looks(devices), held, versions)
         if key not in self._alike:
             self._alike[key] = self._fitting(first, last, devices, held, versions)
@@ -113,7 +140,7 @@ class Estimator:
         for recompute in (False, True) if wish is None else (wish,):
             peak, short = self.fullest(first, last, devices, held, versions, recompute)
             if short is None:
-                return self.timed(first, last, devices, versions, recompute, peak)
+                return self.timed(first, last, devices, held, versions, recompute, peak)
             if self.shortage is None or short.need_bytes / short.has_bytes < _ratio(self.shortage):
                 self.shortage = short
         return None
@@ -144,28 +171,41 @@ class Estimator:
         first: int,
         last: int,
         devices: tuple[DeviceId, ...],
+        waiting: int,
         versions: int,
         recompute: bool,
         peak_bytes: int,
         buckets: int | None = None,
     ) -> Part:
         """The seconds of a stage."""
-        group = self.group(devices)
-        forward = backward = 0.0
+        group, costs = self.group(devices), self.costs
+        count = group.handled.microbatches
+        forward = backward = late = kept = 0.0
         for rows, _, _, speed in group.kinds:
-            forward = max(forward, self.costs.forward_s(first, last, rows, speed))
-            own = self.costs.backward_s(first, last, rows, speed, recompute=recompute, handled=group.handled)
-            backward = max(backward, own)
+            size, handled = (first, last, rows * group.evenness, speed), group.handled
+            forward = max(forward, costs.forward_s(*size))
+            backward = max(backward, costs.backward_s(*size, recompute=recompute, handled=handled))
+            if self.rule.halves:
+                late = max(late, costs.weight_gradient_s(*size, recompute=recompute, handled=handled))
+            elif len(devices) == 1:
+                kept = costs.kept_weight_s(*size, handled=handled)
+        backward = max(backward - late - kept, 0.0)
         reduce_s = self.reduce_s(first, last, devices, buckets)
-        busy_s = group.handled.microbatches * (forward + backward)
-        update_s = self.costs.optimizer_s(first, last, group.slowest, versions=versions)
+        busy_s = count * (forward + backward + late)
+        update_s = costs.optimizer_s(first, last, group.slowest, versions=versions) + count * kept
         return Part(
             forward_s=forward,
             backward_s=backward,
+            late_s=late,
+            drain_s=max(backward - late, 0.0) if late and first else backward,
+            done_s=busy_s - late * min(count, 2 if first else 1),
             busy_s=busy_s,
             reduce_s=reduce_s,
-            exposed_s=self.exposed_s(first, last, reduce_s, backward, group, buckets),
+            exposed_s=self.exposed_s(first, last, reduce_s, backward + late, group, buckets),
             update_s=update_s,
+            microbatches=count,
+            waiting=max(waiting, 1),
+            lanes=len(devices) if self.setting.route == "rotate" else 1,
             versions=versions,
             recompute=recompute,
             peak_bytes=peak_bytes,
@@ -222,22 +262,39 @@ class Estimator:
 
     # all stages
 
-    def begin(self, part: Part) -> Label:
-        """The label of the last stage alone."""
-        return self.extend(Label(0.0, 0.0, 0.0, 0.0), Crossing(0.0, 0.0), part)
-
     def extend(self, label: Label, crossing: Crossing, part: Part) -> Label:
         """The label with one stage more in front."""
-        forward_s, backward_s, busy_s, reduce_s, exposed_s, update_s, versions, _, _, work_s = part
+        forward_s, backward_s, late_s, drain_s, done_s, busy_s, _, exposed_s, update_s, count, waiting, lanes, *_ = part
         one_s, all_s = crossing
-        own, turn_s = exposed_s + update_s, forward_s + backward_s
-        pass_s = turn_s + 2 * one_s + label.pass_s
-        rest_s = max(label.rest_s, busy_s - turn_s, all_s - one_s)
-        tail_s = max(own, label.tail_s - backward_s - one_s)
-        steady = busy_s + update_s + (exposed_s if versions == 1 else 0.0)
-        round_s = (pass_s + rest_s + own) / self.depth(versions)
-        bound_s = max(label.bound_s, steady, reduce_s, all_s, round_s)
-        return Label(pass_s, rest_s, tail_s, bound_s, label.work_s + work_s)
+        turn_s, round_s = forward_s + backward_s, label.pass_s + 2 * one_s
+        idle_s, pass_s = round_s, forward_s + backward_s + round_s
+        if not self.rule.all_forwards_first:
+            each_s = count / waiting * pass_s - max(busy_s, pass_s)
+            idle_s = max(round_s - (waiting - 1) * forward_s, each_s, 0.0)
+        core_s = max(label.core_s + forward_s + drain_s + 2 * one_s, idle_s + done_s, turn_s + all_s - one_s)
+        left_s = core_s + late_s + exposed_s + update_s
+        end_s = max(label.end_s + forward_s + one_s, left_s, idle_s + busy_s + exposed_s + update_s)
+        bound_s = (
+            0.0 if self.is_flushed else max(label.bound_s, all_s, self._pace_s(label, part, round_s, one_s, left_s))
+        )
+        return Label(pass_s, core_s, end_s, bound_s, label.work_s + part.work_s, turn_s, waiting if lanes == 1 else 0)
+
+    def _pace_s(self, label: Label, part: Part, round_s: float, one_s: float, left_s: float) -> float:
+        """What a batch takes without a flush in a stage: its compute, its reduction, or a wait for gradients.
+
+        Before backward of one microbatch it runs forward of those that it may hold, and so does the next stage:
+
+            stage 0   F2 B0 F3 B1        K = 2, 2, 2: B0 comes once stage 1 has run F2, which waits for stage 0,
+            stage 1      F2 B1 F3 B2     so that a step takes a microbatch through both
+        """
+        steady_s = part.busy_s + part.update_s + (part.exposed_s if part.versions == 1 else 0.0)
+        turn_s, count, waiting = part.forward_s + part.backward_s + part.late_s, part.microbatches, part.waiting
+        every_s = (count * (turn_s + round_s) + part.update_s) / waiting
+        near_s = 0.0
+        if label.front_waiting and part.lanes == 1 and not self.rule.by_arrival:
+            both_s = count * (turn_s + label.front_s + 2 * one_s) + part.update_s
+            near_s = both_s / max(1, waiting - label.front_waiting + 1)
+        return max(steady_s, part.reduce_s, every_s, near_s, left_s / self.depth(part.versions))
 
     def depth(self, versions: int) -> int:
         """How many batches may be under way in a stage."""
@@ -248,8 +305,7 @@ class Estimator:
         """The step, once all stages are in the label; before that, a bound from below."""
         if num_stages not in self._flushed:
             self._flushed[num_stages] = self.setting.is_flushed(num_stages)
-        flushed = label.pass_s + label.rest_s + label.tail_s if self._flushed[num_stages] else 0.0
-        return max(label.bound_s, label.work_s, flushed)
+        return max(label.end_s if self._flushed[num_stages] else label.bound_s, label.work_s)
 
 
 def _ratio(shortage: Shortage) -> float:
@@ -282,27 +338,23 @@ def setting_of(plan: Plan) -> Setting:
 def estimate(plan: Plan, costs: Costs, shared: Shared | None = None) -> Estimate:
     """The plan's step time, and whether it fits: the same figures that the searches add up."""
     estimator = Estimator(costs, setting_of(plan), shared)
-    edges = stage_edges(plan, costs)
+    edges, held, waiting = stage_edges(plan, costs), holds(plan), outstanding(plan)
     parts: list[Part] = []
     crossings: list[Crossing] = []
     shortage: Shortage | None = None
-    label: Label | None = None
+    label, crossing = Label(), Crossing(0.0, 0.0)
     for stage in plan.stages:
         estimator.group(stage.devices, stage.row_weights or (1.0,) * len(stage.devices))
     for number in reversed(range(len(plan.stages))):
-        stage, later = plan.stages[number], plan.replicas[number + 1 :]
-        held = held_count(plan, len(stage.devices), len(later), sum(later), stage.versions)
-        first, last = edges[number], edges[number + 1]
-        peak, short = estimator.fullest(first, last, stage.devices, held, stage.versions, stage.recompute)
+        stage, first, last = plan.stages[number], edges[number], edges[number + 1]
+        peak, short = estimator.fullest(first, last, stage.devices, held[number], stage.versions, stage.recompute)
         shortage = short or shortage
-        part = estimator.timed(first, last, stage.devices, stage.versions, stage.recompute, peak, stage.num_buckets)
-        if label is None:
-            label = estimator.begin(part)
-        else:
-            crossings.append(estimator.crossing(last, stage.devices, plan.stages[number + 1].devices))
-            label = estimator.extend(label, crossings[-1], part)
-        parts.append(part)
-    assert label is not None
+        if parts:
+            crossing = estimator.crossing(last, stage.devices, plan.stages[number + 1].devices)
+            crossings.append(crossing)
+        how = (waiting[number], stage.versions, stage.recompute, peak, stage.num_buckets)
+        parts.append(estimator.timed(first, last, stage.devices, *how))
+        label = estimator.extend(label, crossing, parts[-1])
     step_s = estimator.total(label, len(parts))
     ordered, between = tuple(parts[::-1]), tuple(crossings[::-1])
     limit = name_limit(plan, costs, ordered, between, step_s)

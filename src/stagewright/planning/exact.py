@@ -3,7 +3,7 @@
     table[cut] = for (devices used, group in front, stages so far) the labels that none other beats in every field
 
 Labels grow from the last stage to the first. One is dropped only where another is no worse in every field, or where it
-already takes longer than a whole plan: so what is found at cut 0 is the optimum of the space. Plans of one or two
+already takes longer than a whole plan: so what is found at cut 0 is the optimum of the space. Plans of up to three
 stages that are a little slower come along, for whoever looks closer.
 """
 
@@ -32,7 +32,7 @@ Found = tuple[float, tuple[Placed, ...], Estimator]
 """What the estimate says of a plan, its stages, and who said it."""
 SHALLOW, SIZES = 4, 3
 """Up to so many stages the best plans of each number are kept, of so many sizes of groups."""
-PLAIN, PLAIN_SLACK = 2, 1.15
+PLAIN, PLAIN_SLACK = 3, 1.15
 """Up to so many stages a plan counts even where it is estimated to take so many times as long as the best."""
 
 
@@ -111,7 +111,7 @@ def search_exactly(
 
     `cuts` are where a stage may begin or end, from 0 to the number of layers.
     """
-    start = Entry(Label(0.0, 0.0, 0.0, 0.0), space.start, (), 0)
+    start = Entry(Label(), space.start, (), 0)
     table: dict[int, dict[Key, list[Entry]]] = {cut: {} for cut in cuts}
     table[cuts[-1]][space.start, (), 0] = [start]
     for place in range(len(cuts) - 1, 0, -1):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stagewright.cluster import Cluster, DeviceId, parse_placement
 from stagewright.cost import num_buckets
 from stagewright.errors import PlanError, UsageError
-from stagewright.plan import Plan, Stage, parse_staleness
+from stagewright.plan import DEFAULT_POLICY, Plan, Stage, parse_staleness
 from stagewright.planning.normal import normal_form
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.ratio import LayerTable, cut_by_names, cut_by_ratio, table_of
@@ -79,7 +79,7 @@ def assemble(
         batch=rows,
         num_microbatches=microbatches,
         route=options.route or "split",
-        policy=options.policy or "1f1b",
+        policy=options.policy or DEFAULT_POLICY,
         hold=options.hold,
         notes=tuple(notes),
     )

@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 from stagewright.cluster import Device, DeviceId
 from stagewright.cost import Costs, Handled, handled_by_each
-from stagewright.plan import Policy, Route, parse_staleness, split_edges
+from stagewright.plan import DEFAULT_POLICY, Policy, Route, parse_staleness, split_edges
+
+FLUSHED = "0"
+"""The staleness of exact training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +23,11 @@ class Setting:
     batch: int
     num_microbatches: int = 1
     route: Route = "split"
-    policy: Policy = "1f1b"
+    policy: Policy = DEFAULT_POLICY
     hold: int | None = None
     recompute: bool | None = None
     """None: in the stages that would not fit otherwise."""
-    staleness: str = "0"
+    staleness: str = FLUSHED
 
     @property
     def rows(self) -> int:
@@ -34,7 +37,7 @@ class Setting:
     @cached_property
     def listed_versions(self) -> tuple[int, ...] | None:
         """Versions that are given stage by stage."""
-        known = self.staleness in ("0", "none", "ssp", "2bw")
+        known = self.staleness in (FLUSHED, "none", "ssp", "2bw")
         return None if known else parse_staleness(self.staleness, self.staleness.count(",") + 1)
 
     def versions(self, later: int) -> int | None:
@@ -42,6 +45,12 @@ class Setting:
         if self.listed_versions is not None:
             return self.listed_versions[-1 - later] if later < len(self.listed_versions) else None
         return parse_staleness(self.staleness, later + 1)[0]
+
+    def reach(self, later: int) -> int:
+        """Of how many batches a stage with so many after it may have activations, as `policy.reach` says."""
+        if self.listed_versions is not None:
+            return min(self.listed_versions[: len(self.listed_versions) - later])
+        return self.versions(later) or 1
 
     def is_flushed(self, num_stages: int) -> bool:
         """Whether every stage keeps one version."""
@@ -68,6 +77,8 @@ class Group:
     """Where the rows are cut, as shares of a microbatch."""
     handled: Handled
     """The microbatches of a batch that one replica handles."""
+    evenness: float
+    """The rows of an average microbatch over those of the largest."""
     slowest: float
     core_share: float
     """The share of the cores that the devices keep busy, where hosts share any."""
@@ -95,7 +106,12 @@ def make_group(
     edges = tuple([passed / total for passed in accumulate(weights, initial=0)])
     distinct = tuple(Kind(count, id, device, costs.speed(id, devices)) for (count, device), id in ordered)
     return Group(
-        kinds=distinct, edges=edges, handled=handled, slowest=min(speeds), core_share=costs.wires.cores.share(devices)
+        kinds=distinct,
+        edges=edges,
+        handled=handled,
+        evenness=setting.batch / (setting.num_microbatches * setting.rows),
+        slowest=min(speeds),
+        core_share=costs.wires.cores.share(devices),
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, product
 
 from stagewright.cluster import parse_placement
-from stagewright.cost import Costs, held_count
+from stagewright.cost import Costs
 from stagewright.errors import PlanError, UsageError
-from stagewright.plan import ROUTES, Route
+from stagewright.plan import DEFAULT_POLICY, ROUTES, Plan, Policy, Route
 from stagewright.planning.estimate import Estimator, Shortage
-from stagewright.planning.groups import Setting, Shared
+from stagewright.planning.groups import FLUSHED, Setting, Shared
 from stagewright.planning.options import PlanOptions
+from stagewright.planning.quick import Candidate, joined, moved_cuts, moved_devices, swapped_devices
 from stagewright.planning.ratio import cut_by_names, cut_by_ratio, table_of
 from stagewright.planning.spaces import Devices
+from stagewright.policy import DISTINCT, RULES, held_before
 
 MAX_MICROBATCHES = 64
 """The search tries 1, 2, 4 … up to so many."""
@@ -36,6 +40,11 @@ class Problem:
     estimators: dict[Setting, Estimator]
 
     @property
+    def is_free(self) -> bool:
+        """Whether neither the devices nor the cuts are given."""
+        return self.groups is None and not self.every_cut
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """The numbers of microbatches to try."""
         if self.options.num_microbatches is not None:
@@ -45,38 +54,87 @@ class Problem:
     @property
     def stalenesses(self) -> tuple[str, ...]:
         """The ways to keep versions to try; none but exact training unless it is allowed."""
-        wish = self.options.staleness or "0"
-        return ("0", "ssp", "2bw") if wish == ANY_STALENESS else (wish,)
+        wish = self.options.staleness or FLUSHED
+        return (FLUSHED, "ssp", "2bw") if wish == ANY_STALENESS else (wish,)
 
     @property
     def routes(self) -> tuple[Route, ...]:
         """The routes to try."""
         return ROUTES if self.options.route is None else (self.options.route,)
 
-    def setting(self, count: int, route: Route, staleness: str) -> Setting:
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The orders to try, the default one first."""
+        if self.options.policy is not None:
+            return (self.options.policy,)
+        return (DEFAULT_POLICY, *(policy for policy in DISTINCT if policy != DEFAULT_POLICY))
+
+    def weighed(self, staleness: str) -> tuple[Policy, ...]:
+        """Those of the orders that the estimate tells apart; with a flush, by arrival is the default to it."""
+        first, *others = self.policies
+        rules = ((policy, RULES[policy]) for policy in others)
+        return (first, *(p for p, rule in rules if rule.halves or (rule.by_arrival and staleness != FLUSHED)))
+
+    def setting(self, count: int, route: Route, staleness: str, policy: Policy | None = None) -> Setting:
         """One setting of those to try."""
         return Setting(
             batch=self.batch,
             num_microbatches=count,
             route=route,
-            policy=self.options.policy or "1f1b",
+            policy=policy or self.policies[0],
             hold=self.options.hold,
             recompute=self.options.recompute,
             staleness=staleness,
         )
 
-    def settings(self) -> tuple[Setting, ...]:
-        """All of them; routes do not differ where a batch has one microbatch."""
+    def settings(self, *, weighed: bool = False) -> tuple[Setting, ...]:
+        """All of them in the first order, or in all that are weighed; with one microbatch routes do not differ."""
         found = []
         for staleness in self.stalenesses:
+            policies = self.weighed(staleness) if weighed else self.policies[:1]
             for count in self.counts:
-                routes = self.routes[:1] if count == 1 else self.routes
-                found += [self.setting(count, route, staleness) for route in routes]
+                pairs = product(self.routes[:1] if count == 1 else self.routes, policies)
+                found += [self.setting(count, route, staleness, policy) for route, policy in pairs]
         return tuple(found)
+
+    def around(self, here: Candidate) -> Iterator[Candidate]:
+        """The candidate with one thing changed, of what is open."""
+        yield from (here._replace(setting=setting) for setting in self.near(here.setting) if setting != here.setting)
+        if not self.every_cut:
+            yield from moved_cuts(here, self.cuts)
+            yield from moved_cuts(here, self.cuts, together=2)
+        if self.groups is None:
+            yield from moved_devices(here)
+            yield from swapped_devices(here, self.costs.cluster.device_ids, self.shared.twins)
+        if self.is_free:
+            yield from joined(here)
+
+    def near(self, here: Setting) -> Iterator[Setting]:
+        """The setting with one thing changed, of what is open: microbatches, route, order, versions."""
+        count = here.num_microbatches
+        if self.options.num_microbatches is None:
+            others = {count // 2, count * 2 // 3, count - 1, count + 1, count * 3 // 2, count * 2} - {count}
+            for other in sorted(each for each in others if 1 <= each <= self.batch):
+                yield replace(here, num_microbatches=other)
+        for route in self.routes if count > 1 else ():
+            yield replace(here, route=route)
+        for policy in self.policies:
+            yield replace(here, policy=policy)
+        for staleness in self.stalenesses:
+            yield replace(here, staleness=staleness)
 
     def plain_settings(self) -> tuple[Setting, ...]:
         """Those of them that train exactly, or would."""
-        return tuple(dict.fromkeys(replace(setting, staleness="0") for setting in self.settings()))
+        return tuple(dict.fromkeys(replace(setting, staleness=FLUSHED) for setting in self.settings()))
+
+    def candidate(self, plan: Plan) -> Candidate:
+        """A plan as something to change."""
+        edges = (0, *accumulate(len(stage.layers) for stage in plan.stages))
+        known = ((text, self.setting(1, "split", text)) for text in self.stalenesses)
+        later = range(len(plan.stages) - 1, -1, -1)
+        same = (text for text, each in known if tuple(map(each.versions, later)) == plan.versions)
+        setting = self.setting(plan.num_microbatches, plan.route, next(same, FLUSHED), plan.policy)
+        return Candidate(edges, tuple(stage.devices for stage in plan.stages), setting)
 
     def estimator(self, setting: Setting) -> Estimator:
         """The estimator of a setting, made at the first call."""
@@ -95,7 +153,7 @@ class Problem:
         whole = (0, len(self.costs.profile.layers))
         found = []
         for setting in self.plain_settings():
-            held = held_count(setting, len(devices), 0, 0, 1)
+            held = held_before(setting, len(devices), 0, 0, 1)
             short = self.estimator(setting).fullest(*whole, devices, held, 1, setting.recompute is not False)[1]
             found += [short] if short is not None else []
         return min(found, key=lambda short: short.need_bytes / short.has_bytes, default=None)

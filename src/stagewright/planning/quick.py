@@ -9,17 +9,18 @@ The second asks the estimate itself, so a plan that it returns is priced as exac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.cluster import DeviceId
 from stagewright.cost import Costs
 from stagewright.planning.estimate import Crossing, Estimator, Label
 from stagewright.planning.exact import Leaders, Placed, Shape
-from stagewright.planning.groups import Setting
+from stagewright.planning.groups import Setting, Twins
 from stagewright.planning.spaces import Devices
 
 MAX_STAGES = 12
@@ -183,7 +184,7 @@ class Tail(NamedTuple):
 
 
 NO_CROSSING = Crossing(0.0, 0.0)
-NO_STAGES = Tail(Label(0.0, 0.0, 0.0, 0.0), (), 0, 0.0, 0.0)
+NO_STAGES = Tail(Label(), (), 0, 0.0, 0.0)
 
 
 def tails(candidate: Candidate, estimator: Estimator, tail: Tail = NO_STAGES) -> Iterator[Tail]:
@@ -239,7 +240,8 @@ def improve(
     for _ in range(MAX_ROUNDS):
         best: Candidate | None = None
         known = tuple(tails(here, estimators(here.setting)))
-        for other in neighbours(here, cuts, settings):
+        same = (setting for setting in settings if setting.staleness == here.setting.staleness)
+        for other in neighbours(here, cuts, same):
             estimator = estimators(other.setting)
             leaders.looked_at += 1
             found = price(other, estimator, now * (1 - 1e-9), shared_tail(other, here, known))
@@ -251,12 +253,12 @@ def improve(
         here = best
 
 
-def neighbours(here: Candidate, cuts: Sequence[int], settings: Sequence[Setting]) -> Iterator[Candidate]:
+def neighbours(here: Candidate, cuts: Sequence[int], settings: Iterable[Setting]) -> Iterator[Candidate]:
     """The candidate with one thing changed: a cut, a device's stage, two stages joined, the setting."""
-    yield from _moved_cuts(here, cuts)
-    yield from _moved_devices(here)
-    yield from _joined(here)
-    yield from _other_settings(here, settings)
+    yield from moved_cuts(here, cuts)
+    yield from moved_devices(here)
+    yield from joined(here)
+    yield from (here._replace(setting=setting) for setting in settings if setting != here.setting)
 
 
 def slide(here: Candidate, estimator: Estimator, cuts: Sequence[int], leaders: Leaders) -> None:
@@ -277,19 +279,22 @@ def slide(here: Candidate, estimator: Estimator, cuts: Sequence[int], leaders: L
                         leaders.offer(*found, estimator)
 
 
-def _moved_cuts(here: Candidate, cuts: Sequence[int]) -> Iterator[Candidate]:
+def moved_cuts(here: Candidate, cuts: Sequence[int], together: int = 1) -> Iterator[Candidate]:
+    """With one cut, or so many beside one another, a few places earlier or later."""
     place = {cut: number for number, cut in enumerate(cuts)}
-    for number in range(1, len(here.edges) - 1):
-        at = place.get(here.edges[number])
-        for move in (-8, -3, -1, 1, 3, 8) if at is not None else ():
-            assert at is not None
-            if 0 < at + move < len(cuts) - 1:
-                edges = (*here.edges[:number], cuts[at + move], *here.edges[number + 1 :])
+    for number in range(1, len(here.edges) - together):
+        some = [place.get(edge) for edge in here.edges[number : number + together]]
+        for move in (-8, -3, -1, 1, 3, 8) if None not in some else ():
+            moved = [at + move for at in some if at is not None]
+            if moved[0] > 0 and moved[-1] < len(cuts) - 1:
+                fresh = (cuts[at] for at in moved)
+                edges = (*here.edges[:number], *fresh, *here.edges[number + together :])
                 if all(low < high for low, high in pairwise(edges)):
                     yield here._replace(edges=edges)
 
 
-def _moved_devices(here: Candidate) -> Iterator[Candidate]:
+def moved_devices(here: Candidate) -> Iterator[Candidate]:
+    """With some devices of one stage in the next, or the other way."""
     for number in range(len(here.groups) - 1):
         left, right = here.groups[number], here.groups[number + 1]
         pairs = []
@@ -303,14 +308,30 @@ def _moved_devices(here: Candidate) -> Iterator[Candidate]:
             yield here._replace(groups=(*here.groups[:number], *tidy, *here.groups[number + 2 :]))
 
 
-def _joined(here: Candidate) -> Iterator[Candidate]:
+def swapped_devices(here: Candidate, devices: Devices, twins: Twins) -> Iterator[Candidate]:
+    """With two devices that differ in one another's place, or one that does nothing in one's place, or beside it."""
+    idle = tuple(sorted(set(devices) - {id for group in here.groups for id in group}))
+    places = [*enumerate(here.groups), (-1, idle)]
+    for (left, ours), (right, theirs) in combinations(places, 2):
+        for one in {twins.of[id]: id for id in ours}.values():
+            if right < 0 and len(ours) > 1:
+                yield _regrouped(here, {left: {*ours} - {one}})
+            for other in {twins.of[id]: id for id in theirs}.values():
+                if twins.of[one] != twins.of[other]:
+                    yield _regrouped(here, {left: {*ours, other} - {one}, right: {*theirs, one} - {other}})
+        if right < 0:
+            for other in {twins.of[id]: id for id in theirs}.values():
+                yield _regrouped(here, {left: {*ours, other}})
+
+
+def _regrouped(here: Candidate, groups: Mapping[int, set[DeviceId]]) -> Candidate:
+    fresh = (tuple(sorted(groups.get(number, group))) for number, group in enumerate(here.groups))
+    return here._replace(groups=tuple(fresh))
+
+
+def joined(here: Candidate) -> Iterator[Candidate]:
+    """With two stages as one."""
     for number in range(len(here.groups) - 1):
         joined = tuple(sorted((*here.groups[number], *here.groups[number + 1])))
         groups = (*here.groups[:number], joined, *here.groups[number + 2 :])
         yield Candidate((*here.edges[: number + 1], *here.edges[number + 2 :]), groups, here.setting)
-
-
-def _other_settings(here: Candidate, settings: Sequence[Setting]) -> Iterator[Candidate]:
-    for setting in settings:
-        if setting != here.setting and setting.staleness == here.setting.staleness:
-            yield here._replace(setting=setting)

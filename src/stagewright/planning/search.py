@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from stagewright.cluster import Cluster
 from stagewright.cost import Costs
-from stagewright.errors import PlanError
-from stagewright.plan import Plan
-from stagewright.planning.choose import Choice, Score, choose, compare, refused, without_flush
-from stagewright.planning.estimate import Estimator
-from stagewright.planning.exact import Leaders, Placed, search_exactly
+from stagewright.planning.choose import NEAR, Choice, Judge, Score, candidate_of, choose, compare, to_score
+from stagewright.planning.exact import Leaders, search_exactly
 from stagewright.planning.groups import Setting
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.problem import Problem, make_problem
@@ -43,8 +39,6 @@ MAX_STARTS = 5
 NUM_SLID = 3
 NUM_LEADERS = 12
 NUM_OTHERS = 3
-FLUSHED = ("0",)
-"""Nothing but exact training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,54 +51,36 @@ class Search:
     why_no_data_parallel: str
     reason: str
     num_plans: int
+    """How many the estimate has weighed."""
+    num_simulated: int
     seconds: float
-    is_exact: bool
-    """Whether every cut and every group of devices was looked at."""
 
 
 def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None) -> Search:
-    """The fastest plan that fits: by the estimate, and among the best of those by the score."""
+    """The fastest plan that fits: by the estimate, and among the best of those and around them by the score."""
     begin = perf_counter()
     problem = make_problem(Costs(profile, cluster), options)
     leaders, rivals = Leaders(most=NUM_LEADERS), Leaders(most=1)
     search_data_parallel(problem, rivals)
-    is_exact = search(problem, leaders, rivals)
-    if not leaders.found:
-        raise refused(problem)
-    rival, why_not = compare(problem, rivals, score)
-    known = [] if score is None else exact_ones(problem, score)
-    choices = choose(problem, leaders, score, rival if _is_free(problem) else None, known)
-    best = choices[0]
+    search(problem, leaders, rivals)
+    judge = Judge(problem, score)
+    rival, why_not = compare(problem, rivals, judge if problem.is_free else Judge(problem, score))
+    best, *choices = choose(problem, to_score(leaders), judge)
     reason = explain(
         best.plan, best.step_s, problem.costs, rival.plan if rival else None, rival.step_s if rival else 0.0
     )
-    others = [c for c in choices[1:] if shape(c.plan) != shape(best.plan) and (rival is None or len(c.plan.stages) > 1)]
+    others = {shape(c.plan): c for c in reversed(choices) if rival is None or len(c.plan.stages) > 1}
+    others.pop(shape(best.plan), None)
     return Search(
         best=replace(best, plan=replace(best.plan, notes=(reason,))),
-        others=tuple(others[:NUM_OTHERS]),
+        others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:NUM_OTHERS]),
         data_parallel=rival,
         why_no_data_parallel=why_not,
         reason=reason,
         num_plans=leaders.looked_at + rivals.looked_at,
+        num_simulated=len(judge.known) if score is not None else 0,
         seconds=perf_counter() - begin,
-        is_exact=is_exact,
     )
-
-
-def exact_ones(problem: Problem, score: Score) -> list[Plan]:
-    """The plans that lead with a flush, without it, where that is allowed: the estimate may hold others for faster."""
-    costs = problem.costs
-    if problem.stalenesses == FLUSHED:
-        return []
-    try:
-        exact = make_plan(costs.profile, costs.cluster, replace(problem.options, staleness="0"), score)
-    except PlanError:
-        return []
-    return without_flush(problem, [exact.best.plan, *(other.plan for other in exact.others)])
-
-
-def _is_free(problem: Problem) -> bool:
-    return problem.groups is None and not problem.every_cut
 
 
 def search_data_parallel(problem: Problem, rivals: Leaders) -> None:
@@ -115,36 +91,23 @@ def search_data_parallel(problem: Problem, rivals: Leaders) -> None:
         search_exactly(problem.estimator(setting), whole, Given((devices,)), rivals)
 
 
-def search(problem: Problem, leaders: Leaders, rivals: Leaders) -> bool:
-    """Fills the leaders; True where nothing in the space was left out."""
-    devices = problem.costs.cluster.device_ids
-    small = len(devices) <= EXACT_DEVICES and len(problem.cuts) - 1 <= EXACT_LAYERS
-    if not _is_free(problem):
-        return _search_given(problem, leaders, small)
-    for entry in rivals.found:
-        leaders.offer(*entry)
-    search_quickly(problem, leaders)
-    if small:
-        _search_all(problem, problem.cuts, [Subsets(problem.costs, devices)], leaders)
-    return small
-
-
-def _search_given(problem: Problem, leaders: Leaders, small: bool) -> bool:
-    """Where the cuts or the devices are given, only the other is searched, and mostly exactly."""
+def search(problem: Problem, leaders: Leaders, rivals: Leaders) -> None:
+    """Fills the leaders: on few devices and layers with the best of all, else with balanced plans, improved."""
     costs, devices = problem.costs, problem.costs.cluster.device_ids
-    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, EXACT_CUTS)
-    if problem.groups is not None:
-        _search_all(problem, cuts, [Given(problem.groups)], leaders)
-        return len(cuts) == len(problem.cuts)
+    small = len(devices) <= EXACT_DEVICES and len(problem.cuts) - 1 <= EXACT_LAYERS
     spaces: list[Space] = [Subsets(costs, devices)]
-    if not small:
+    if problem.is_free:
+        for entry in rivals.found:
+            leaders.offer(*entry)
+        search_quickly(problem, leaders)
+        if not small:
+            return
+    elif problem.groups is not None:
+        spaces = [Given(problem.groups)]
+    elif not small:
         spaces = [Runs(order, group_sizes(len(devices))) for order in device_orders(costs, devices)]
-    _search_all(problem, cuts, spaces, leaders)
-    return small
-
-
-def _search_all(problem: Problem, cuts: Sequence[int], spaces: Sequence[Space], leaders: Leaders) -> None:
-    for setting in problem.settings():
+    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, EXACT_CUTS)
+    for setting in problem.settings(weighed=True):
         for space in spaces:
             search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
 
@@ -165,15 +128,17 @@ def search_quickly(problem: Problem, leaders: Leaders) -> None:
     for entry in entries:
         leaders.offer(*entry)
     for entry in entries[:MAX_STARTS]:
-        improve(_candidate(entry), problem.estimator, problem.cuts, problem.settings(), leaders)
+        improve(candidate_of(entry), problem.estimator, problem.cuts, problem.settings(), leaders)
     for entry in leaders.found[:NUM_SLID]:
-        slide(_candidate(entry), entry[2], problem.cuts, leaders)
+        slide(candidate_of(entry), entry[2], problem.cuts, leaders)
     for entry in leaders.found[:NUM_SLID]:
         # A cut and a number of microbatches may be better together, though neither is alone.
-        here = _candidate(entry)
+        here = candidate_of(entry)
         for setting in problem.settings():
-            if setting != here.setting and setting.staleness == here.setting.staleness:
-                slide(here._replace(setting=setting), problem.estimator(setting), cuts, leaders)
+            other, estimator = here._replace(setting=setting), problem.estimator(setting)
+            is_other = setting != here.setting and setting.staleness == here.setting.staleness
+            if is_other and price(other, estimator, NEAR * leaders.bound) is not None:
+                slide(other, estimator, cuts, leaders)
 
 
 def _pipedream_starts(problem: Problem) -> list[Candidate]:
@@ -185,12 +150,6 @@ def _pipedream_starts(problem: Problem) -> list[Candidate]:
         estimator = problem.estimator(problem.setting(problem.counts[0], problem.routes[0], staleness))
         found += balanced(estimator, cuts, order, group_sizes(len(devices)), pipedream_table)
     return found
-
-
-def _candidate(entry: tuple[float, tuple[Placed, ...], Estimator]) -> Candidate:
-    _, stages, estimator = entry
-    edges = (*(stage.first for stage in stages), stages[-1].last)
-    return Candidate(edges, tuple(stage.devices for stage in stages), estimator.setting)
 
 
 def _few_settings(problem: Problem) -> list[Setting]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from stagewright.models.layered import Layered
 from stagewright.models.values import TensorSpec
 from stagewright.profile import LayerProfile, Precision
 from stagewright.profiling.layers import Pieces, Unit
-from stagewright.profiling.operators import UnitWork, Work, float_bytes, record_work
+from stagewright.profiling.operators import UnitWork, Work, float_bytes, record_saved, record_work
 
 FEW, MANY = 2, 4
 """Numbers of rows whose difference tells what grows with rows and what does not; batch norm refuses one row."""
@@ -56,6 +57,13 @@ def find_facts(pieces: Pieces) -> tuple[UnitFacts, ...]:
             )
         )
     return tuple(facts)
+
+
+def saved_by_row(model: Layered, edges: Sequence[int], precision: Precision) -> list[float]:
+    """Bytes that the layers between each two edges save of a row for their backward; what all rows share is divided."""
+    units = (Unit(first=a, last=b, module=model.stage(a, b)) for a, b in pairwise(edges))
+    pieces = Pieces(model=model, units=tuple(units), precision=precision)
+    return [saved / MANY for saved in record_saved(pieces, MANY)]
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -86,6 +86,23 @@ def run_units(
 
     Without `weights`, backward makes the gradients alone that the unit before asks for.
     """
+    kept = run_forward(pieces, inputs, targets, mark, start)
+    gradients: list[Tensor | None] = [None] * len(kept[-1][1])
+    for number in reversed(range(len(kept))):
+        entering, outputs = kept.pop()
+        gradients = run_backward(pieces.units[number], entering, outputs, gradients, accumulate, weights)
+        del entering, outputs
+        mark(number, True)
+
+
+def run_forward(
+    pieces: Pieces,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    mark: Mark,
+    start: Callable[[int], None] = lambda unit: None,
+) -> list[tuple[list[Tensor], list[GradientEdge | None]]]:
+    """Runs every unit forward; for each what entered it, and where backward enters."""
     kept: list[tuple[list[Tensor], list[GradientEdge | None]]] = []
     tensors: Sequence[Tensor] = inputs
     with running(pieces.precision, inputs[0].device):
@@ -96,13 +113,7 @@ def run_units(
             tensors = unit.module(*entering, *(targets if unit.module.has_loss else ()))
             kept.append((entering, [edge_of(tensor) for tensor in tensors]))
             mark(number, False)
-    del tensors, entering
-    gradients: list[Tensor | None] = [None] * len(kept[-1][1])
-    for number in reversed(range(len(kept))):
-        entering, outputs = kept.pop()
-        gradients = run_backward(pieces.units[number], entering, outputs, gradients, accumulate, weights)
-        del entering, outputs
-        mark(number, True)
+    return kept
 
 
 def edge_of(tensor: Tensor) -> GradientEdge | None:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stagewright.profile import ROW_BYTES, Precision
 from stagewright.profiling.kinds import WorkKind
-from stagewright.profiling.layers import Pieces, run_units
+from stagewright.profiling.layers import Pieces, run_forward, run_units
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,17 @@ def record_work(pieces: Pieces, rows: int) -> tuple[UnitWork, ...]:
             run_units(plain, inputs, targets, mark, accumulate=False)
     triples = zip(forward, reversed(backward), saved)
     return tuple(UnitWork(forward=f, backward=b, saved_bytes=s) for f, b, s in triples)
+
+
+def record_saved(pieces: Pieces, rows: int) -> list[float]:
+    """The bytes that every unit saves of so many rows for its backward."""
+    plain = Pieces(model=pieces.model, units=pieces.units, precision="fp32")
+    saved: list[float] = []
+    with only_shapes(pieces.model.sample[0].device):
+        keeper = Keeper([*pieces.model.model.parameters()], float_bytes(pieces.precision))
+        with torch.autograd.graph.saved_tensors_hooks(keeper.pack, unpacked):
+            run_forward(plain, *plain.rows(rows), lambda unit, is_backward: saved.append(keeper.take()))
+    return saved
 
 
 def unpacked(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from os.path import relpath
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from stagewright.policy import RULES
 from stagewright.record import DeviceUse
 from stagewright.report.cases import Case, Failure, Results, Work, log_of, remarks, strategy, work_key
 from stagewright.report.comparison import (
@@ -125,7 +126,7 @@ def case_row(case: Case, sign: str, folder: Path | None) -> Row:
         word(strategy(plan), f"K = {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
         word(record.data),
         word("-".join(map(str, plan.replicas)), plan.placement),
-        word("no" if plan.policy == "dynamic" else "yes", plan.policy),
+        word("no" if RULES[plan.policy].by_arrival else "yes", plan.policy),
         number(case.images_per_s, rate(case.images_per_s), spread_text(case)),
         number(case.step_s, seconds(case.step_s)),
         memory_cell(case),

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
+from stagewright.policy import RULES
 
 
 class _Normalised(torch.autograd.Function):
@@ -84,8 +85,8 @@ def check_batch_norm(plan: Plan) -> None:
     for stage, num_replicas in enumerate(plan.replicas):
         if num_replicas == 1:
             continue
-        if plan.route == "rotate" or plan.policy == "dynamic":
-            word = "the route rotate" if plan.route == "rotate" else "the schedule dynamic"
+        if plan.route == "rotate" or RULES[plan.policy].by_arrival:
+            word = "the route rotate" if plan.route == "rotate" else f"the schedule {plan.policy}"
             raise UsageError(
                 f"--sync-batch-norm needs all replicas of stage {stage} at one microbatch, which {word} does not give",
                 "use --route split and a static schedule, or leave --sync-batch-norm out",

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from stagewright.errors import RunError
+from stagewright.policy import holds
 from stagewright.runtime.worker import Worker, together
 from stagewright.schedule import Action, Kind
-from stagewright.scheduling import holds
 from stagewright.scheduling.windows import AHEAD, Key, Unit, windows
 
 Group = list[Action]

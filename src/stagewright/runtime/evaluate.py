@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.plan import Plan
+from stagewright.plan import DEFAULT_POLICY, Plan
+from stagewright.policy import RULES
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.reduce import copy_from
 from stagewright.runtime.worker import Worker
@@ -22,7 +23,7 @@ def forward_schedule(plan: Plan, rows: int) -> Schedule:
     """The forwards and transfers of a batch of `rows` rows over the plan's stages."""
     stages = tuple(replace(stage, versions=1) for stage in plan.stages)
     microbatches = min(plan.num_microbatches, rows)
-    policy = "1f1b" if plan.policy == "dynamic" else plan.policy
+    policy = DEFAULT_POLICY if RULES[plan.policy].by_arrival else plan.policy
     whole = make_schedule(
         replace(plan, stages=stages, batch=rows, num_microbatches=microbatches, policy=policy, hold=None)
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
+from stagewright.policy import RULES
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
 from stagewright.runtime.compiling import compiled, options_on_card
 from stagewright.runtime.deferred import DeferredGradients
@@ -160,7 +161,7 @@ def host_stages(
 
 def defers(plan: Plan, stage: int, settings: Settings) -> bool:
     """Whether linear layers make their weight gradients themselves: of several microbatches, or in a known place."""
-    if settings.compile or plan.policy == "zero-bubble":  # compiled code and backward in halves have their own ways
+    if settings.compile or RULES[plan.policy].halves:  # compiled code and backward in halves have their own ways
         return False
     replicas = plan.replicas[stage]
     handled = handled_by_each(plan.policy, plan.route, plan.num_microbatches, replicas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -11,15 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from stagewright.cluster import count
+from stagewright.cluster import count, format_devices
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.models import Layered, parameter_counts
 from stagewright.plan import Plan
+from stagewright.policy import outstanding
+from stagewright.profiling.facts import saved_by_row
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule
@@ -38,9 +42,11 @@ def check_before_launch(
     `states` is how many numbers the optimizer keeps for each parameter, `keep` how many checkpoints there will be.
     """
     sizes = stage_bytes(schedule.plan, layered, settings)
+    needed = needed_bytes(schedule.plan, layered, settings, states)
+    hosts = sorted({id.host for id in schedule.plan.devices})
     found = [
         *wrong_schedule(schedule),
-        *too_little_memory(schedule.plan, sizes, settings, states),
+        *too_little_memory(schedule.plan, needed, settings, {"this host": (this_machine(), hosts)}),
         *unwritable(folder),
         *(too_little_disk(schedule.plan, sizes, folder, states, keep) if keep else ()),
     ]
@@ -75,28 +81,74 @@ def stage_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[int]:
     return sizes
 
 
-def too_little_memory(plan: Plan, sizes: Sequence[int], settings: Settings, states: int) -> list[str]:
-    """Devices whose memory cannot even hold weights, gradients and the optimizer's state."""
-    needed = [0] * len(plan.devices)
-    for stage, members, size in zip(plan.stages, plan.workers, sizes):
+def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: int) -> list[int]:
+    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage."""
+    sizes, saved = stage_bytes(plan, layered, settings), saved_bytes(plan, layered, settings)
+    needed, held, fullest = [0] * len(plan.devices), outstanding(plan), [0.0] * len(plan.devices)
+    for number, (stage, members, size) in enumerate(zip(plan.stages, plan.workers, sizes)):
         reduced = stage.versions if len(members) > 1 else 0
-        for worker in members:
+        shares = [share for each in range(plan.num_microbatches) for share in plan.shares(number, each)]
+        for replica, worker in enumerate(members):
+            rows = max((share.stop - share.start for share in shares if share.replica == replica), default=0)
+            alive = 1 if stage.recompute else held[number]
             needed[worker] += size * (stage.versions + states + 1 + reduced)
-    if settings.device == "cpu":
-        have = available_memory()
-        return [] if sum(needed) <= have else [memory_word("the workers together need", sum(needed), "this host", have)]
-    cards = max(1, torch.cuda.device_count())
-    share = -(-len(plan.devices) // cards)
-    have = torch.cuda.get_device_properties(0).total_memory // share if torch.cuda.is_available() else 0
-    words = zip(plan.devices, needed)
-    return [memory_word(f"the stages on {id} need", size, "it", have) for id, size in words if size > have]
+            fullest[worker] = max(fullest[worker], alive * rows * saved[number])
+    return [base + math.ceil(more) for base, more in zip(needed, fullest)]
+
+
+def saved_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[float]:
+    """What each stage saves of a row for its backward, from shapes alone; 0 where shapes do not suffice for a model."""
+    edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+    with torch.random.fork_rng(devices=()):
+        try:
+            return saved_by_row(layered, edges, settings.precision)
+        except Exception:  # whatever a model does with values that are not there: it may well run
+            return [0.0] * len(plan.stages)
+
+
+class Machine(NamedTuple):
+    """The bytes that a host's memory can give, and those of each of its cards."""
+
+    memory_bytes: int
+    card_bytes: tuple[int, ...]
+
+
+Machines = Mapping[str, tuple[Machine, Sequence[int]]]
+"""By name, each with the numbers of the plan's hosts that it is."""
+JudgeMemory = Callable[[Machines], list[str]]
+
+
+def this_machine() -> Machine:
+    """The one that this process runs on."""
+    cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return Machine(available_memory(), tuple(torch.cuda.get_device_properties(card).total_memory for card in cards))
+
+
+def too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, machines: Machines) -> list[str]:
+    """Hosts and cards whose memory cannot hold what their workers need.
+
+    A worker has the card of its place among its host's workers; where there are more workers than cards, they share.
+    """
+    found = []
+    for name, (machine, hosts) in machines.items():
+        here = [[worker for worker, id in enumerate(plan.devices) if id.host == host] for host in hosts]
+        total = sum(needed[worker] for members in here for worker in members)
+        if settings.device == "cpu" and total > machine.memory_bytes:
+            found.append(memory_word("the workers together need", total, name, machine.memory_bytes))
+        for card, has in enumerate(machine.card_bytes if settings.device != "cpu" else ()):
+            members = [worker for each in here for worker in each[card :: len(machine.card_bytes)]]
+            size = sum(needed[worker] for worker in members)
+            if size > has:
+                where = format_devices([plan.devices[worker] for worker in members])
+                found.append(memory_word(f"the stages on {where} need", size, f"card {card} of {name}", has))
+    return found
 
 
 def memory_word(who: str, needed: int, where: str, have: int) -> str:
     """How much is needed and how much is there."""
     return (
-        f"{who} {needed / GIB:.1f} GiB for weights, gradients and optimizer alone, {where} has {have / GIB:.1f} GiB: "
-        "use more devices, or fewer versions"
+        f"{who} {needed / GIB:.1f} GiB for weights, gradients, optimizer and activations, {where} has "
+        f"{have / GIB:.1f} GiB: use more devices, fewer rows or versions, more microbatches, or recompute"
     )
 
 
@@ -145,7 +197,7 @@ def facts(paths: Sequence[str], port: int | None) -> dict[str, Any]:
         "stagewright": version("stagewright"), "torch": torch.__version__,
         "python": ".".join(map(str, sys.version_info[:2])),
         "time": time.time(), "missing": [path for path in paths if not Path(path).exists()],
-        "port_is_free": port is None or is_free(port),
+        "port_is_free": port is None or is_free(port), "machine": this_machine(),
     }  # fmt: skip
 
 
@@ -159,17 +211,24 @@ def is_free(port: int) -> bool:
 
 
 def check_hosts(
-    hosts: Sequence[str], paths: Sequence[str], port: int, ask: Callable[[str, Sequence[str]], list[str]]
+    hosts: Sequence[str],
+    paths: Sequence[str],
+    port: int,
+    ask: Callable[[str, Sequence[str]], list[str]],
+    too_small: JudgeMemory = lambda machines: [],
 ) -> None:
     """Asks every host for its facts, side by side, and refuses what does not fit together.
 
-    `ask` makes the command that runs a Python module with arguments on a host.
+    `ask` makes the command that runs a Python module with arguments on a host; `too_small` says whose memory is.
     """
     running = []
     for host in hosts:
         command = ask(host, ["stagewright.runtime.preflight", str(port if host == hosts[0] else 0), *paths])
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    refuse(list(differences(hosts, [answer(process) for process in running], port)))
+    told = [answer(process) for process in running]
+    memory = ((each["machine"], place) for place, each in enumerate(told) if isinstance(each, dict))
+    machines = {hosts[place]: (Machine(first, tuple(cards)), [place]) for (first, cards), place in memory}
+    refuse([*differences(hosts, told, port), *too_small(machines)])
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, Any] | str:

@@ -2,7 +2,6 @@
 
     make_schedule(plan, policy="1f1b", staleness="ssp", …) → Schedule     `.plan` carries what was overridden
     check_schedule(schedule)                                             raises a ScheduleError, or all is well
-    holds(plan)                                 how many microbatches' activations a replica of each stage holds at most
     transfers(plan, boundary, microbatch)       which rows pass between which replicas
     rows_between(…), action_rows(…)             the rows of one transfer, of one action
 
@@ -17,15 +16,16 @@ from dataclasses import replace
 
 from stagewright.errors import PlanError, ScheduleError
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route, Stage, parse_staleness
+from stagewright.policy import RULES, holds
 from stagewright.schedule import Schedule
 from stagewright.scheduling.check import check_batches, check_schedule
 from stagewright.scheduling.greedy import time_greedily
 from stagewright.scheduling.lower import lower
-from stagewright.scheduling.orders import holds, steps
+from stagewright.scheduling.orders import steps
 from stagewright.scheduling.routing import Routes, action_rows, make_routes, rows_between, transfers
 from stagewright.scheduling.timing import Costs, Timing, time_steps
 
-__all__ = ["action_rows", "check_schedule", "holds", "make_schedule", "rows_between", "transfers"]
+__all__ = ["action_rows", "check_schedule", "make_schedule", "rows_between", "transfers"]
 
 
 def make_schedule(
@@ -49,7 +49,7 @@ def make_schedule(
     plan = overridden(plan, num_microbatches, policy, route, versions, hold)
     if num_batches is not None:
         check_batches(plan, num_batches)
-    holds(plan)
+    check_hold(plan)
     routes = make_routes(plan)
     timing = make_timing(plan, routes, agree, costs)
     return Schedule(plan=plan, orders=lower(plan, routes, timing, agree), agree=agree)
@@ -60,11 +60,23 @@ def make_timing(plan: Plan, routes: Routes, agree: bool, costs: Costs | None) ->
 
     Where batches follow each other without a flush there is no idle time to fill, and the rule serves all policies.
     """
-    several_stages = len(plan.devices) < sum(plan.replicas)
-    to_fill = plan.policy == "zero-bubble" or (plan.policy != "gpipe" and several_stages)
+    several_stages, rule = len(plan.devices) < sum(plan.replicas), RULES[plan.policy]
+    to_fill = rule.halves or (several_stages and not rule.all_forwards_first)
     if to_fill and plan.is_synchronous:
         return time_greedily(plan, routes, agree, costs)
     return time_steps(plan, routes, list(steps(plan, agree)), costs)
+
+
+def check_hold(plan: Plan) -> None:
+    """Refuses a bound on held microbatches that the policy cannot keep: one that runs all forwards first."""
+    found = holds(plan)
+    if plan.hold is not None and max(found) > plan.hold:
+        stage = found.index(max(found))
+        raise ScheduleError(
+            f"hold {plan.hold} cannot work: under {plan.policy} stage {stage} runs all of its {found[stage]} forwards "
+            "first",
+            f"use hold {found[stage]}, fewer microbatches, or policy 1f1b",
+        )
 
 
 def staleness_versions(plan: Plan, staleness: str) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from stagewright.plan import Plan
+from stagewright.policy import RULES, aheads, lanes, outstanding
 from stagewright.schedule import Kind
-from stagewright.scheduling.orders import aheads, held
-from stagewright.scheduling.routing import Routes, lanes
+from stagewright.scheduling.routing import Routes
 from stagewright.scheduling.timing import Costs, Timed, Timing, whole_costs
 
 Choice = tuple[int, int, int, Kind, int, int]
@@ -77,10 +77,10 @@ class Floor:
     def __init__(self, plan: Plan, routes: Routes, costs: Costs | None) -> None:
         self.routes, self.whole = routes, whole_costs(plan, routes, costs)
         self.ahead, self.group, self.warm_ups = aheads(plan), group_size(plan), worker_warm_ups(plan)
-        own = [held(plan, stage, ahead) for stage, ahead in enumerate(self.ahead)]
+        own = outstanding(plan)
         # What a later stage holds less than the first while 1f1b runs, it may leave undone of the weights' half.
         self.lags = [max(own) - number for number in own]
-        self.halves = plan.policy == "zero-bubble"
+        self.halves = RULES[plan.policy].halves
         self.desks = [
             [Desk(stage, replica, worker, routes) for replica, worker in enumerate(workers)]
             for stage, workers in enumerate(plan.workers)

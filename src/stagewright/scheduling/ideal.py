@@ -10,8 +10,9 @@ from collections import deque
 from typing import NamedTuple
 
 from stagewright.plan import Plan
+from stagewright.policy import lanes
 from stagewright.schedule import COMPUTE, TRANSFERS, Action, Kind, Schedule
-from stagewright.scheduling.routing import action_rows, lanes
+from stagewright.scheduling.routing import action_rows
 from stagewright.scheduling.timing import Costs, unit_costs
 
 

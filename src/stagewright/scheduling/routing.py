@@ -140,8 +140,3 @@ def _pattern(plan: Plan, microbatch: int) -> tuple[int, int]:
     """What the routing of a microbatch depends on: its size and, where microbatches go round, its number."""
     start, stop = microbatch_rows(plan.batch, plan.num_microbatches, microbatch)
     return stop - start, microbatch if plan.route == "rotate" else 0
-
-
-def lanes(plan: Plan) -> tuple[int, ...]:
-    """How many microbatches each stage works on at a time: its replicas if they take turns, else one."""
-    return plan.replicas if plan.route == "rotate" else (1,) * len(plan.stages)

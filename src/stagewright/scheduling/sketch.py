@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stagewright.cluster import DeviceId
 from stagewright.errors import PlanError, ScheduleError
-from stagewright.plan import Plan, Policy, Route, Stage
+from stagewright.plan import DEFAULT_POLICY, Plan, Policy, Route, Stage
 
 
 def parse_replicas(text: str) -> tuple[int, ...]:
@@ -20,7 +20,7 @@ def sketch_plan(
     *,
     num_microbatches: int = 1,
     batch: int | None = None,
-    policy: Policy = "1f1b",
+    policy: Policy = DEFAULT_POLICY,
     route: Route = "split",
 ) -> Plan:
     """A plan with so many replicas a stage, each on a device of its own.
@@ -42,7 +42,7 @@ def placed_plan(
     *,
     num_microbatches: int = 1,
     batch: int | None = None,
-    policy: Policy = "1f1b",
+    policy: Policy = DEFAULT_POLICY,
     route: Route = "split",
 ) -> Plan:
     """A plan with a nameless layer on each of the placement's stages."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING
 
+from stagewright.policy import holds
 from stagewright.schedule import Action
-from stagewright.scheduling import holds
 from stagewright.scheduling.windows import AHEAD, Key, Unit, windows
 from stagewright.simulation.program import (
     CHANNEL,

@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from stagewright.errors import SimulationError
+from stagewright.policy import RULES
 from stagewright.schedule import Action, Order
 from stagewright.simulation.dynamic import Chooser
 from stagewright.simulation.loading import Loader
@@ -143,7 +144,7 @@ class Engine:
 
     def bring_to_life(self, worker: Worker) -> None:
         """Decides what it means that a worker goes on."""
-        if self.program.plan.policy == "dynamic":
+        if RULES[self.program.plan.policy].by_arrival:
             worker.chooser = Chooser(self, worker)
             worker.go_on = worker.chooser.step
         else:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.cost import StageBytes
+from stagewright.policy import holds
 from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Kind
-from stagewright.scheduling import holds
 from stagewright.simulation.log import Log
 from stagewright.simulation.program import FIRST_SLOT, NUM_BYTES, WORK, Program, Work, stage_layers
 

@@ -10,6 +10,7 @@ from stagewright.cluster import Cluster, Device
 from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.errors import SimulationError
 from stagewright.plan import Plan, microbatch_rows
+from stagewright.policy import RULES
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
 from stagewright.simulation.network import Loads, shared_loads
@@ -118,6 +119,11 @@ class Program(NamedTuple):
     shares: tuple[CoreShare, ...] = ()
     """For each worker the cores it computes on, where hosts share cores."""
 
+    @property
+    def busiest_s(self) -> float:
+        """For how long the busiest worker computes for a batch; 0 where cores are shared, and may be faster alone."""
+        return 0.0 if self.shares else max(sum(op[SECONDS] for op in ops) for ops in self.ops)
+
 
 def make_program(schedule: Schedule, profile: Profile, cluster: Cluster, costs: Costs | None = None) -> Program:
     """The schedule's actions with the seconds and bytes that the profile and the cluster give them."""
@@ -150,7 +156,7 @@ class Compiler:
         self.bounds = stage_layers(self.plan, costs.profile)
         self.devices = [costs.cluster.device(id) for id in self.plan.devices]
         self.patterns = patterns(self.plan)
-        self.is_dynamic = self.plan.policy == "dynamic"
+        self.is_dynamic = RULES[self.plan.policy].by_arrival
         self.slot_bytes: list[float] = []
         self.first_slots: dict[tuple[int, int, bool], int] = {}
         self.channels: list[Channel] = []

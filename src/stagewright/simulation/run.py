@@ -69,7 +69,7 @@ def make_record(
     """The record of a program's run."""
     plan, (low, high), cluster = program.plan, program.offsets, program.costs.cluster
     log = Engine(program, num_batches, make_loader(plan, cluster) if data == "records" else None).run()
-    steady = find_steady(batches_done(log, num_batches), high - low)
+    steady = find_steady(batches_done(log, num_batches), high - low, program.busiest_s)
     path = Path(program, log, steady.start_s, steady.stop_s)
     return Record(
         name=name or plan.model,

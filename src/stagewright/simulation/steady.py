@@ -41,11 +41,18 @@ def batches_done(log: Log, num_batches: int) -> list[float]:
     return done
 
 
-def find_steady(done: Sequence[float], drain: int) -> Steady:
+def find_steady(done: Sequence[float], drain: int, least_s: float = 0.0) -> Steady:
     """The steps that repeat, `drain` batches before the end left out; the second half where none repeat.
 
     done   │··5···│··4··│··3··│··3··│··3··│·1│      start-up 5 + 4, then steps of 3; the last one drains
+
+    While a long pipeline fills, batches can end faster than a worker has time for: no step is shorter than `least_s`.
     """
+    found = _repeating(done, drain)
+    return found._replace(step_s=tuple(max(step_s, least_s) for step_s in found.step_s))
+
+
+def _repeating(done: Sequence[float], drain: int) -> Steady:
     last = max(len(done) - drain, min(len(done), 2))
     if last < 2 or done[last // 2 - 1] == done[last - 1]:  # too few to tell: stale batches may even end together
         return Steady(0, last, (done[last - 1] / last,), 0.0, done[last - 1])

@@ -24,7 +24,7 @@ from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands
 from stagewright.runtime.launch import expand_hosts, is_main, is_worker
-from stagewright.runtime.preflight import check_hosts
+from stagewright.runtime.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
 from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
@@ -34,7 +34,7 @@ from stagewright.training.job import Job
 from stagewright.training.optimizers import Recipe
 from stagewright.training.recipes import RecipeFile, find_recipe, with_options
 from stagewright.training.sinks import chosen_sinks
-from stagewright.training.start import train
+from stagewright.training.start import states_of, train
 
 if TYPE_CHECKING:
     from stagewright.data.source import Dataset
@@ -84,7 +84,8 @@ def run_command(
         return None
     if options["nodes"] and not is_worker():
         hosts = over_ssh = hosts_of(options, plan)
-        ask_hosts(options, over_ssh)
+        needed = needed_bytes(plan, model, settings, states_of(steps_of(options, recipe, plan, job)))
+        ask_hosts(options, over_ssh, lambda machines: too_little_memory(plan, needed, settings, machines))
     done = steps_done(job, options["folder"])
     if done >= job.steps:
         console.print(nothing_left(done, job.steps), highlight=False, markup=False, soft_wrap=True)
@@ -342,11 +343,12 @@ def hosts_of(options: Options, plan: Plan) -> OverSsh:
     return hosts
 
 
-def ask_hosts(options: Options, hosts: OverSsh) -> None:
-    """Refuses hosts that do not fit together, or do not have the data."""
+def ask_hosts(options: Options, hosts: OverSsh, too_small: JudgeMemory) -> None:
+    """Refuses hosts that do not fit together, or have not the data or the memory."""
     data = [options[key] for key in ("data", "evaluation_data") if options[key] not in (None, SYNTHETIC)]
     names = hosts.names
     check_hosts(
         names, [os.getcwd(), *data], PORT,
         lambda host, words: hosts.reach(names.index(host), [hosts.python, "-m", *words]),
+        too_small,
     )  # fmt: skip

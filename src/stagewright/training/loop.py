@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
+from stagewright.policy import RULES
 from stagewright.record import Record, Source
 from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.ending import LastWords
@@ -238,7 +239,7 @@ def resume(run: Run, worker: Worker) -> list[str]:
 
 def run_stretch(worker: Worker, first: int, stop: int) -> None:
     """Runs the steps first … stop − 1 without a stop in between."""
-    if worker.plan.policy == "dynamic":
+    if RULES[worker.plan.policy].by_arrival:
         run_dynamic(worker, stop - first, first)
     else:
         worker.run(stop - first, first)

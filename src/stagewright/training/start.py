@@ -77,11 +77,11 @@ def train(
         wait = settings.timeout_s
         return work(lambda again: held(folder, job.name, about, goes_on=again, patience_s=wait, **how), shown, *rest)
     with held(folder, job.name, about, **how) as run, stop_on_signals(run):
-        if len(schedule.plan.devices) == 1 and hosts is None:
-            return work(lambda again: nullcontext(run), shown, *rest)
         keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
         if not is_remote(hosts):
             check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
+        if len(schedule.plan.devices) == 1 and hosts is None:
+            return work(lambda again: nullcontext(run), shown, *rest)
         with starting(settings, command, hosts, share, stem) as starter:
             record = start_workers(schedule, job, run.path, console or Console(), starter)
         give_back(model.model, run.path)

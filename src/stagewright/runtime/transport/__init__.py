@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 
 from stagewright.plan import Plan
+from stagewright.policy import RULES
 from stagewright.runtime.mps import SHARED
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.transport.channel import Channel, Receipt, Transport
@@ -26,7 +27,7 @@ from stagewright.runtime.world import World
 def make_transport(world: World, plan: Plan, settings: Settings) -> Transport:
     """The transport for these workers' devices, unless the settings name one."""
     if world.device.type != "cuda":
-        return GlooTransport(world, plan, threads_wait=plan.policy == "dynamic")
+        return GlooTransport(world, plan, threads_wait=RULES[plan.policy].by_arrival)
     return StagedTransport(world, plan) if is_staged(world, settings) else NcclTransport(world, plan)
 
 
