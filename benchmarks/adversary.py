@@ -22,7 +22,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -295,7 +295,7 @@ def work(cases: str, results: str) -> None:
 # All cases
 
 
-def run_all(seeds: range, folder: Path) -> list[dict[str, Any]]:
+def run_all(seeds: Sequence[int], folder: Path) -> list[dict[str, Any]]:
     """What became of each case; workers that crash are started anew after the case that they crashed in."""
     found: list[dict[str, Any]] = []
     for size in sorted({draw_case(seed).size for seed in seeds}):

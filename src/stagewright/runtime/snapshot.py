@@ -150,7 +150,13 @@ def restore_slot(weights: Weights, slot: int, step: int, tensors: Tensors) -> No
     count = weights.num_versions
     batch = next(batch for batch in range(step, step + count) if weights.slot(batch) == slot)
     back = step - max(0, batch - count + 1)
-    for name, tensor in weights.modules[slot].state_dict().items():
+    # A tied parameter has its versions under its first name alone.
+    first_names = {
+        id(tensor): name for name, tensor in reversed(weights.modules[slot].state_dict(keep_vars=True).items())
+    }
+    for name, tensor in weights.modules[slot].state_dict(keep_vars=True).items():
+        if first_names[id(tensor)] != name:
+            continue
         key = f"version-{min(back, count - 1)}/{plain(name)}"
         fill(tensor, tensors.get(key, tensors[f"model/{plain(name)}"]), plain(name))
 

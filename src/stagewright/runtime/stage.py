@@ -69,6 +69,7 @@ class StageRunner:
         self.recompute = recompute
         self.seed = seed
         self.held: dict[Key, Held] = {}
+        self._uses_a_weight_twice: bool | None = None
 
     @property
     def returned(self) -> tuple[TensorSpec, ...]:
@@ -136,6 +137,15 @@ class StageRunner:
         held.output_gradients = given
         if not needing:
             return []
+        if self._uses_a_weight_twice is None:
+            self._uses_a_weight_twice = uses_a_weight_twice(outputs, needing)
+        if self._uses_a_weight_twice:
+            # torch's halves free what the other use of the weight needs; so the graph is gone through once more.
+            found = torch.autograd.grad(outputs, needing, given, retain_graph=True, allow_unused=True)
+            for tensor, gradient in zip(needing, found):
+                tensor.grad = gradient
+            held.outputs = outputs
+            return self._input_gradients(held)
         # Imported where it is used: it takes long, and every worker would wait for it when it starts.
         from torch.distributed.pipelining._backward import stage_backward_input
 
@@ -151,13 +161,15 @@ class StageRunner:
         held = self.held.pop(key)
         if held.weight_groups is None:
             outputs = [tensor for tensor in held.outputs if tensor.requires_grad]
-            if outputs:
-                torch.autograd.backward(outputs, held.output_gradients)
+            weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            if outputs and weights:
+                torch.autograd.backward(outputs, held.output_gradients, inputs=weights)
             return
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        weights = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        stage_backward_weight(weights, held.weight_groups)
+        stage_backward_weight(
+            (parameter for parameter in module.parameters() if parameter.requires_grad), held.weight_groups
+        )
 
     def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if self.has_loss:
@@ -176,6 +188,25 @@ class StageRunner:
                 found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
                 tensor.grad = None
         return found
+
+
+def uses_a_weight_twice(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether the gradient of a weight is added up from several places of the graph; that of an input may be."""
+    given = {id(tensor) for tensor in inputs}
+    to_do = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen, ends = set(to_do), set[object]()
+    while to_do:
+        for node, _ in to_do.pop().next_functions:
+            if node is None:
+                continue
+            if hasattr(node, "variable"):  # where the gradient of a leaf is added up
+                if node in ends and id(node.variable) not in given:
+                    return True
+                ends.add(node)
+            elif node not in seen:
+                seen.add(node)
+                to_do.append(node)
+    return False
 
 
 class _Again:
