@@ -15,9 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from stagewright.bench import contest as contests
-from stagewright.bench import rehearsed
 from stagewright.bench.baselines import make_rows, mean_loss
 from stagewright.bench.contest import Clocked, Contest, Ours, Times, hosted_parameters, take_turns
 from stagewright.bench.entrants import add, candidates, limit, on_first_hosts, title
@@ -26,12 +23,15 @@ from stagewright.bench.rehearsal_cases import RehearsalCase, RehearsalSuite, Wan
 from stagewright.bench.rounds import batches_for, close_ones, fastest, stale_steps, steady, steps_for
 from stagewright.bench.speed import at_one_speed, drifts_of, middle_pass, predict, slowed
 from stagewright.bench.verdict import BEGIN, END, CaseResult, Entry, Lead, section, table, write_results
+from stagewright.profiling.pulse import BEAT, Timed
+
+from stagewright.bench import contest as contests
+from stagewright.bench import rehearsed
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
-from stagewright.profiling.pulse import BEAT, Timed
 from stagewright.rehearsal.measuring import Beats
 from stagewright.rehearsal.slices import Slices, sliced_card
 from stagewright.runtime.hosts import HostError

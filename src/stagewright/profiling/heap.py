@@ -18,14 +18,14 @@ from typing import Any
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 """Of mallopt, as malloc.h numbers them."""
 MOST = 2**31 - 1
-KEPT_10_S = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ARENA_PURGE_MULT": "1"}
-"""How long mimalloc keeps what is free, in milliseconds, and how many times as long what is large; it reads that when
-torch is loaded, and not again."""
+KEPT_LONGER = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ARENA_PURGE_MULT": "1"}
+"""Variables of workers: how long mimalloc keeps what is free, in milliseconds, and how many times as long what is large.
+It reads them when torch is loaded, and not again."""
 
 
 def keep_longer() -> None:
-    """Asks the allocator of torch, which this process or those that it starts load later, to keep freed memory."""
-    for name, value in KEPT_10_S.items():
+    """Gives this process, before it loads torch, and those that it starts the variables above unless they are set."""
+    for name, value in KEPT_LONGER.items():
         os.environ.setdefault(name, value)
 
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, count
 from pathlib import Path
@@ -104,44 +104,6 @@ def bounce_pairs(
     return found
 
 
-def all_at_once(rank: int, size: int, num_bytes: int, strands: Sequence[dist.ProcessGroup]) -> dict[str, float]:
-    """What workers move where a host has several connections, as runs on cards do: bytes a second by kind.
-
-    to one, from one   of all others together, each over the strand of its number
-    each               of every worker in an all-reduce of a message a strand
-    """
-    others = [each for each in range(size) if each != rank]
-    ways: dict[str, Callable[[], list[dist.Work | None]]] = {}
-    rows = {peer: torch.zeros(num_bytes, dtype=torch.uint8) for peer in (others if rank == 0 else [0])}
-    sums = [torch.zeros(num_bytes // 4) for _ in strands]
-
-    def send() -> list[dist.Work | None]:
-        return [dist.isend(part, peer, strands[(peer + rank) % len(strands)]) for peer, part in rows.items()]
-
-    def receive() -> list[dist.Work | None]:
-        return [dist.irecv(part, peer, strands[(peer + rank) % len(strands)]) for peer, part in rows.items()]
-
-    ways["to one"], ways["from one"] = (receive, send) if rank == 0 else (send, receive)
-    ways["each"] = lambda: [dist.all_reduce(each, group=group, async_op=True) for each, group in zip(sums, strands)]
-    moved = dict.fromkeys(("to one", "from one"), (size - 1) * num_bytes)
-    moved["each"] = 2 * (size - 1) * num_bytes * len(strands) // size
-    return {kind: moved[kind] / middle_of_several(start) for kind, start in ways.items()}
-
-
-def middle_of_several(start: Callable[[], list[dist.Work | None]]) -> float:
-    """Seconds from a moment at which all workers are here until all are done; the first time opens connections."""
-    spent = []
-    for _ in range(1 + NUM_LARGE):
-        dist.barrier()
-        begin = perf_counter()
-        for work in start():
-            if work is not None:
-                work.wait()
-        dist.barrier()
-        spent.append(perf_counter() - begin)
-    return median(spent[1:])
-
-
 def rate_of(num_bytes: int, large_s: float, small_s: float) -> float:
     """Bytes a second, the latency taken off; but never more than half, so that a disturbed latency cannot spoil it."""
     return num_bytes / max(large_s - small_s, large_s / 2)
@@ -199,30 +161,6 @@ def with_pairs(cluster: Cluster, pairs: Pairs, how: str) -> Cluster:
             latencies[wire] = min(latencies.get(wire, float("inf")), pair.latency_s / len(path))
     notes = (*cluster.notes, f"link rates and latencies measured {how}")
     return replace(with_wires(cluster, rates, latencies), notes=notes)
-
-
-def with_all_at_once(cluster: Cluster, together: Mapping[str, float]) -> Cluster:
-    """A cluster whose links are as fast as single connections, with what several at once have shown of its hosts.
-
-    As many rows go to a host as gradients of them come from it, so its link has the mean of both ways. What every host
-    moves in an all-reduce is its part of what the machine can.
-    """
-    connection = max(link.bytes_per_s for link in cluster.links)
-    own = 2 / (1 / together["to one"] + 1 / together["from one"])
-    machine = max(together["each"] * len(cluster.hosts), connection)
-
-    def widened(links: Sequence[Link]) -> tuple[Link, ...]:
-        return tuple(replace(link, bytes_per_s=_rounded(max(own, link.bytes_per_s))) for link in links)
-
-    hosts = tuple(replace(host, links=widened(host.links)) for host in cluster.hosts)
-    return replace(
-        cluster,
-        hosts=hosts,
-        links=widened(cluster.links),
-        connection_bytes_per_s=connection,
-        machine_bytes_per_s=_rounded(machine),
-        notes=(*cluster.notes, "and with all hosts at once: a host's link, and the machine"),
-    )
 
 
 def with_wires(cluster: Cluster, rates: Mapping[int, float], latencies: Mapping[int, float]) -> Cluster:

@@ -98,30 +98,25 @@ def make_profile(
     precision: Precision = "fp32",
     name: str | None = None,
     repeats: int = REPEATS,
-    warm_up: int = WARM_UP,
-    in_one_piece: bool = True,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile of a model on the device where it is, its sample repeated to each batch size.
-
-    Who times the model in one piece on his own need not do so here: it then takes what its layers take.
-    """
+    """The profile of a model on the device where it is, its sample repeated to each batch size."""
     check_request(batch_sizes, repeats)
     pieces = make_pieces(model, precision)
-    whole = Pieces(model=model, units=(_whole(model),), precision=precision) if in_one_piece else None
+    whole = Pieces(model=model, units=(_whole(model),), precision=precision)
     device = model.sample[0].device
     if device.type == "cpu":
         keep_freed_memory()  # as workers do
     facts = find_facts(pieces)
-    total, done = len(batch_sizes) * (warm_up + repeats), 0
+    total, done = len(batch_sizes) * (WARM_UP + repeats), 0
     timings = [Timing([], [], [], []) for _ in batch_sizes]
     with undisturbed(pieces):
-        for number in range(warm_up + repeats):
+        for number in range(WARM_UP + repeats):
             # All sizes in every round: a machine that is slow for a while is so for all of them.
             for rows, timing in zip(batch_sizes, timings):
-                kept = timing if number >= warm_up else Timing([], [], [], [])
+                kept = timing if number >= WARM_UP else Timing([], [], [], [])
                 time_once(pieces, whole, rows, device, kept)
-                if number >= warm_up and (number - warm_up) % APART_EVERY == 0:
+                if number >= WARM_UP and (number - WARM_UP) % APART_EVERY == 0:
                     time_weights(pieces, rows, device, kept)
                 done += 1
                 if progress is not None:
@@ -143,14 +138,8 @@ def make_profile(
         optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings),
         versions=versions(device),
-        notes=(f"median of {repeats} repeats after {warm_up}; {cpu_work()}",),
+        notes=(f"median of {repeats} repeats after {WARM_UP}; {torch.get_num_threads()} CPU threads",),
     )
-
-
-def cpu_work() -> str:
-    """How a CPU computes here, in words."""
-    plain = "" if torch.backends.mkldnn.enabled else " with plain kernels"
-    return f"{torch.get_num_threads()} CPU threads{plain}"
 
 
 def check_request(batch_sizes: Sequence[int], repeats: int) -> None:
@@ -165,22 +154,13 @@ def _whole(model: Layered) -> Unit:
     return Unit(first=0, last=model.num_layers, module=model.stage(0, model.num_layers))
 
 
-def time_once(pieces: Pieces, whole: Pieces | None, rows: int, device: torch.device, timing: Timing) -> None:
+def time_once(pieces: Pieces, whole: Pieces, rows: int, device: torch.device, timing: Timing) -> None:
     """Times the layers and, right after, the whole model, so that both see the same machine."""
     inputs, targets = pieces.rows(rows)
     gaps = timed_run(pieces, inputs, targets, device)
     timing.forward.append(gaps[: len(pieces.units)])
     timing.backward.append(gaps[len(pieces.units) :][::-1])
-    timing.whole.append(sum(gaps if whole is None else timed_run(whole, inputs, targets, device)))
-
-
-def time_model(model: Layered, rows: int, repeats: int = 1) -> float:
-    """Seconds of the whole model's forward and backward, as a profile's `model_s` has them."""
-    whole = Pieces(model=model, units=(_whole(model),), precision="fp32")
-    inputs, targets = whole.rows(rows)
-    device = model.sample[0].device
-    with undisturbed(whole):
-        return median(sum(timed_run(whole, inputs, targets, device)) for _ in range(repeats))
+    timing.whole.append(sum(timed_run(whole, inputs, targets, device)))
 
 
 def time_weights(pieces: Pieces, rows: int, device: torch.device, timing: Timing) -> None:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import ClassVar
 
 from stagewright.cluster import Cluster
 from stagewright.plan import Plan
@@ -57,6 +58,7 @@ class EmulatedHosts:
     """Whether the latencies are emulated: the kernel may lack netem."""
     cpus: tuple[int, ...] = ()
     """The cores that all hosts share; none given, all that this process may use."""
+    uses_card: ClassVar[bool] = False
 
     @property
     def launcher(self) -> tuple[str, ...]:

@@ -34,7 +34,11 @@ class Slices:
 
     number: int
     shared: Mapping[str, str]
-    """What makes them slices."""
+    """What makes them slices; nothing for workers on the CPU."""
+
+    @property
+    def uses_card(self) -> bool:
+        return bool(self.shared)
 
     @property
     def addresses(self) -> Sequence[str]:
@@ -49,6 +53,9 @@ class Slices:
 
     def reach(self, host: int, command: Sequence[str]) -> list[str]:
         return list(command)
+
+    def enter(self, host: int) -> None:
+        """Stays where it is: slices are all here."""
 
     def environment(self) -> Mapping[str, str]:
         return {"GLOO_SOCKET_IFNAME": "lo", APART: "1", **self.shared}
