@@ -60,6 +60,9 @@ HANGS_S = {"cpu": 600.0, "cuda": 60.0}
 GOES = 3
 """How often a contender on a card may begin that hangs."""
 
+SPARE_BYTES = 4e9
+"""What stays free on the machine, beside half as much again as the largest contender so far takes."""
+
 Spec = Mapping[str, Any]
 """What a contender's workers are told."""
 
@@ -249,15 +252,17 @@ def started(spec: Spec, hosts: EmulatedHosts | Slices, folder: Path, number: int
 def on_hosts(specs: Sequence[Spec], hosts: EmulatedHosts, folder: Path, rounds: int) -> dict[str, list[float]]:
     """By name each contender's seconds a step, round by round: as many take turns as are in memory at once."""
     turns_s: dict[str, list[float]] = {}
-    left, largest = list(enumerate(specs)), 0.0
+    families: dict[str, list[tuple[int, Spec]]] = {}
+    for number, spec in enumerate(specs):
+        families.setdefault(spec.get("family", spec["name"]), []).append((number, spec))
+    left, largest = list(families.values()), 0.0
     while left:
         with ExitStack() as stack:
             group: list[Contender] = []
-            while left and (not group or free_memory() > 1.2 * largest):
-                (number, spec), before = left.pop(0), free_memory()
-                group.append(stack.enter_context(started(spec, hosts, folder / f"contender-{number}", number)))
+            while left and (not group or free_memory() > 1.5 * largest + SPARE_BYTES):
+                family, before = left.pop(0), free_memory()
+                group.append(stack.enter_context(fastest(family, hosts, folder)))
                 largest = max(largest, before - free_memory())
-            group = fastest(group)
             for number in range(rounds):
                 # Who comes after whom matters: so they change places.
                 for one in group[:: -1 if number % 2 else 1]:
@@ -265,13 +270,20 @@ def on_hosts(specs: Sequence[Spec], hosts: EmulatedHosts, folder: Path, rounds: 
     return turns_s
 
 
-def fastest(contenders: Sequence[Contender]) -> list[Contender]:
-    """Those who stay: of a family, such as a peer with several numbers of microbatches, the fastest."""
-    best: dict[str, Contender] = {}
-    for one in contenders:
-        family = one.spec.get("family", one.name)
-        best[family] = min(best.get(family, one), one, key=lambda each: each.step_s)
-    return list(best.values())
+@contextmanager
+def fastest(family: Sequence[tuple[int, Spec]], hosts: EmulatedHosts | Slices, folder: Path) -> Iterator[Contender]:
+    """The fastest of a family, such as a peer with several numbers of microbatches; the others end before the turns."""
+    best: Contender | None = None
+    with ExitStack() as kept:
+        for number, spec in family:
+            with ExitStack() as own:
+                one = own.enter_context(started(spec, hosts, folder / f"contender-{number}", number))
+                if best is None or one.step_s < best.step_s:
+                    kept.close()
+                    best = one
+                    kept.enter_context(own.pop_all())
+        assert best is not None
+        yield best
 
 
 def free_memory() -> float:

@@ -41,9 +41,9 @@ def section(results: Sequence[Result]) -> str:
     lines += [line for result in results for line in rows(result)]
     return "\n".join([
         BEGIN, "## Rehearsal", "",
-        f"Machine: {machine}. Emulated hosts; contenders of a case take turns in the same hosts, medians of their turns; "
-        "*spread* is from the shortest to the longest. Bold: the planner's choice. *Of the limit*: against one process "
-        "with the same cores.",
+        f"Machine: {machine}. Emulated hosts; contenders of a case take turns in the same hosts, medians of their "
+        "turns; *spread* is from the shortest to the longest. Bold: the planner's choice. *Of the limit*: against one "
+        "process with the same cores.",
         "", "    make rehearsal", "", *lines, "", *sentences(results), END,
     ])  # fmt: skip
 

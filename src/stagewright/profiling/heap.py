@@ -19,8 +19,8 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4
 """Of mallopt, as malloc.h numbers them."""
 MOST = 2**31 - 1
 KEPT_LONGER = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ARENA_PURGE_MULT": "1"}
-"""Variables of workers: how long mimalloc keeps what is free, in milliseconds, and how many times as long what is large.
-It reads them when torch is loaded, and not again."""
+"""Variables of workers: how many milliseconds mimalloc keeps what is free, and how many times as long what is large. It
+reads them when torch is loaded, and not again."""
 
 
 def keep_longer() -> None:
