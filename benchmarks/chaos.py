@@ -163,7 +163,7 @@ def finish(run: Run, timeout_s: float) -> str:
 
 def weights(folder: Path):
     """The model of the last good checkpoint, and its step."""
-    from stagewright.runtime.checkpoint import find_checkpoint, whole_model
+    from stagewright.runtime.resuming import find_checkpoint, whole_model
 
     found = find_checkpoint(folder, lambda text: None)
     assert found is not None, f"{folder} has no good checkpoint"
@@ -343,7 +343,7 @@ def wait_for_part(run: Run, home: Path, draw: random.Random) -> Path | None:
 
 def is_passed_over(home: Path, part: Path, faults: list[str]) -> bool:
     """Whether the kill left a torn checkpoint; a good one must be found in any case, and not that."""
-    from stagewright.runtime.checkpoint import find_checkpoint
+    from stagewright.runtime.resuming import find_checkpoint
 
     torn = part.exists()
     try:
@@ -357,7 +357,7 @@ def is_passed_over(home: Path, part: Path, faults: list[str]) -> bool:
 
 def flip_bytes(draw: random.Random) -> Line:
     """Flips a bit in every file of the newest checkpoint, one after another."""
-    from stagewright.runtime.checkpoint import checkpoints_in, find_checkpoint
+    from stagewright.runtime.resuming import checkpoints_in, find_checkpoint
 
     faults, files = [], 0
     with scratch() as folder:
@@ -391,7 +391,7 @@ def fill_disk() -> Line:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], check=True)
         try:
             (disk / "ballast").write_bytes(bytes(4 << 20))
-            import_module("stagewright.runtime.checkpoint")  # takes seconds, in which the run would be over
+            import_module("stagewright.runtime.resuming")  # takes seconds, in which the run would be over
             run = start("1-1", disk / "run", 2000, 10, width=400)
             wait_for_step(run, 10)
             fill(disk / "more")

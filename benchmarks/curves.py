@@ -73,7 +73,9 @@ def train(name: str, folder: Path, epochs: int) -> Curve:
     """Trains one of RUNS."""
     console.print(f"\n{name}: stagewright train resnet18 {RUNS[name]} …")
     out = folder / name.replace(" ", "-")
-    words = f"--data {folder / 'train'} --evaluation-data {folder / 'validation'} --epochs {epochs} -o {out}"
+    words = (
+        f"--data {folder / 'train'} --evaluation-data {folder / 'validation'} --epochs {epochs} -o {out} --overwrite"
+    )
     started = perf_counter()
     command("train", "resnet18", *TRAINING.split(), *RUNS[name].split(), *words.split())
     seconds = perf_counter() - started

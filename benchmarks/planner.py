@@ -66,7 +66,7 @@ def deep_profile(num_layers: int) -> Profile:
         )
         for number in range(num_layers)
     )
-    return Profile(model="deep", device="x", source="analytic", batch_sizes=(64,), layers=layers)
+    return Profile(model="deep", device="cpu", source="analytic", batch_sizes=(64,), layers=layers)
 
 
 def deep_case() -> Case:
@@ -77,7 +77,7 @@ def deep_case() -> Case:
 def measure(case: Case, repeats: int) -> tuple[float, str]:
     """The processor's seconds of the fastest of several runs, and the shape that was found."""
     wires = {} if case.bytes_per_s is None else {"bytes_per_s": case.bytes_per_s}
-    cluster = make_cluster(case.num_devices, device=Device(kind="x", memory_bytes=case.memory_bytes), **wires)
+    cluster = make_cluster(case.num_devices, device=Device(kind="cpu", memory_bytes=case.memory_bytes), **wires)
     options, seconds, found = PlanOptions(batch=case.batch, staleness=case.staleness), float("inf"), ""
     for _ in range(repeats):
         began = time.process_time()

@@ -54,7 +54,7 @@ def make_hosts(num_devices: int) -> Cluster:
     """Hosts of eight devices behind one network card each."""
     links = [Link(ends=(str(n), "switch"), kind="PIX", bytes_per_s=12e9, latency_s=1e-6) for n in range(DEVICES_A_HOST)]
     links.append(Link(ends=("switch", "nic"), kind="PHB", bytes_per_s=12e9, latency_s=1e-6))
-    host = Host(devices=(Device(kind="d", memory_bytes=1 << 40),) * DEVICES_A_HOST, links=tuple(links))
+    host = Host(devices=(Device(kind="cpu", memory_bytes=1 << 40),) * DEVICES_A_HOST, links=tuple(links))
     count = -(-num_devices // DEVICES_A_HOST)
     wide = (Link(ends=(f"{n}:nic", "net"), kind="NET", bytes_per_s=12e9, latency_s=2e-6) for n in range(count))
     return Cluster(name="many", hosts=(host,) * count, links=tuple(wide))
@@ -83,7 +83,7 @@ def make_case(case: Case) -> tuple[Plan, Profile, Cluster]:
         first += count
     batch = case.num_microbatches * max(case.replicas)
     plan = Plan(model="even", stages=tuple(stages), batch=batch, num_microbatches=case.num_microbatches)
-    profile = Profile(model="even", device="d", source="analytic", batch_sizes=(1,), layers=tuple(layers))
+    profile = Profile(model="even", device="cpu", source="analytic", batch_sizes=(1,), layers=tuple(layers))
     return plan, profile, cluster
 
 

@@ -31,7 +31,7 @@
 #
 # DEVICE=cpu STEPS=3 rehearses the same on a machine without cards: NODE_IPS are not asked, every device is a worker
 # process here, images are 64 pixels wide, and every step is logged. The hosts share eight workers, so DEVICES is
-# 8 / hosts, and 0:0-7,1:0-7 becomes 0:0-3,1:0-3; set DEVICES=8 for all sixteen.
+# 8 / hosts, and 0:0-7,1:0-7 becomes 0:0-3,0:4-7; set DEVICES=8 for all sixteen.
 set -euo pipefail
 
 if [ $# -lt 4 ] || [ $# -gt 6 ]; then
@@ -65,10 +65,14 @@ fi
 # An empty placement is every device of every host.
 if [ -z "$placement" ]; then
     placement=$(for ((host = 0; host < hosts; host++)); do echo "$host:0-$((devices - 1))"; done | paste -sd,)
-elif [ "$device" = cpu ]; then
-    # Runs of devices end where the workers of a host do: 0:0-7 is 0:0-3 where a host has four.
-    placement=$(sed -E 's/[.,]/\n&\n/g' <<<"$placement" | awk -F'[:-]' -v last="$((devices - 1))" \
-        'NF == 3 && $2 <= last && $3 > last { $0 = $1 ":" $2 "-" last } { printf "%s", $0 }')
+fi
+if [ "$device" = cpu ]; then
+    # Runs of devices end where the workers of a host do, and further hosts' workers come after them: where a host has
+    # four, 0:0-7 is 0:0-3, and 1:0-7 is 0:4-7.
+    placement=$(sed -E 's/[.,]/\n&\n/g' <<<"$placement" | awk -F'[:-]' -v many="$devices" '
+        NF == 3 && $2 < many && $3 >= many { $3 = many - 1 }
+        NF > 1 { $0 = "0:" $2 + $1 * many (NF == 3 ? "-" $3 + $1 * many : "") }
+        { printf "%s", $0 }')
 fi
 
 options=(--epochs "$epochs" --batch-per-device "$batch" --placement "$placement" --device "$device")

@@ -10,6 +10,9 @@ import pytest
 from benchmarks import chaos
 from benchmarks.mutations import try_inputs
 
+from stagewright.runtime.diagnosis import blame
+from stagewright.schedule import Schedule
+
 
 @pytest.mark.timeout(240)
 def test_a_killed_run_comes_back_and_a_warned_one_saves_and_ends_well(tmp_path: Path) -> None:
@@ -26,9 +29,26 @@ def test_a_killed_run_comes_back_and_a_warned_one_saves_and_ends_well(tmp_path: 
     assert "stopped with signal 9 at" in out
     assert "starting again (1 of 1)" in out
     assert "resume: going on after step" in out
-    assert "stopped: by a signal to the launcher after step" in out
+    assert "stopped: by SIGTERM after step" in out
     assert chaos.weights(tmp_path / "run")[1] > before
     assert chaos.left_behind(tmp_path / "run") == []
+
+
+@pytest.mark.timeout(120)
+def test_a_replica_that_is_stopped_in_the_middle_of_a_reduction_is_named(tmp_path: Path) -> None:
+    """By its launcher, who sees its state, and from the flight recorders alone, as on other hosts."""
+    run = chaos.start("dp", tmp_path / "run", 1_000_000, 20)
+    chaos.wait_for_step(run, 40)
+    victim = run.workers[2]
+    name = Path(f"/proc/{victim}/comm").read_text().strip()
+    chaos.hurt(victim, signal.SIGSTOP)
+    run.process.wait(60)
+    with run.output:
+        said = run.said()
+    number = int(name.removeprefix("worker-"))
+    assert f"worker {number} (stage 0, device 0:{number}) was stopped (SIGSTOP) at" in said
+    found = blame(Schedule.load(tmp_path / "run" / "schedule.json"), tmp_path / "run")
+    assert (found.worker, found.is_own) == (number, True)
 
 
 @pytest.mark.timeout(200)

@@ -187,7 +187,7 @@ def test_small_reductions_over_slow_wires_climb_a_tree():
 
 def test_ring_edges_that_cross_one_link_in_one_direction_share_it():
     # Devices 0 and 2 on one switch, 1 and 3 on the other; any good ring crosses the bridge once in each direction.
-    device = Device(kind="d", memory_bytes=1)
+    device = Device(kind="cpu", memory_bytes=1)
     links = [Link(ends=(str(n), f"s{n % 2}"), kind="PIX", bytes_per_s=10.0) for n in range(4)]
     bridge = Link(ends=("s0", "s1"), kind="SYS", bytes_per_s=5.0)
     cluster = Cluster(name="c", hosts=(Host(devices=(device,) * 4, links=(*links, bridge)),))
@@ -218,7 +218,7 @@ def test_bytes_of_a_stage_by_kind():
         layer("l1", saved_bytes=1.0),
     )
     costs = Costs(made, make_cluster(2))
-    device = Device(kind="d", memory_bytes=1 << 40, framework_bytes=7)
+    device = Device(kind="cpu", memory_bytes=1 << 40, framework_bytes=7)
     found = costs.stage_bytes(0, 1, rows=10, held=3, versions=2, num_replicas=4, device=device)
     assert found._asdict() == {
         "weights": 100,

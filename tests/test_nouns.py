@@ -320,6 +320,9 @@ def damaged_files() -> Iterator[tuple[str, str, str]]:
     yield "deep.yaml", head + "hosts: " + "[" * 100 + "]" * 100, "nested too deeply"
     yield "deeper.yaml", "[" * 5000, "nested too deeply"
     yield "bomb.yaml", f"{head}a: &a [1, 2, 3, 4]\n{levels}", "more than 1,000,000 values"
+    yield "key-bomb.yaml", f"{head}a: &a [1, 2, 3, 4]\n{levels}? *n\n: 1", "the key in line 17 is no text"
+    merged = "".join(f"m{n}: &m{n} {{!!merge <<: [*m{n - 1}, *m{n - 1}]}}\n" for n in range(1, 30))
+    yield "merged.yaml", f"{head}m0: &m0 {{x: 1}}\n{merged}", "the key in line 5 is no text"
     yield "circle.yaml", head + "hosts: &a [*a]", "nested too deeply"
     yield "int.json", json_head + "9" * 5000 + "}", "too large: expected one of 64 bits"
     yield "int.yaml", head + "hosts: " + "9" * 30, "too large: expected one of 64 bits"

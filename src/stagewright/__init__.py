@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from stagewright.profiling.measured import make_profile
     from stagewright.record import Point, Record, Span
     from stagewright.report import make_report
+    from stagewright.runtime.launch import is_main
     from stagewright.runtime.settings import Settings
     from stagewright.schedule import Action, Kind, Schedule
     from stagewright.scheduling import make_schedule
@@ -92,6 +93,7 @@ __all__ = [
     "cross_entropy_sum",
     "find_cluster",
     "fixed_plan",
+    "is_main",
     "make_cluster",
     "make_layered",
     "make_plan",
@@ -117,6 +119,7 @@ _HOMES = {
     "profiling.measured": "make_profile",
     "record": "Point Record Span",
     "report": "make_report",
+    "runtime.launch": "is_main",
     "runtime.settings": "Settings",
     "schedule": "Action Kind Schedule",
     "scheduling": "make_schedule",

@@ -108,9 +108,12 @@ class Cluster(Saved):
     links: tuple[Link, ...] = ()
     """Links between hosts; their ends are `host:junction`, or a word for what belongs to no host."""
     cores: float | None = Field(default=None, gt=0)
-    """How many CPU cores all hosts share, where one machine emulates them; None: each device has its own."""
+    """How many CPU cores all devices share, on one machine or on hosts that it emulates; None: each has its own."""
     core_s_per_byte: float = Field(default=0.0, ge=0)
-    """What a core spends on a byte at each end of a transfer; matters where hosts share cores."""
+    """What a core spends on a byte at each end of a transfer; matters where cores are shared."""
+    sum_core_s_per_byte: float = Field(default=0.0, ge=0)
+    """What a core spends on a byte of gradients for each replica, where replicas of one host add them up in memory that
+    they have in common; 0: they do so over wires."""
     notes: tuple[str, ...] = ()
     """Where the figures come from: one sentence a fact."""
 
@@ -122,6 +125,11 @@ class Cluster(Saved):
         for link in self.links:
             for end in link.ends:
                 check_wide_end(end, self.hosts)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its devices, each once."""
+        return tuple(dict.fromkeys(plain_kind(device.kind) for host in self.hosts for device in host.devices))
 
     @cached_property
     def device_ids(self) -> tuple[DeviceId, ...]:
@@ -238,9 +246,14 @@ def check_wide_end(end: str, hosts: Sequence[Host]) -> None:
     check_end(match[2], hosts[int(match[1])], int(match[1]))
 
 
-def count(number: int, word: str) -> str:
-    """`1 host`, `2 hosts`."""
-    return f"{number:,} {word}" + ("" if number == 1 else "s")
+def plain_kind(text: str) -> str:
+    """A kind of device as files spell it: `TITAN V` and `titan_v` are `titan-v`."""
+    return "-".join(re.split(r"[\s_-]+", text.strip().lower()))
+
+
+def count(number: int, word: str, plural: str = "") -> str:
+    """`1 host`, `2 hosts`, `2 microbatches`."""
+    return f"{number:,} {word if number == 1 else plural or word + 's'}"
 
 
 def numbers(length: int) -> str:

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar
 
-from stagewright.cluster import Cluster, Device, DeviceId
+from stagewright.cluster import Cluster, Device, DeviceId, plain_kind
+from stagewright.errors import ProfileError
 from stagewright.plan import Plan, Policy, Route
 from stagewright.profile import LayerProfile, Profile
 from stagewright.wires import Wires
@@ -189,6 +190,7 @@ class Costs:
     """Seconds and bytes of any run of layers `first … last − 1`; `speed` is that of the device (`Device.speed`)."""
 
     def __init__(self, profile: Profile, cluster: Cluster, *, state_copies: int = STATE_COPIES) -> None:
+        check_kind(profile, cluster)
         self.profile, self.cluster, self.state_copies = profile, cluster, state_copies
         self.wires = Wires(cluster)
         self.crossings = crossings(profile)
@@ -384,6 +386,26 @@ class Costs:
         """Bytes a row of `held` microbatches' activations."""
         saved = self.saved_bytes(first, last) * (device.saved_factor if device is not None else 1.0)
         return held * self.crossings[first] + saved if recompute and held else held * saved
+
+
+def check_kind(profile: Profile, cluster: Cluster) -> None:
+    """Refuses a profile of another kind of device than the cluster's.
+
+    Devices of other kinds beside the profile's own may be there where the cluster says how fast they are against it.
+    """
+    own, kinds = plain_kind(profile.device), cluster.kinds
+    said = f"the profile of {profile.model} is of {own} devices, but the cluster {cluster.name} has "
+    if own not in kinds:
+        raise ProfileError(
+            said + ", ".join(kinds),
+            f"give a --cluster of {own}, profile {profile.model} with --device {kinds[0]}, "
+            f"or say that it holds there all the same: --assume-kind {kinds[0]}",
+        )
+    devices = {device for host in cluster.hosts for device in host.devices}
+    unsaid = {plain_kind(device.kind) for device in devices if device.speed == 1.0} - {own}
+    if unsaid:
+        todo = f"say in the cluster file how fast these are against {own}: key speed"
+        raise ProfileError(f"{said}{', '.join(sorted(unsaid))} too", todo)
 
 
 def _sums(values: Sequence[Number]) -> tuple[Number, ...]:

@@ -18,9 +18,22 @@ StagewrightError
 
 from __future__ import annotations
 
+import re
+
+HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal obeys instead of showing it: control codes, and marks that turn the direction of writing."""
+
+
+def visible(text: str) -> str:
+    """Text from a file or a program as a terminal may show it: codes that would move its cursor are written out."""
+    return HIDDEN.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
 
 class StagewrightError(Exception):
     """A mistake or failure with a sentence on what happened and, where there is one, a way out."""
+
+    noun, key = "", ""
+    """Whose value is wrong, where that is what happened; then `what` begins with `noun: key key`."""
 
     def __init__(self, what: str, todo: str | None = None) -> None:
         super().__init__(what, todo)
@@ -83,4 +96,12 @@ class RunError(StagewrightError):
     """A run that ended early: a dead worker, a timeout, a NaN."""
 
     worker: int | None = None
-    """The worker that is to blame, where that is known."""
+    """The worker that is to blame by a fault of its own, where that is known."""
+    hosts: tuple[int, ...] = ()
+    """The hosts that are lost."""
+    cause: str
+    """What happened and why, in a line."""
+
+    def __init__(self, what: str, todo: str | None = None, *, cause: str | None = None) -> None:
+        super().__init__(what, todo)
+        self.cause = cause or what

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -30,6 +31,10 @@ MAX_DEPTH = 64
 MAX_YAML_VALUES = 1_000_000
 """In a YAML file, its aliases written out."""
 
+BRIEF = reprlib.Repr()
+"""What writes the first few values of a list or an object, and of those inside of it."""
+BRIEF.maxlevel, BRIEF.maxlong, BRIEF.maxother = 3, 60, 60
+
 T = TypeVar("T")
 
 
@@ -45,7 +50,9 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
             try:
                 plain_init(self, **values)
             except ValidationError as fault:
-                raise error(f"{cls.__name__}: {describe(fault)}") from None
+                wrong = error(f"{cls.__name__}: {describe(fault)}")
+                wrong.noun, wrong.key = cls.__name__, key_of(fault)
+                raise wrong from None
 
         made.__init__ = __init__  # type: ignore[method-assign]
         return made  # type: ignore[return-value]
@@ -55,8 +62,7 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
 
 def describe(fault: ValidationError) -> str:
     """The first fault as `key devices[3].memory_bytes is '12 GB': expected a valid integer`."""
-    first = fault.errors(include_url=False)[0]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    first, key = fault.errors(include_url=False)[0], key_of(fault)
     if first["type"] == "missing":
         return f"key {key} is missing"
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -68,9 +74,15 @@ def describe(fault: ValidationError) -> str:
     return f"key {key} is {shown(first['input'])}: {expected}"
 
 
+def key_of(fault: ValidationError) -> str:
+    """Where the first fault lies: `devices[3].memory_bytes`."""
+    place = fault.errors(include_url=False)[0]["loc"]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+
+
 def shown(value: object) -> str:
-    """A value as an error shows it, cut where it is long."""
-    text = repr(value)
+    """A value as an error shows it, cut where it is long; what it holds many times over is never written out."""
+    text = repr(value[:60]) if isinstance(value, str | bytes) else BRIEF.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -137,7 +149,9 @@ def check_head(plain: object, format_name: str, version: int, where: str) -> dic
         raise FileError(f"{where}: holds {type(plain).__name__}, expected the keys of {format_name}")
     found, number = plain.get("format"), plain.get("version")
     if found != format_name:
-        raise FileError(f"{where}: key format is {shown(found)}: expected {format_name!r}")
+        own, wanted = (str(name).removeprefix("stagewright.") for name in (found, format_name))
+        todo = f"it holds a {own}, and a {wanted} is wanted" if str(found).startswith("stagewright.") else None
+        raise FileError(f"{where}: key format is {shown(found)}: expected {format_name!r}", todo)
     if type(number) is not int or number < 1:
         raise FileError(f"{where}: key version is {shown(number)}: expected a whole number from 1 to {version}")
     if number > version:
@@ -233,11 +247,19 @@ def children(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
+MERGE = "tag:yaml.org,2002:merge"
+
+
 class PlainLoader(yaml.SafeLoader):
     """YAML whose values are those of JSON: no dates, no `1:30` for 90, no `no` for false, no key twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value] if isinstance(node.value, list) else []
+        nodes = [key for key, _ in node.value] if isinstance(node.value, list) else []
+        for key in nodes:
+            # A list or object as a key may hold others many times over, and merging keys multiplies them.
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                raise ValueError(f"the key in line {key.start_mark.line + 1} is no text: write it in quotes")
+        keys = [self.construct_object(key, deep=True) for key in nodes]
         where = f"in the keys from line {node.start_mark.line + 1} on"
         for key in keys:
             if not isinstance(key, str):

@@ -115,6 +115,12 @@ class Profile(Saved):
             raise ProfileError(f"{self.model} has no layer {name!r}", f"its layers are {', '.join(self.names[:12])} …")
         return self.names.index(name)
 
+    def assumed(self, kind: str) -> Profile:
+        """The profile as one of another kind of device, for whoever says that it holds there too."""
+        return replace(
+            self, device=kind, notes=(*self.notes, f"a profile of {self.device}, assumed to hold for {kind}")
+        )
+
     def slowed(self, factors: Sequence[float]) -> Profile:
         """The profile with layers that take so many times as long, at each batch size."""
         layers = tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
+from math import inf
 from operator import attrgetter, le
 from statistics import median
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast, overload
@@ -183,8 +184,8 @@ class Record(Saved):
     data: str = "synthetic"
     epoch_images: int | None = Field(default=None, ge=1)
     """How many images an epoch has, where the data has epochs."""
-    step_s: tuple[float, ...] = Field(min_length=1)
-    """Seconds of each steady step, warm-up and start-up left out."""
+    step_s: tuple[float, ...]
+    """Seconds of each steady step, warm-up and start-up left out; none where a resumed run had no step left to do."""
     step_images: int = Field(ge=1)
     """Rows that one step really processed."""
     start_up_s: float = Field(default=0.0, ge=0)
@@ -199,7 +200,7 @@ class Record(Saved):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if min(self.step_s) <= 0:
+        if min(self.step_s, default=1.0) <= 0:
             raise RecordError(f"key step_s holds {min(self.step_s)}: expected positive seconds")
         if self.spans:
             self._check_spans()
@@ -216,8 +217,8 @@ class Record(Saved):
 
     @cached_property
     def median_step_s(self) -> float:
-        """The median of the steady steps."""
-        return median(self.step_s)
+        """The median of the steady steps; infinite where there were none."""
+        return median(self.step_s) if self.step_s else inf
 
     @property
     def images_per_s(self) -> float:
@@ -226,8 +227,8 @@ class Record(Saved):
 
     @property
     def epoch_s(self) -> float | None:
-        """Seconds for an epoch's images, where the data has epochs."""
-        return None if self.epoch_images is None else self.epoch_images / self.images_per_s
+        """Seconds for an epoch's images, where the data has epochs and a step was measured."""
+        return None if self.epoch_images is None or not self.step_s else self.epoch_images / self.images_per_s
 
     def summary(self) -> dict[str, object]:
         """The figures that `--json` prints."""
@@ -236,8 +237,8 @@ class Record(Saved):
             "source": self.source,
             "model": self.plan.model,
             "placement": self.plan.placement,
-            "images_per_s": self.images_per_s,
-            "step_s": self.median_step_s,
+            "images_per_s": self.images_per_s if self.step_s else None,
+            "step_s": self.median_step_s if self.step_s else None,
             "epoch_s": self.epoch_s,
             "devices": [
                 {"device": use.device, "peak_bytes": use.peak_bytes, "busy_share": use.busy_share}

@@ -83,8 +83,8 @@ class Cores:
         return own if self.of_all is None else (*own, (self.of_all, 1))
 
     def transfer(self, source: DeviceId, target: DeviceId) -> tuple[tuple[int, int], ...]:
-        """What a transfer loads: work at both of its ends."""
-        if self.of_all is None or not self.moving or source.host == target.host:
+        """What a transfer loads: work at both of its ends, which may be two workers of one host."""
+        if self.of_all is None or not self.moving or source == target:
             return ()
         ends = tuple((self.of_host[id.host], 1) for id in (source, target) if id.host in self.of_host)
         return (*ends, (self.of_all, 2))
@@ -174,7 +174,8 @@ class Wires:
             return None
         key = tuple(devices)
         if key not in self._collectives:
-            self._collectives[key] = (self._ring(key), self._tree(key))
+            common = self._common(key)
+            self._collectives[key] = (self._ring(key), self._tree(key)) if common is None else (common, common)
         ring, tree = self._collectives[key]
         is_small = ring.latency_s > ring.passes * num_bytes / ring.bytes_per_s
         return tree if is_small and tree.seconds(num_bytes) < ring.seconds(num_bytes) else ring
@@ -184,6 +185,17 @@ class Wires:
         edges = tuple(zip(order, (*order[1:], order[0])))
         count = len(devices)
         return self._collect("ring", 2 * (count - 1) / count, edges, 2 * (count - 1))
+
+    def _common(self, devices: tuple[DeviceId, ...]) -> Collective | None:
+        """A sum in memory that replicas of one host have in common: nothing travels, but each one's core adds and
+        copies, and they meet before and after they add.
+        """
+        cores, spent_s = self.cores, self.cluster.sum_core_s_per_byte
+        if cores.of_all is None or not spent_s or len({id.host for id in devices}) > 1:
+            return None
+        meeting_s = self._ring(devices).latency_s
+        rate = min(self.rates[cores.of_all] / len(devices), 1 / cores.unit_s)
+        return Collective("common", spent_s / cores.unit_s, ((cores.of_all, len(devices)),), rate, 2 * meeting_s)
 
     def _tree(self, devices: tuple[DeviceId, ...]) -> Collective:
         """Sums climb a binary tree over the hosts and in each host, and the result comes down again, pipelined."""

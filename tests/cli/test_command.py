@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -19,21 +19,9 @@ import stagewright.cli
 from stagewright.cli import VERBS, main
 from stagewright.errors import StagewrightError
 
-Run = Callable[..., tuple[int, str, str]]
+from .conftest import Run
+
 REFERENCE = Path(__file__).resolve().parents[3] / "shared" / "reference"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process: its status, what it printed, and what it said on stderr."""
-
-    def ran(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return ran
 
 
 def process(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -138,29 +126,6 @@ def test_the_file_of_counts_is_that_of_the_models() -> None:
 
 
 # Mistakes
-
-MISTAKES: list[tuple[str, str, str]] = [
-    ("modells", "no such command 'modells'. Did you mean 'models'?", "see `stagewright --help`"),
-    ("models vg16", "no model is called 'vg16'", "did you mean vgg16"),
-    ("models --layer", "no such option: --layer", "see `stagewright models --help`"),
-    ("simulate", "missing argument 'PLAN|MODEL'", "see `stagewright simulate --help`"),
-    ("simulate mlp --batch 8 --placement 0:0-6.0:9", "names device 9 of host 0, which has devices 0 to 7", "--cluster"),
-    ("simulate mlp --batch 8 --cluster moon", "no cluster is named 'moon'", "give one of these names"),
-    ("schedule nowhere.json", "nowhere.json: No such file or directory", ""),
-    ("schedule --replicas 3,1 --microbatches six", "invalid value for '--microbatches'", "--help"),
-    ("report nowhere", "nowhere: no such folder", "give the folder"),
-]
-
-
-@pytest.mark.parametrize(("line", "what", "todo"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
-def test_a_mistake_is_a_line_or_two_and_status_2(line: str, what: str, todo: str, run: Run) -> None:
-    status, out, err = run(*line.split())
-    first, *others = err.splitlines()
-    assert (status, out) == (2, "")
-    assert first.startswith("error: ")
-    assert what in first
-    assert len(others) <= 1
-    assert all(other.startswith("       ") and todo in other for other in others)
 
 
 def test_debug_shows_the_traceback_from_anywhere_on_the_line() -> None:

@@ -55,13 +55,13 @@ def fuzz(data: bytes, check: Check, num: int, seed: int) -> tuple[int, int]:
     ends = [0, 0]
     for case in range(num):
         wounded = mutated(data, rng)
-        start_s = time.monotonic()
+        start_s = time.process_time()
         try:
             check(wounded)
             ends[0] += 1
         except DataError as error:
             ends[1] += len(error.what) > 10
-        assert time.monotonic() - start_s < MAX_CASE_S, f"case {case} of seed {seed} took too long"
+        assert time.process_time() - start_s < MAX_CASE_S, f"case {case} of seed {seed} took too long"
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert grown_kib < MAX_GROWTH_KIB, f"memory grew by {grown_kib // 1024} MiB"
     assert sum(ends) == num, "an error without words"

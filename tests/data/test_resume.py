@@ -18,7 +18,7 @@ from stagewright.data.augment import TrainTransform
 from stagewright.data.loader import Loader
 from stagewright.data.opening import open_dataset
 
-directory, checkpoint, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+directory, checkpoint, batch, hold = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 saved = json.load(open(checkpoint)) if os.path.exists(checkpoint) else {"position": 0, "seen": [], "sums": []}
 loader = Loader(
     dataset=open_dataset(directory), batch=batch, row_ranges=lambda rows: ((0, rows),), keep_last=True,
@@ -31,17 +31,19 @@ for rows in loader:
     with open(checkpoint + ".new", "w") as stream:
         json.dump(saved, stream)
     os.replace(checkpoint + ".new", checkpoint)
-    time.sleep(0.02)
+    if saved["position"] >= hold:
+        time.sleep(600)  # to be killed
 """
 
 
-def start(directory: Path, checkpoint: Path, batch: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", RUN, str(directory), str(checkpoint), str(batch)])
+def start(directory: Path, checkpoint: Path, batch: int, hold: int = sys.maxsize) -> subprocess.Popen[bytes]:
+    """Reads on from a checkpoint; from the position `hold` on it waits."""
+    return subprocess.Popen([sys.executable, "-c", RUN, str(directory), str(checkpoint), str(batch), str(hold)])
 
 
 def kill_after(directory: Path, checkpoint: Path, batch: int, position: int) -> None:
     """Runs until a checkpoint at or after this position is there, then kills without warning."""
-    run = start(directory, checkpoint, batch)
+    run = start(directory, checkpoint, batch, hold=position + 20)
     deadline_s = time.monotonic() + 60
     while not checkpoint.exists() or json.loads(checkpoint.read_text())["position"] < position:
         assert run.poll() is None, "the run ended before it was killed"

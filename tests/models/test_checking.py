@@ -58,6 +58,13 @@ class Centred(Head):
         return x - x.mean(0)
 
 
+class CentredInTraining(Head):
+    """Cannot be evaluated in stages, since it branches on its mode."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x - x.mean(0), 0.2) if self.training else x
+
+
 class Listening(Head):
     def between(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -93,7 +100,11 @@ def test_a_hook_on_a_tensor_inside_is_refused_by_the_gradient_it_changes() -> No
 
 @pytest.mark.parametrize(
     ("build", "said"),
-    [(Counted, r"forward changes 'calls' from \d+ to \d+"), (Centred, "layer 'a' mixes the rows of a microbatch")],
+    [
+        (Counted, r"forward changes 'calls' from \d+ to \d+"),
+        (Centred, "layer 'a' mixes the rows of a microbatch"),
+        (CentredInTraining, "layer 'a' mixes the rows of a microbatch"),
+    ],
 )
 def test_what_depends_on_calls_or_on_other_rows_is_told(build: Callable[[], nn.Module], said: str) -> None:
     with pytest.warns(UserWarning, match=said):
@@ -131,7 +142,7 @@ def test_large_models_are_compared_on_shapes_alone(name: str, monkeypatch: pytes
     """Nothing is computed: a model whose weights have no values passes, and what a trace would lose is seen."""
     monkeypatch.setattr(checking, "LARGEST_BYTES", 0)
     run: list[Any] = []
-    monkeypatch.setattr(checking, "_compared", lambda *args, **kwargs: run.append(args))
+    monkeypatch.setattr(checking, "compared", lambda *args, **kwargs: run.append(args))
     layered = MODELS[name].layered()
     assert layered.evaluates
     assert not run

@@ -107,7 +107,7 @@ def test_reading_a_weights_dtype_is_no_use_of_it() -> None:
     assert (layered.cuts(), layered.tied) == ((1, 2), ())
 
 
-@pytest.mark.filterwarnings("ignore:layer 'a' mixes the rows")
+@pytest.mark.filterwarnings("ignore:layer 'a' mixes the rows", "ignore:forward changes the buffer")
 @pytest.mark.parametrize("assigns", [False, True])
 def test_buffers_that_forward_updates_are_updated(assigns: bool) -> None:
     model = Averaging(assigns=assigns)

@@ -41,7 +41,7 @@ def chain(
         )
         for number, each in enumerate(seconds)
     )
-    return Profile(model="chain", device="x", source="analytic", batch_sizes=(rows,), layers=layers)
+    return Profile(model="chain", device="cpu", source="analytic", batch_sizes=(rows,), layers=layers)
 
 
 def random_profile(draw: random.Random, num_layers: int) -> Profile:
@@ -63,7 +63,7 @@ def random_profile(draw: random.Random, num_layers: int) -> Profile:
         )
     return Profile(
         model="random",
-        device="x",
+        device="cpu",
         source="analytic",
         batch_sizes=(4, 16),
         layers=tuple(layers),
@@ -75,14 +75,14 @@ def random_cluster(draw: random.Random, num_devices: int) -> Cluster:
     """One hub or several switches, wires that differ, devices that mostly differ in speed and memory."""
     devices = tuple(
         Device(
-            kind="x",
+            kind="cpu",
             memory_bytes=int(draw.choice([1, 2, 4]) * GIB * draw.choice([1, 1.7])),
             speed=draw.choice([1.0, 1.0, 0.5, 2.0]),
         )
         for _ in range(num_devices)
     )
     if draw.random() < 0.3:
-        devices = (Device(kind="x", memory_bytes=2 * GIB),) * num_devices
+        devices = (Device(kind="cpu", memory_bytes=2 * GIB),) * num_devices
     width = draw.choice([1, 2, num_devices])
     links = [
         Link(ends=(str(n), f"s{n // width}"), kind="wire", bytes_per_s=draw.choice([1e9, 5e9, 2e10]), latency_s=1e-5)

@@ -20,7 +20,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     from stagewright.cluster import Device, make_cluster
 
     chain((0.1, 0.1, 0.1, 0.02), weights=(MIB, MIB, MIB, 900 * MIB)).save(tmp_path / "profile.json")
-    make_cluster(4, name="hub", device=Device(kind="x", memory_bytes=16 * GIB), bytes_per_s=1e9).save(
+    make_cluster(4, name="hub", device=Device(kind="cpu", memory_bytes=16 * GIB), bytes_per_s=1e9).save(
         tmp_path / "hub.yaml"
     )
     return tmp_path / "profile.json", tmp_path / "hub.yaml"
@@ -28,7 +28,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_the_plan_its_rivals_and_the_reason_are_shown(files: tuple[Path, Path], tmp_path: Path) -> None:
     text = run(plan, files[0], "--cluster", files[1], "--batch", 24, "-o", tmp_path / "plan.json")
-    assert "chain, 24 images a step, 4 × x, 16.0 GiB (one host)" in text
+    assert "chain, 24 images a step, 4 × cpu, 16.0 GiB (one host)" in text
     assert "▸ 3-1 cut at d" in text
     assert "data parallel" in text
     assert "all-reduce of d (900 MiB" in text
@@ -78,7 +78,7 @@ def test_a_model_is_planned_by_name() -> None:
         (("--batch", "0"), "--batch is 0"),
         (("--batch", "24", "--ratio", "1:2", "--cut", "b"), "both say where to cut"),
         (("--batch", "24", "--batch-per-device", "3"), "both given"),
-        (("--batch", "24", "--staleness", "soon"), "staleness 'soon'"),
+        (("--batch", "24", "--staleness", "soon"), "--staleness is 'soon'"),
         (("--batch", "24", "--placement", "0:9"), "names device 9"),
         (("--batch", "24", "--schedule", "fast"), "--schedule is 'fast'"),
     ],

@@ -15,7 +15,7 @@ from stagewright.planning.estimate import estimate
 from stagewright.planning.groups import find_twins, overlaps
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_profile
 
-ROOMY = Device(kind="x", memory_bytes=64 * GIB)
+ROOMY = Device(kind="cpu", memory_bytes=64 * GIB)
 
 
 def step_s(plan: Plan, costs: Costs) -> float:
@@ -117,7 +117,7 @@ def test_recomputing_runs_forward_again_and_saves_memory() -> None:
 
 def test_a_plan_that_does_not_fit_says_where() -> None:
     profile = chain((1.0, 1.0), weights=(0, 3 * GIB))
-    cluster = make_cluster(2, device=Device(kind="x", memory_bytes=8 * GIB))
+    cluster = make_cluster(2, device=Device(kind="cpu", memory_bytes=8 * GIB))
     found = estimate(fixed_plan(profile, PlanOptions(batch=8, placement="0:0.0:1"), cluster), Costs(profile, cluster))
     assert found.shortage is not None
     assert (str(found.shortage.device), found.shortage.first, found.shortage.has_bytes) == ("0:1", 1, 8 * GIB)

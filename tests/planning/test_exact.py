@@ -171,7 +171,7 @@ def test_runs_hand_out_neighbours_from_the_end() -> None:
 def test_leaders_keep_the_best_of_each_shape() -> None:
     profile = chain((1.0, 2.0, 3.0))
     problem = make_problem(
-        Costs(profile, make_cluster(2, device=Device(kind="x", memory_bytes=GIB))), PlanOptions(batch=8)
+        Costs(profile, make_cluster(2, device=Device(kind="cpu", memory_bytes=GIB))), PlanOptions(batch=8)
     )
     leaders = Leaders(most=2)
     for setting in problem.settings():
@@ -187,7 +187,7 @@ def test_leaders_keep_the_best_of_each_shape() -> None:
 def test_memory_decides_where_weights_may_lie() -> None:
     """Layer b needs 3 GiB of weights, gradients and momentum: only the large device can hold it."""
     profile = chain((1.0, 1.0, 1.0), weights=(0, GIB, 0))
-    small, large = (Device(kind="x", memory_bytes=size) for size in (GIB, 4 * GIB))
+    small, large = (Device(kind="cpu", memory_bytes=size) for size in (GIB, 4 * GIB))
     cluster = make_cluster(3, device=small)
     host = replace(cluster.hosts[0], devices=(small, large, small))
     found = make_plan(profile, replace(cluster, hosts=(host,)), PlanOptions(batch=8))
@@ -200,7 +200,7 @@ def test_memory_decides_where_weights_may_lie() -> None:
 def test_layers_that_share_weights_stay_together() -> None:
     profile = chain((1.0,) * 4, weights=(300 * MIB,) * 4)
     tied = tuple(replace(layer, cuttable=layer.name != "c") for layer in profile.layers)
-    cluster = make_cluster(4, device=Device(kind="x", memory_bytes=64 * GIB), bytes_per_s=1e8)
+    cluster = make_cluster(4, device=Device(kind="cpu", memory_bytes=64 * GIB), bytes_per_s=1e8)
     found = make_plan(replace(profile, layers=tied), cluster, PlanOptions(batch=8))
     assert len(found.best.plan.stages) > 1
     assert all(stage.layers[0] != "c" for stage in found.best.plan.stages)

@@ -90,7 +90,7 @@ def test_only_replicated_stages_are_reduced_and_in_buckets() -> None:
 
 
 def test_rows_go_with_speed_on_mixed_devices() -> None:
-    kinds = tuple(Device(kind="x", memory_bytes=1, speed=speed) for speed in (1.0, 1.0, 2.0))
+    kinds = tuple(Device(kind="cpu", memory_bytes=1, speed=speed) for speed in (1.0, 1.0, 2.0))
     plan = fixed_plan(TABLE, PlanOptions(batch=8), Cluster(name="mixed", hosts=(Host(devices=kinds),)))
     assert plan.stages[0].row_weights == (1.0, 1.0, 2.0)
     assert [share.stop - share.start for share in plan.shares(0, 0)] == [2, 2, 4]

@@ -18,7 +18,7 @@ from stagewright.scheduling import make_schedule
 from tests.planning.cases import GIB, MIB, chain
 
 PROFILE = chain((1.0, 1.0, 2.0), weights=(MIB, 64 * MIB, 64 * MIB), outputs=(1e6, 1e6, 0.0))
-CLUSTER = make_cluster(4, device=Device(kind="x", memory_bytes=64 * GIB), bytes_per_s=1e9)
+CLUSTER = make_cluster(4, device=Device(kind="cpu", memory_bytes=64 * GIB), bytes_per_s=1e9)
 LAYERS = {1: (("a", "b", "c"),), 2: (("a", "b"), ("c",)), 3: (("a",), ("b",), ("c",))}
 
 

@@ -86,14 +86,14 @@ def test_parts_can_be_fixed_and_the_rest_is_searched(vgg16: Profile) -> None:
 
 
 def test_a_fast_network_makes_data_parallelism_the_best() -> None:
-    cluster = make_cluster(4, device=Device(kind="x", memory_bytes=GIB), bytes_per_s=1e12)
+    cluster = make_cluster(4, device=Device(kind="cpu", memory_bytes=GIB), bytes_per_s=1e12)
     found = make_plan(chain((1.0,) * 6, weights=(MIB,) * 6), cluster, PlanOptions(batch=8))
     assert shape(found.best.plan) == "data parallel"
     assert "no cut gains" in found.reason
 
 
 def test_a_slow_device_gets_less_or_nothing() -> None:
-    kinds = (Device(kind="x", memory_bytes=GIB),) * 2 + (Device(kind="slow", memory_bytes=GIB, speed=0.001),)
+    kinds = (Device(kind="cpu", memory_bytes=GIB),) * 2 + (Device(kind="slow", memory_bytes=GIB, speed=0.001),)
     cluster = make_cluster(3)
     mixed = replace(cluster, hosts=(replace(cluster.hosts[0], devices=kinds),))
     found = make_plan(chain((1.0,) * 4), mixed, PlanOptions(batch=8))
@@ -104,7 +104,7 @@ def test_a_slow_device_gets_less_or_nothing() -> None:
 
 @pytest.mark.parametrize("memory", [1, 1000])
 def test_a_one_byte_device_is_refused_with_the_reason(memory: int, vgg16: Profile) -> None:
-    cluster = make_cluster(8, name="tiny", device=Device(kind="x", memory_bytes=memory))
+    cluster = make_cluster(8, name="tiny", device=Device(kind="titan-v", memory_bytes=memory))
     with pytest.raises(PlanError) as refused:
         make_plan(vgg16, cluster, PlanOptions(batch=224))
     assert "no plan of vgg16 for 224 rows fits on tiny" in refused.value.what
@@ -139,7 +139,7 @@ def by_taste(plan: Plan, step_s: float) -> Record:
 def test_the_score_has_the_last_word() -> None:
     """A score that hates two stages turns the choice."""
     profile = chain((1.0,) * 4, weights=(400 * MIB,) * 4)
-    cluster = make_cluster(2, device=Device(kind="x", memory_bytes=64 * GIB), bytes_per_s=1e8)
+    cluster = make_cluster(2, device=Device(kind="cpu", memory_bytes=64 * GIB), bytes_per_s=1e8)
     plain = make_plan(profile, cluster, PlanOptions(batch=8))
     assert len(plain.best.plan.stages) == 2
 
@@ -155,7 +155,7 @@ def test_what_leads_with_a_flush_is_tried_without_one() -> None:
     """The estimate holds a dozen others for faster without a flush, and the score does not."""
     times, weights = (1.0, 3.0, 1.0, 2.0, 1.0, 2.0, 2.0, 2.0), (400, 10, 1, 1, 10, 1, 10, 10)
     profile = chain(times, weights=tuple(each * MIB for each in weights))
-    cluster = make_cluster(4, device=Device(kind="x", memory_bytes=64 * GIB), bytes_per_s=1e8)
+    cluster = make_cluster(4, device=Device(kind="cpu", memory_bytes=64 * GIB), bytes_per_s=1e8)
 
     def form(plan: Plan) -> list[tuple[str, int]]:
         return [(stage.layers[0], len(stage.devices)) for stage in plan.stages]
@@ -169,7 +169,7 @@ def test_what_leads_with_a_flush_is_tried_without_one() -> None:
     for staleness, versions in (("ssp", (2, 1)), ("any", (1, 1)), ("3,1", (3, 1))):
         found = make_plan(profile, cluster, PlanOptions(batch=8, staleness=staleness), score).best
         assert (form(found.plan), found.plan.versions, found.step_s) == (form(exact), versions, 1.0)
-    tiny = make_cluster(4, device=Device(kind="x", memory_bytes=MIB), bytes_per_s=1e8)
+    tiny = make_cluster(4, device=Device(kind="cpu", memory_bytes=MIB), bytes_per_s=1e8)
     with pytest.raises(PlanError, match="fits on"):
         make_plan(profile, tiny, PlanOptions(batch=8, staleness="ssp"), score)
 
@@ -177,7 +177,7 @@ def test_what_leads_with_a_flush_is_tried_without_one() -> None:
 def test_a_plan_of_another_number_of_stages_wins_by_its_order() -> None:
     """Three stages are fastest as the search finds them, two are in another order, which is tried for these as well."""
     profile = chain((1.0,) * 4, weights=(400 * MIB,) * 4)
-    cluster = make_cluster(4, device=Device(kind="x", memory_bytes=64 * GIB), bytes_per_s=1e8)
+    cluster = make_cluster(4, device=Device(kind="cpu", memory_bytes=64 * GIB), bytes_per_s=1e8)
 
     def score(plan: Plan) -> Record:
         step_s = {2: 0.8 if plan.policy == "zero-bubble" else 1.1, 3: 1.0}
@@ -216,7 +216,7 @@ def test_the_same_plan_whatever_the_hash_seed(runs: int, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_thousand_layers_on_64_devices_are_planned() -> None:
     """How fast: benchmarks/planner.py."""
-    cluster = make_cluster(64, device=Device(kind="x", memory_bytes=80 * GIB))
+    cluster = make_cluster(64, device=Device(kind="cpu", memory_bytes=80 * GIB))
     found = make_plan(deep_profile(1000), cluster, PlanOptions(batch=512))
     assert found.data_parallel is not None
     assert found.best.step_s <= found.data_parallel.step_s

@@ -12,7 +12,7 @@ from stagewright.cluster import Cluster, make_cluster
 from stagewright.errors import ClusterError, FileError
 from stagewright.profiling.detect import cpu_cluster, detect_cluster, read_gpus
 from stagewright.profiling.kinds import DeviceKind, find_kind, kind_called, known_kinds, plain_name, relative_speed
-from stagewright.profiling.links import Pair, measure_links, measure_workers, with_pairs
+from stagewright.profiling.links import Pair, measure_links, measure_workers, pairs_of, with_pairs
 
 LISTING = "Tesla V100-SXM2-16GB, 16160\nTesla V100-SXM2-16GB, 16160\n"
 TOPOLOGY = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV2\t0-3\nGPU1\tNV2\t X \t0-3\n"
@@ -57,7 +57,7 @@ def test_a_listing_that_cannot_be_read_is_refused_with_its_line() -> None:
 
 
 def test_links_are_measured_between_processes_that_really_run() -> None:
-    pairs = measure_workers(2, large_bytes=1 << 20)
+    pairs = pairs_of(measure_workers(2, large_bytes=1 << 20))
     assert list(pairs) == [(0, 1)]
     assert 1e7 < pairs[0, 1].bytes_per_s < 1e12
     assert 1e-6 < pairs[0, 1].latency_s < 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,49 @@ class TestTheSentence:
         fast = [make_record(images_per_s=1488, seed=seed) for seed in range(7)]
         slow = [dp("dp", 702, 8, seed=seed) for seed in range(7)]
 
-        text = self.told(*fast, *slow, make_record(source="simulated", images_per_s=1501))
+        predicted = [make_record(source="simulated", images_per_s=1501), dp("dp", 700, 8, source="simulated")]
+        text = self.told(*fast, *slow, *predicted)
 
         assert text.startswith("VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,4")
-        assert text.endswith(" images/s, median of 7), as predicted (1,501).")
+        assert text.endswith(" images/s, median of 7), as predicted (2.1 ×: 1,501 against 700).")
+
+    def told_with(self, fast: float, slow: float, *, predicted: tuple[float, float]) -> str:
+        """The sentence on two measured rates and what was predicted for them."""
+        return self.told(
+            make_record(images_per_s=fast), dp("dp", slow, 8),
+            make_record(source="simulated", images_per_s=predicted[0]), dp("dp", predicted[1], 8, source="simulated"),
+        )  # fmt: skip
+
+    def test_a_prediction_of_the_opposite_order_is_called_one_though_the_rate_came_true(self) -> None:
+        """The first rate is predicted to 1 %, and yet the claim, that it is the faster one, was not."""
+        text = self.told_with(1090, 1000, predicted=(1095, 1180))
+        assert text.endswith("; the opposite was predicted (0.93 ×: 1,095 against 1,180).")
+        assert ", as predicted" not in text
+
+    def test_a_gain_of_another_size_was_not_predicted(self) -> None:
+        assert self.told_with(2000, 1000, predicted=(2000, 1600)).endswith(
+            "; predicted were 1.3 ×: 2,000 against 1,600."
+        )
+
+    def test_a_gain_that_came_true_was_though_both_rates_were_off(self) -> None:
+        text = self.told_with(2000, 1000, predicted=(2400, 1200))
+        assert text.endswith(", as predicted (2.0 ×: 2,400 against 1,200).")
+
+    def test_a_tie_was_predicted_where_a_tie_was(self) -> None:
+        hero = [make_record(images_per_s=rate, with_spans=False) for rate in (1000, 1100)]
+        rival = [dp("dp", rate, 8) for rate in (1050, 950)]
+        for predicted, told in ((1020, ", as predicted (1.02 ×"), (1400, "; predicted were 1.4 ×")):
+            first, second = (
+                make_record(source="simulated", images_per_s=predicted),
+                dp("dp", 1000, 8, source="simulated"),
+            )
+            assert told in self.told(*hero, *rival, first, second)
+
+    def test_where_only_one_of_two_was_predicted_only_that_is_said(self) -> None:
+        measured = make_record(images_per_s=1488), dp("dp", 702, 8)
+        good, bad = (make_record(source="simulated", images_per_s=rate) for rate in (1501, 1800))
+        assert self.told(*measured, good).endswith(", the former as predicted (1,501).")
+        assert "; the former was to be 1,800 (+2" in self.told(*measured, bad)
 
     def test_a_prediction_that_failed_is_called_one(self) -> None:
         text = self.told(make_record(), make_record(source="simulated", images_per_s=1800))
@@ -185,3 +225,38 @@ def test_several_families_of_one_model_are_told_apart() -> None:
 
     assert told[0].startswith("VGG16 (fp32, synthetic data) over 7 + 1 devices")
     assert told[1].startswith("VGG16 (fp32, records data) over 7 + 1 devices")
+
+
+def save_run(record: Record, folder: Path) -> None:
+    """What `train -o folder` leaves there."""
+    dataclasses.replace(record, name=record.plan.model).save(folder / "record.json")
+    (folder / "events.jsonl").write_text("{}\n")
+
+
+def test_runs_are_read_from_their_own_folders_and_called_by_them(tmp_path: Path) -> None:
+    save_run(make_record("a", images_per_s=100.0), tmp_path / "first")
+    save_run(make_record("b", images_per_s=200.0), tmp_path / "deep" / "second")
+    make_record("c", images_per_s=300.0).save(tmp_path / "c.1.record.json")
+    found = {case.name: case for case in read_results(tmp_path).cases}
+    assert sorted(found) == ["c", "deep/second", "first"]
+    assert log_of(found["first"].files[0]) == tmp_path / "first" / "events.jsonl"
+    assert [case.name for case in read_results(tmp_path / "first").cases] == ["first"]
+
+
+def test_a_run_that_was_saved_again_under_a_name_counts_once(tmp_path: Path) -> None:
+    """As a suite does with every run, which keeps its folder beside it."""
+    record = make_record("vgg16-dp", images_per_s=100.0)
+    save_run(record, tmp_path / "vgg16-dp" / "vgg16-dp.1")
+    dataclasses.replace(record, command="a suite's").save(tmp_path / "vgg16-dp" / "vgg16-dp.1.record.json")
+    (case,) = read_results(tmp_path).cases
+    assert (case.name, len(case.records)) == ("vgg16-dp", 1)
+
+
+def test_a_run_that_had_no_step_left_to_do_is_no_case(tmp_path: Path) -> None:
+    save_run(dataclasses.replace(make_record("a"), step_s=(), spans=()), tmp_path / "nothing")
+    save_run(make_record("b"), tmp_path / "something")
+    found = read_results(tmp_path)
+    assert [case.name for case in found.cases] == ["something"]
+    assert [(failure.name, failure.reason) for failure in found.failures] == [
+        ("nothing", "it was resumed after its last step: nothing was trained")
+    ]

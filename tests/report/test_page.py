@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from stagewright.cli import main
+from stagewright.cluster import find_cluster
+from stagewright.profiling.topology import join_hosts
 from stagewright.record import Record
 from stagewright.report import make_report
+from stagewright.report.timeline import action_text
 
 from .synthetic import make_record, make_suite
 
@@ -20,6 +24,7 @@ selenium = pytest.importorskip("selenium", reason="selenium is not installed: pi
 from selenium import webdriver  # noqa: E402
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -144,8 +149,9 @@ def hover(browser: Any, worker: int, kind: str) -> str:
     )
     size = chart.size
     ActionChains(browser).move_to_element_with_offset(chart, x - size["width"] / 2, y - size["height"] / 2).perform()
-    ActionChains(browser).move_by_offset(1, 0).pause(0.2).perform()
-    return str(browser.execute_script("return document.querySelector('#timeline-chart .tip')?.innerText || ''"))
+    ActionChains(browser).move_by_offset(1, 0).perform()
+    shown = "return document.querySelector('#timeline-chart .tip')?.innerText || ''"
+    return str(WebDriverWait(browser, 30).until(lambda page: page.execute_script(shown)))
 
 
 @pytest.mark.parametrize(("worker", "kind", "told"), [(0, "F", "F0.0 · forward"), (7, "B", "B1.0 · backward")])
@@ -207,17 +213,103 @@ def big_record() -> Record:
     return dataclasses.replace(full, spans=tuple(kept))
 
 
+def processor_s(browser: Any, page: Path) -> float:
+    """What the page's own thread computes until it is there, the least of five: no other work of the machine counts."""
+
+    def so_far() -> float:
+        metrics = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
+
+    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+    taken = []
+    for _ in range(5):
+        browser.get("about:blank")
+        before = so_far()
+        browser.get(page.as_uri())
+        assert browser.execute_script("return stagewright.readyMs") > 0
+        taken.append(so_far() - before)
+    browser.execute_cdp_cmd("Performance.disable", {})
+    return min(taken)
+
+
 def test_a_page_of_8_times_2000_spans_opens_in_under_two_seconds(browser: Any, tmp_path: Path) -> None:
     record = big_record()
     assert len(record.spans) == 16_000
     page = make_report([record], tmp_path).page
     resize(browser, 1240)
-
-    # The best of three: other work on the machine is not the page's.
-    times_ms = []
-    for _ in range(3):
-        browser.get(page.as_uri())
-        times_ms.append(float(browser.execute_script("return stagewright.readyMs")))
-
+    assert processor_s(browser, page) < 1.5
     assert browser.execute_script("return stagewright.state.run.items.length") == 16_000
-    assert min(times_ms) < 2000
+
+
+SUITE = {
+    "resnet50-ssp-2x8": "resnet50 --placement 0:0-7,1:0-7.0:0-7,1:0-7 --batch 1024 --staleness ssp",
+    "alexnet-ssp": "alexnet-of --placement 0:0-6.0:7 --batch 1764 --staleness ssp --ratio 15:1",
+    "vgg16-ssp": "vgg16 --placement 0:0-6.0:7 --batch 224 --staleness ssp --ratio 3:1",
+    "vgg16-dp-8": "vgg16 --batch 256",
+    "resnet50-dp-1": "resnet50 --placement 0:0 --batch 64",
+}
+"""A case of each size in the suite of 68; on two hosts of titan-v-8 where it needs them."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    """As many simulated records as that suite has, some with hundreds of spans and some with thousands."""
+    folder = tmp_path_factory.mktemp("rows")
+    one = find_cluster("titan-v-8")
+    two = join_hosts(one.hosts * 2, "two").save(folder / "two.yaml")
+    found = []
+    for name, line in SUITE.items():
+        file = folder / f"{name}.record.json"
+        with pytest.raises(SystemExit) as ended:
+            main(["simulate", *line.split(), "--cluster", str(two) if "1:0" in line else one.name, "-o", str(file)])
+        assert not ended.value.code
+        found.append(dataclasses.replace(Record.load(file), name=name))
+    many = (dataclasses.replace(record, name=f"{record.name}-{number}") for number in range(14) for record in found)
+    return list(many)[:68]
+
+
+def test_68_simulated_rows_weigh_under_3_mb_and_can_be_used_within_a_second(
+    browser: Any, tmp_path: Path, rows: list[Record]
+) -> None:
+    page = make_report(rows, tmp_path).page
+    resize(browser, 1240)
+    assert page.stat().st_size < 3_000_000
+    assert processor_s(browser, page) < 0.7
+
+
+def test_nothing_of_a_run_is_lost_on_the_way(browser: Any, tmp_path: Path, rows: list[Record]) -> None:
+    """Workers and devices that did the same share columns in the file; they are written out when they are shown."""
+    record = rows[1]
+    page = make_report([record], tmp_path).page
+    browser.get(page.as_uri())
+    start_s = min(span.start_s for span in record.spans)
+    shown = browser.execute_script(
+        "const s = stagewright.state.run.spans;"
+        "return s.worker.map((w, i) => [w, s.kinds[s.kind[i]], s.batch[i], s.text[i], s.start[i], s.length[i]])"
+    )
+    wanted = [
+        (span.worker, span.kind, span.batch, action_text(span), (span.start_s - start_s) * 1e6,
+         (span.stop_s - span.start_s) * 1e6)
+        for span in record.spans
+    ]  # fmt: skip
+    for seen, want in zip(sorted(shown), sorted(wanted), strict=True):
+        assert tuple(seen[:4]) == want[:4]
+        assert seen[4:] == pytest.approx(want[4:], abs=0.006)
+    curves = browser.execute_script("return stagewright.state.run.memory")
+    assert [curve["device"] for curve in curves] == [use.device for use in record.devices]
+    for curve, use in zip(curves, record.devices):
+        assert curve["parts"] == {kind: list(values) for kind, values in use.memory_parts.items()}
+
+
+def test_charts_are_drawn_when_they_come_near_and_when_the_page_is_printed(
+    browser: Any, tmp_path: Path, rows: list[Record]
+) -> None:
+    resize(browser, 1240)
+    browser.get(make_report(rows, tmp_path).page.as_uri())
+    drawn = "return stagewright.charts.filter((entry) => entry.chart).length"
+    at_first, number = browser.execute_script(drawn), browser.execute_script("return stagewright.charts.length")
+    assert at_first < number
+    browser.execute_script("document.getElementById('families').scrollIntoView({behavior: 'instant'})")
+    WebDriverWait(browser, 30).until(lambda page: page.execute_script(drawn) > at_first)
+    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script(drawn) == number

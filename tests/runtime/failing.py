@@ -23,6 +23,15 @@ from tests.runtime.reference import rows_of_batch
 VICTIMS = {"nan": 0, "skip": 0, "device": 1}
 """Workers that come to harm, where it is not the last one."""
 BATCH = 24
+RAISED = {
+    "raise": RuntimeError("the disk is on fire"),
+    "again": ValueError("row 7 has no label"),
+    "timed out": TimeoutError("the server timed out"),
+    "socket": ConnectionResetError("socket: connection reset by peer"),
+    "exit": SystemExit(3),
+    "memory": MemoryError("no room for the images"),
+}
+"""What the data function raises."""
 
 
 def rows(how: str) -> object:
@@ -45,8 +54,10 @@ def harm(how: str, inputs: Tensor) -> None:
         time.sleep(600)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "raise":
-        raise RuntimeError("the disk is on fire")
+    elif how in RAISED:
+        raise RAISED[how]
+    elif how == "silent":
+        os._exit(3)
     elif how in ("nan", "skip"):
         inputs.fill_(float("nan"))
     elif how == "device" and os.environ["WORLD_SIZE"] == "4":
@@ -58,7 +69,11 @@ def main(how: str, folder: str, stem: Stem | None = None) -> None:
     layered = layered_tower(torch.float32)
     plan: Plan = plan_of(Case("3-1", batch=BATCH), layered.names)
     settings = Settings(timeout_s=5.0, threads=1, on_nan="skip" if how == "skip" else "stop")
-    job = Job(name="failing", steps=10, checkpoint_every=2 if how == "device" else None, replan=how == "device")
+    saves = how in ("device", "again")
+    job = Job(
+        name="failing", steps=10, checkpoint_every=2 if saves else None, replan=how == "device",
+        max_restarts=9 if how == "again" else 0,
+    )  # fmt: skip
     record = train(
         make_schedule(plan, agree=settings.agrees), layered, data=rows(how), recipe=Recipe(learning_rate=0.1), job=job,
         settings=settings, folder=Path(folder), command=[sys.executable, "-m", "tests.runtime.failing", how, folder],

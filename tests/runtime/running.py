@@ -30,12 +30,9 @@ def run_workers(size: int, module: str, *arguments: str, timeout_s: float = 150)
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
     with TemporaryDirectory() as folder, chdir(ROOT):
         failed = run_agent(stem(), command, size, Path(folder), environment, timeout_s)
-        out, errors = (
-            "".join(path.read_text(errors="replace") for path in sorted(Path(folder).rglob(name)))
-            for name in ("stdout.log", "stderr.log")
-        )
-    assert not failed, f"{failed}\n{errors[-3000:]}"
-    return CompletedProcess(command, 0, out, errors)
+        said = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("worker-*.log")))
+    assert not failed, f"{failed}\n{said[-3000:]}"
+    return CompletedProcess(command, 0, said, "")
 
 
 def forks_of_the_stem() -> list[int]:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from stagewright.errors import CheckpointError, UsageError
-from stagewright.runtime.checkpoint import checkpoints_in, find_checkpoint, path_of, prune, sweep, whole_model
+from stagewright.runtime.checkpoint import prune, sweep
+from stagewright.runtime.resuming import checkpoints_in, find_checkpoint, path_of, whole_model
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.storage import MANIFEST, SUMS, read_manifest, write_hashed, write_tensors
 from stagewright.runtime.world import World, open_world
@@ -158,7 +159,7 @@ def test_half_written_ones_are_swept_and_old_ones_pruned(saved: Path) -> None:
     shutil.copytree(path_of(saved, 9), path_of(saved, 12).with_name(".step-00000012.part"))
     assert find_checkpoint(saved, print)[1]["step"] == 9
     sweep(saved)
-    prune(saved, 2)
+    prune(saved, 2, None, set())
     assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["step-00000006", "step-00000009"]
 
 

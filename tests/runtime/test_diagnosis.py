@@ -8,11 +8,14 @@ import pytest
 
 from stagewright.cli import main
 from stagewright.runtime.diagnosis import blame
-from stagewright.runtime.flight import SCHEDULE_FILE, Flight, read_flight, write_json
+from stagewright.runtime.flight import ENTRY, HEAD, NUM_ENTRIES, SCHEDULE_FILE, Flight, path_of, read_flight, write_json
+from stagewright.runtime.launch import explain
+from stagewright.runtime.run_folder import IDENTITY
 from stagewright.schedule import Action, Schedule
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, plan_of
 
+SIZE = HEAD.size + ENTRY.size * NUM_ENTRIES
 NAMES = tuple(f"l{number}" for number in range(6))
 
 
@@ -20,11 +23,11 @@ def schedule_of(case: Case) -> Schedule:
     return make_schedule(plan_of(case, NAMES))
 
 
-def fly(folder: Path, schedule: Schedule, until: dict[int, str], batches: int = 3) -> None:
+def fly(folder: Path, schedule: Schedule, until: dict[int, str], batches: int = 3, timeout_s: float = 300.0) -> None:
     """Recorders of workers that ran their orders and stand at an action of the last batch: {0: "B0.1", …}."""
     schedule.save(folder / SCHEDULE_FILE)
     for worker, text in until.items():
-        flight = Flight(folder, worker)
+        flight = Flight(folder, worker, timeout_s)
         stop = Action.parse(text)._replace(batch=batches - 1)
         for action in schedule.unroll(worker, batches):
             flight.note(action)
@@ -82,7 +85,43 @@ def test_a_killed_one_comes_first(tmp_path: Path) -> None:
     assert blame(schedule, tmp_path, {0: 1, 2: -9, 3: -15}).worker == 2
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 5, b"\xff" * 1464, bytes(1464)])
+@pytest.mark.parametrize(
+    "said", ["no rows came within 5 s", "RuntimeError: Timed out waiting 5000ms for recv operation"]
+)
+def test_what_a_worker_only_heard_of_is_no_fault_of_its_device(said: str, tmp_path: Path) -> None:
+    """All had begun the reduction, and one says that nothing came: who hung in it nobody knows, so no device goes."""
+    schedule = schedule_of(Case("4"))
+    fly(tmp_path, schedule, dict.fromkeys(range(4), "U0"))
+    write_json(tmp_path / "worker-0.error.json", {"what": said})
+    found = blame(schedule, tmp_path, {0: 1})
+    assert not found.is_own
+    assert explain(schedule.plan, tmp_path, {0: 1}).worker is None
+
+
+def test_one_that_gave_no_sign_of_life_while_the_others_waited(tmp_path: Path) -> None:
+    """All stand at the same action, as replicas do in a reduction: the one that was stopped could not beat."""
+    schedule = schedule_of(Case("4"))
+    fly(tmp_path, schedule, dict.fromkeys(range(4), "U0"), timeout_s=10.0)
+    for worker in (0, 1, 3):
+        raw = bytearray(path_of(tmp_path, worker).read_bytes())
+        count, process, beat, limit = HEAD.unpack_from(raw)
+        HEAD.pack_into(raw, 0, count, process, beat + 10.0, limit)
+        path_of(tmp_path, worker).write_bytes(raw)
+        write_json(tmp_path / f"worker-{worker}.error.json", {"what": f"worker {worker} waited at U0", "own": False})
+    found = blame(schedule, tmp_path)
+    assert (found.worker, found.is_own) == (2, True)
+    assert found.why == "gave no sign of life any more at U0 of batch 2: it was stopped or cut off"
+
+
+def test_the_users_own_exception_comes_before_what_others_abort_with(tmp_path: Path) -> None:
+    schedule = schedule_of(Case("4"))
+    fly(tmp_path, schedule, dict.fromkeys(range(4), "U0"))
+    write_json(tmp_path / "worker-2.error.json", {"what": "TimeoutError: timed out (train.py, line 3)", "own": True})
+    found = blame(schedule, tmp_path, {0: -6, 1: -6, 2: 1, 3: -15})
+    assert (found.worker, found.evidence[0]) == (2, "TimeoutError: timed out (train.py, line 3)")
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 5, b"\xff" * SIZE, bytes(SIZE)])
 def test_a_damaged_recorder_is_no_trace(damage: bytes, tmp_path: Path) -> None:
     (tmp_path / "worker-0.flight").write_bytes(damage)
     assert read_flight(tmp_path, 0) == []
@@ -96,6 +135,33 @@ def test_the_doctor_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     assert ended.value.code == 0
     assert "culprit: worker 3 (stage 1, device 0:3) kept the others waiting" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(("state", "says"), [("finished", "it finished"), ("stopped", "it was stopped")])
+def test_the_doctor_blames_nobody_for_a_run_that_ended_well(
+    state: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even where some stood at other actions than those they waited for."""
+    fly(tmp_path, schedule_of(Case("3-1")), {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
+    write_json(tmp_path / IDENTITY, {"id": "x", "state": state})
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert says in out
+    assert "culprit" not in out
+
+
+def test_codes_in_files_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fly(tmp_path, schedule_of(Case("3-1")), {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
+    write_json(
+        tmp_path / "worker-3.error.json", {"what": "\x1b]0;pwned\x07\x1b[2J ValueError: \u202e\x9b31m", "own": True}
+    )
+    with pytest.raises(SystemExit):
+        main(["doctor", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "\\x1b]0;pwned\\x07" in out
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(out)
 
 
 def test_the_doctor_wants_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

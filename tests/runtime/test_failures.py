@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.errors import RunError
-from tests.runtime.failing import main
+from tests.runtime.failing import harm, main
 from tests.runtime.running import ROOT, forks_of_the_stem, stem
 
 SAYS = {
@@ -19,7 +20,7 @@ SAYS = {
     "raise": "worker 3 (stage 1, device 0:3) failed with exit status 1 at F1.0 of batch 5, microbatch 0",
     "nan": "the data of batch 5, microbatch 0, are not finite",
     "hang": "worker 3 (stage 1, device 0:3) kept the others waiting at F1.0 of batch 5, microbatch 0",
-    "stop": "worker 3 (stage 1, device 0:3) kept the others waiting at F1.0 of batch 5, microbatch 0",
+    "stop": "worker 3 (stage 1, device 0:3) was stopped (SIGSTOP) at F1.0 of batch 5, microbatch 0",
 }
 
 
@@ -45,7 +46,9 @@ def test_harm_to_one_worker_ends_all_with_the_first_cause(tmp_path: Path) -> Non
     assert SAYS["raise"] in done.stderr
     assert "the disk is on fire" in done.stderr
     assert "Traceback" not in done.stderr.partition("error: ")[2]
-    time.sleep(0.2)
+    deadline = time.monotonic() + 30
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert processes_of(tmp_path) == []
 
 
@@ -58,6 +61,61 @@ def test_every_harm_names_who_came_to_it_and_where(how: str, tmp_path: Path, mon
     assert SAYS[how] in str(ended.value)
     assert "Traceback" not in str(ended.value)
     assert forks_of_the_stem() == []
+
+
+TELLS = {
+    "raise": "RuntimeError: the disk is on fire",
+    "timed out": "TimeoutError: the server timed out",
+    "socket": "ConnectionResetError: socket: connection reset by peer",
+    "exit": "SystemExit: 3",
+    "memory": "MemoryError: no room for the images",
+}
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("how", TELLS)
+def test_what_the_users_own_code_raises_is_told_with_its_line(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever words are in it, and however the other workers end."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(RunError) as ended:
+        main(how, str(tmp_path), stem())
+    said = str(ended.value).splitlines()
+    assert said[0].startswith("worker 3 (stage 1, device 0:3) failed")
+    file, number = inspect.getsourcefile(harm), line_of("raise RAISED[how]")
+    assert said[1] == f"{TELLS[how]} ({file}, line {number}, in harm)"
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_that_ends_without_a_word_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(RunError) as ended:
+        main("silent", str(tmp_path), stem())
+    assert "worker 3 (stage 1, device 0:3) failed with exit status 3 at F1.0 of batch 5" in str(ended.value)
+
+
+@pytest.mark.timeout(150)
+def test_the_same_fault_three_times_in_a_row_is_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(RunError) as ended:
+        main("again", str(tmp_path), stem())
+    restarts = [line for line in capsys.readouterr().out.splitlines() if line.startswith("restart: ")]
+    assert len(restarts) == 2, "nine were allowed"
+    cause = (
+        "worker 3 (stage 1, device 0:3) failed with exit status 1 at F1.0 of batch 5, microbatch 0: ValueError: row 7"
+    )
+    assert all(line.startswith(f"restart: {cause} has no label (") for line in restarts)
+    assert "3 times in a row" in ended.value.what
+    assert "this is a fault of the program or its data, not of a device" in str(ended.value)
+
+
+def line_of(text: str) -> int:
+    """The number of a line of the failing run's source."""
+    lines = Path(inspect.getsourcefile(harm)).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
 GOES_ON = {

@@ -13,10 +13,15 @@ from stagewright.cluster import parse_devices
 from stagewright.errors import RunError
 from stagewright.models import Layered, cross_entropy_sum, make_layered
 from stagewright.plan import Plan, Stage
+from stagewright.runtime.checkpoint import Checkpointer
+from stagewright.runtime.resuming import checkpoints_in, find_checkpoint, whole_model
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.world import open_world
 from stagewright.scheduling import make_schedule
 from stagewright.training import Job, Recipe, train
 from stagewright.training.events import read_events
+from tests.runtime.cases import Case, layered_tower
+from tests.runtime.resuming import BATCH, go_on
 
 ROWS, BAD = 8, 20
 
@@ -36,7 +41,9 @@ def layered(*inside: nn.Module) -> Layered:
     )
 
 
-def run(model: Layered, folder: Path, spoil, *, on_nan: str = "stop", rate: float = 0.01) -> list[str]:
+def run(
+    model: Layered, folder: Path, spoil, *, on_nan: str = "stop", rate: float = 0.01, steps: int = 24, every=None
+) -> list[str]:
     """Trains in this process; `spoil` changes the rows of batch BAD. Returns the sentences that were told."""
 
     def rows(batch: int, start: int, stop: int):
@@ -48,7 +55,7 @@ def run(model: Layered, folder: Path, spoil, *, on_nan: str = "stop", rate: floa
     plan = Plan(model="m", stages=(Stage(layers=model.names, devices=parse_devices("0:0")),), batch=ROWS)
     train(
         make_schedule(plan, agree=settings.agrees), model, data=rows, recipe=Recipe(learning_rate=rate),
-        job=Job(steps=24), settings=settings, folder=folder,
+        job=Job(steps=steps, checkpoint_every=every, keep=2), settings=settings, folder=folder,
     )  # fmt: skip
     return [event["text"] for _, event in read_events(folder) if event["event"] == "numbers"]
 
@@ -85,3 +92,48 @@ def test_a_jump_of_the_gradient_norm_is_told_with_its_layer(tmp_path: Path) -> N
 
 def test_ordinary_numbers_are_not_told(tmp_path: Path) -> None:
     assert run(layered(), tmp_path, lambda rows: rows) == []
+
+
+def test_skipping_ends_where_the_weights_themselves_are_lost(tmp_path: Path) -> None:
+    """Nothing brings them back; what was saved before stays, and nothing is saved in its place."""
+    model = layered()
+
+    def spoil(rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model.model[0].weight.fill_(math.nan)
+        return rows
+
+    with pytest.raises(RunError, match=f"the weights of layer 0 in stage 0 are not finite in batch {BAD}, so that"):
+        run(model, tmp_path, spoil, on_nan="skip", every=2, steps=200)
+    found = find_checkpoint(tmp_path, print)
+    assert found is not None
+    assert BAD - 1 <= found[1]["step"] <= BAD
+    assert all(torch.isfinite(tensor).all() for tensor in whole_model(found[0])[0].values())
+
+
+def test_skipping_ends_where_it_has_no_end(tmp_path: Path) -> None:
+    """Weights that are finite and yet beyond all use: good checkpoints are kept for as long as steps are skipped."""
+    model = layered()
+
+    def spoil(rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model.model[0].weight.fill_(1e38)
+        return rows
+
+    with pytest.raises(RunError, match=r"made numbers that are not finite.*as in the 99 steps before it"):
+        run(model, tmp_path, spoil, on_nan="skip", every=2, steps=1000)
+    good = [path for path in checkpoints_in(tmp_path) if whole_model(path)[0]["0.weight"].max() < 1e30]
+    assert good
+
+
+def test_a_checkpoint_of_weights_that_are_not_finite_is_none(tmp_path: Path) -> None:
+    with open_world(Settings()) as alone:
+        worker = go_on(Case("1", batch=BATCH), tmp_path, alone)
+        with torch.no_grad():
+            next(worker.hosted[0].weights.newest().parameters()).view(-1)[0] = math.inf
+        checkpointer = Checkpointer(worker, layered_tower(), tmp_path, every=None, keep=1)
+        checkpointer.save(99)
+        checkpointer.close()
+    (saved,) = checkpointer.news()
+    assert "has numbers that are not finite" in str(saved.fault)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000003"]

@@ -106,14 +106,16 @@ def test_what_the_user_typed_arrives_as_it_is(fake_ssh: Path, tmp_path: Path, mo
     folder = tmp_path / "it's a $HOME; folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    torchrun = fake_ssh.parent / "bin" / "torchrun"
-    torchrun.write_text(f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv]))\n")
-    torchrun.chmod(0o755)
-    first, _ = host_commands(NASTY, OverSsh(("me@one", "two")), [1, 1], port=1, environment={"KEY": "a'b c"})
+    python = fake_ssh.parent / "bin" / "its own python"
+    python.write_text(f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv]))\n")
+    python.chmod(0o755)
+    before = ["env", "KEY=a'b c"]
+    first, _ = host_commands(NASTY, OverSsh(("me@one", "two"), str(python)), [1, 1], port=1, before=before)
     done = subprocess.run(first, capture_output=True, text=True, check=True, timeout=30)
-    cwd, _, *words = json.loads(done.stdout)
+    cwd, *words = json.loads(done.stdout)
     assert cwd == str(folder)
-    assert words[3:] == ["--master-addr=one", "--master-port=1", *NASTY]
+    assert words[:3] == [str(python), "-m", "torch.distributed.run"]
+    assert words[6:] == ["--master-addr=one", "--master-port=1", *NASTY]
     assert list(folder.iterdir()) == []
     assert fake_ssh.read_text() == "me@one\n"
 

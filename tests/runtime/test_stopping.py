@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from stagewright.runtime.flight import STOP_FILE
 from stagewright.runtime.stopping import Gate, Stopper
+from stagewright.runtime.words import Words
 from stagewright.runtime.world import World
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, plan_of
@@ -57,7 +58,7 @@ def test_nobody_begins_a_batch_beyond_its_promise_before_all_have_agreed() -> No
     thread.join(0.3)
     assert thread.is_alive()
     gate.agree(promise + 5)
-    thread.join(5)
+    thread.join(60)
     assert max(seen) == promise + 5
 
 
@@ -65,10 +66,11 @@ def test_workers_agree_on_the_one_that_is_furthest(tmp_path: Path) -> None:
     store, gates = HashStore(), [Gate(), Gate(7)]
     for worker in range(2):
         (tmp_path / str(worker)).mkdir()
-    stoppers = [Stopper(gates[worker], world(worker, store), tmp_path / str(worker), ()) for worker in range(2)]
+    words = Words(store, b"secret")
+    stoppers = [Stopper(gates[worker], world(worker, store), tmp_path / str(worker), (), words) for worker in range(2)]
     with stoppers[0].listening(), stoppers[1].listening():
         (tmp_path / "1" / STOP_FILE).touch()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while None in (gates[0].last, gates[1].last) and time.monotonic() < deadline:
             time.sleep(0.01)
     assert (gates[0].last, gates[1].last) == (7, 7)
@@ -77,9 +79,9 @@ def test_workers_agree_on_the_one_that_is_furthest(tmp_path: Path) -> None:
 
 def test_a_signal_is_heard_and_its_old_meaning_comes_back(tmp_path: Path) -> None:
     before, gate = signal.getsignal(signal.SIGUSR1), Gate()
-    with Stopper(gate, world(0, None, 1), tmp_path, (signal.SIGUSR1,)).listening() as stopper:
+    with Stopper(gate, world(0, None, 1), tmp_path, (signal.SIGUSR1,), None).listening() as stopper:
         os.kill(os.getpid(), signal.SIGUSR1)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while gate.last is None and time.monotonic() < deadline:
             time.sleep(0.01)
     assert (stopper.cause, gate.last) == ("SIGUSR1", 0)

@@ -25,7 +25,7 @@ def layer(name: str, forward_s: float = 1.0, backward_s: float = 2.0, **others: 
 def profile(*layers: LayerProfile, optimizer_s: float = 0.0) -> Profile:
     """A model of these layers."""
     return Profile(
-        model="m", device="d", source="analytic", batch_sizes=(1,), layers=tuple(layers), optimizer_s=optimizer_s
+        model="m", device="cpu", source="analytic", batch_sizes=(1,), layers=tuple(layers), optimizer_s=optimizer_s
     )
 
 
@@ -83,7 +83,7 @@ def length(log: Log) -> float:
 
 def star(*rates: float, latency_s: float = 0.0) -> Cluster:
     """Devices with these rates around one hub."""
-    device = Device(kind="d", memory_bytes=1 << 40)
+    device = Device(kind="cpu", memory_bytes=1 << 40)
     links = (
         Link(ends=(str(n), "hub"), kind="local", bytes_per_s=rate, latency_s=latency_s) for n, rate in enumerate(rates)
     )

@@ -13,25 +13,29 @@ from stagewright.cluster import parse_placement
 from stagewright.errors import RunError
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.stem import Stem
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
-from stagewright.training.start import start_workers, tell
+from stagewright.training.restarting import Starter, start_workers, tell
 
 
 def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(tmp_path: Path) -> None:
     starts = []
 
-    def start(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
-        starts.append(environment)
-        tell(folder, "numbers", f"start {len(starts)}")
-        raise RunError("worker 1 is gone")
+    class Failing(Starter):
+        def start(self, plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
+            starts.append(environment)
+            tell(folder, "numbers", f"start {len(starts)}")
+            raise RunError("worker 1 is gone")
 
     tell(tmp_path, "numbers", "of yesterday")
     stage = Stage(layers=("all",), devices=parse_placement("0:0-1")[0])
     schedule = make_schedule(Plan(model="any", stages=(stage,), batch=2))
     job, said = Job(steps=5, checkpoint_every=1, max_restarts=2, resume="auto"), io.StringIO()
     with pytest.raises(RunError, match="worker 1 is gone"):
-        start_workers(schedule, job, Settings(), tmp_path, Console(file=said, width=200), start)
+        start_workers(
+            schedule, job, tmp_path, Console(file=said, width=200), Failing(Settings(), None, None, 1, Stem())
+        )
     assert said.getvalue().splitlines() == [
         "numbers: start 1",
         "restart: worker 1 is gone; starting again (1 of 2)",

@@ -69,7 +69,8 @@ def test_the_environment_has_what_was_edited_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "placement"), [(None, "0:0-3,1:0-3.0:0-3,1:0-3"), ("8", TWO_HOSTS), ("2", "0:0-1,1:0-1.0:0-1,1:0-1")]
+    ("devices", "placement"),
+    [(None, "0:0-3,0:4-7.0:0-3,0:4-7"), ("8", "0:0-7,0:8-15.0:0-7,0:8-15"), ("2", "0:0-1,0:2-3.0:0-1,0:2-3")],
 )
 def test_on_the_cpu_hosts_share_eight_workers_here(devices: str | None, placement: str) -> None:
     asked = options_of(
@@ -91,7 +92,7 @@ def test_the_hosts_commands_are_whole(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(sys, "argv", ["stagewright", *line.split(), "--dry-run"])
     with pytest.raises(SystemExit):
         main([*line.split(), "--dry-run"])
-    first, second = capsys.readouterr().out.splitlines()
+    *_, first, second = capsys.readouterr().out.splitlines()
     assert f"-m stagewright {line}" in first
     assert "--dry-run" not in first
     assert first.startswith("ssh -o BatchMode=yes ")

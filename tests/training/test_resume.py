@@ -29,7 +29,7 @@ def start(folder: Path, data: Path, first: int, steps: int) -> subprocess.Popen[
     """Starts the run with three workers."""
     folder.mkdir()
     command = [sys.executable, "-m", "tests.training.recorded", str(folder), str(data), str(first), str(steps)]
-    environment = {**os.environ, "SEEN": str(folder)}
+    environment = {**os.environ, "SEEN": str(folder), "HOLD": "10"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
 
 

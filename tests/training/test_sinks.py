@@ -71,7 +71,7 @@ def test_a_resumed_run_adds_to_the_summary_and_a_new_one_begins_it_anew(tmp_path
 def test_a_package_that_is_missing_is_an_error_before_anything_starts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagewright.training.sinks.find_spec", lambda module: None)
+    monkeypatch.setattr("stagewright.training.sinks.is_there", lambda module: False)
     with pytest.raises(UsageError, match=f"--{name} needs the package {name}, which is not installed") as caught:
         check_sinks((name,))  # type: ignore[arg-type]
     assert caught.value.todo == f"pip install {name}"

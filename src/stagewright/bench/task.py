@@ -193,8 +193,8 @@ def with_hosts(cluster: Cluster, hosts: int) -> tuple[Cluster, tuple[str, ...]]:
     return join_hosts((cluster.hosts[0],) * hosts, name, notes=(*cluster.notes, note)), (note,)
 
 
-def plan_words(case: Case, *, cuts_apart: bool) -> list[str]:
-    """The options that shape the plan; `cuts_apart` repeats --cut for each layer."""
+def plan_words(case: Case) -> list[str]:
+    """The options that shape the plan."""
     made: list[str] = []
     default = PlanOptions()
     for field in fields(PlanOptions):
@@ -202,7 +202,7 @@ def plan_words(case: Case, *, cuts_apart: bool) -> list[str]:
         if value in (None, "", ()) or value == getattr(default, field.name):
             continue
         if field.name == "cut":
-            made += [word for cut in value for word in ("--cut", cut)] if cuts_apart else ["--cut", ",".join(value)]
+            made += ["--cut", ",".join(value)]
         else:
             made += option_words(spelled(field.name), value)
     return made
@@ -219,7 +219,7 @@ def option_words(option: str, value: object) -> list[str]:
 
 def train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[str, ...]:
     """The command that runs the case for real, or on emulated hosts."""
-    words = [verb, case.model, *plan_words(case, cuts_apart=True)]
+    words = [verb, case.model, *plan_words(case)]
     words += ["--precision", case.precision, "--data", case.data]
     words += ["--steps", str(case.steps), "--warm-up", str(case.warm_up)]
     words += [] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]
@@ -234,7 +234,7 @@ def train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[st
 
 def simulate_words(case: Case, cluster: str) -> tuple[str, ...]:
     """The command that simulates the case."""
-    words = ["simulate", case.model, "--cluster", cluster, *plan_words(case, cuts_apart=False)]
+    words = ["simulate", case.model, "--cluster", cluster, *plan_words(case)]
     words += ["--precision", case.precision, "--data", "synthetic" if case.data == "synthetic" else RECORDS]
     return (*words, *([] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]))
 

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from stagewright.errors import StagewrightError
+from stagewright.errors import StagewrightError, visible
 
 VERBS = {
     "models": "The models that come with the library, and their layers.",
@@ -110,7 +110,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as fault:
         if debug:
             raise
-        status = explain(fault)
+        status = explain(fault, given)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -120,28 +120,42 @@ def silenced() -> int:
     return OWN_ERROR
 
 
-def explain(fault: Exception) -> int:
+def explain(fault: Exception, words: Sequence[str]) -> int:
     """Says on stderr what went wrong and what to do; the status that goes with it."""
     if isinstance(fault, typer.Abort):
         return INTERRUPTED
     if isinstance(fault, StagewrightError):
-        return say(fault.what, fault.todo)
+        return say(as_typed(fault, words), fault.todo)
     if hasattr(fault, "format_message"):
-        return explain_usage(fault)
+        return explain_usage(fault, words)
     if isinstance(fault, OSError):
         return say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
     say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
     return OWN_ERROR
 
 
-def explain_usage(fault: Any) -> int:
+def as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
+    """What went wrong; a value that a noun refused is told by the option that gave it: `--steps is 0: …`."""
+    if not fault.noun:
+        return fault.what
+    verb = next((word for word in words if word in VERBS), None)
+    command = Verb(name=verb, help="", callback=None).load() if verb is not None else None
+    known = {name for option in getattr(command, "params", ()) for name in option.opts}
+    key = fault.key.replace("_", "-").partition("[")[0]
+    option = next((name for name in (f"--{key}", f"--{key.removesuffix('-s')}") if name in known), fault.key)
+    return fault.what.replace(f"{fault.noun}: key {fault.key}", option, 1).removeprefix(f"{fault.noun}: ")
+
+
+def explain_usage(fault: Any, words: Sequence[str]) -> int:
     """Says what typer did not understand, or shows the help of a verb that was given nothing."""
     context = getattr(fault, "ctx", None)
     if type(fault).__name__ == "NoArgsIsHelpError":
         typer.echo(fault.format_message())
         return USER_ERROR
     message = fault.format_message().rstrip(".")
-    todo = f"see `{context.command_path} --help`" if context is not None else None
+    verb = "".join(f" {word}" for word in words[:1] if word in VERBS)
+    path = f"stagewright{verb}" if context is None else context.command_path
+    todo = f"see `{path} --help`"
     return say(message[:1].lower() + message[1:], todo)
 
 
@@ -152,7 +166,7 @@ def say(what: str, todo: str | None) -> int:
            write it as 0:0-6.0:7, or give a cluster file with --cluster
     """
     head = "error: "
-    lines = [*what.splitlines(), *(todo or "").splitlines()]
+    lines = [visible(line) for line in (*what.splitlines(), *(todo or "").splitlines())]
     text = "\n".join((head if number == 0 else " " * len(head)) + line for number, line in enumerate(lines))
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     typer.echo(typer.style(head, fg="red", bold=True) + text[len(head) :] if red else text, err=True)

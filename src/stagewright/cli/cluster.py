@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from stagewright.cluster import Cluster, find_cluster, ready_made_clusters
+from stagewright.cluster import Cluster, ready_made_clusters
 from stagewright.errors import FileError, UsageError
 from stagewright.noun import dump_json
-from stagewright.profiling.detect import cpu_cluster, detect_cluster
+from stagewright.profiling.detect import cluster_or_here, cpu_cluster
 from stagewright.profiling.drawing import draw_cluster
 from stagewright.profiling.kinds import find_kind
 from stagewright.profiling.topology import read_topology
@@ -73,11 +73,11 @@ def load(
         return read_topology(texts, kind, name=name or topology[0].stem, rates=rates, decode_images_per_s=decode)
     if device or rate or decode is not None:
         raise UsageError("--device, --rate and --decode go with --topology", "edit the cluster file instead")
-    if which is not None:
-        return find_cluster(which)
+    if which is not None and workers is not None:
+        raise UsageError(f"--workers counts workers on this machine, not on {which}", "leave one of them out")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers is {workers}: expected 1 or more")
-    return cpu_cluster(workers, name or "local") if workers is not None else detect_cluster()
+    return cpu_cluster(workers, name or "local") if workers is not None else cluster_or_here(which)
 
 
 def read_rate(text: str) -> tuple[str, float]:

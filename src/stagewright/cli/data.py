@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from stagewright.data.needs import check_format, need
 from stagewright.data.writing import IMAGES_PER_FILE
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def make(
 
     Example: stagewright data make shapes --images 500 --format ofrecord
     """
+    need("`stagewright data make`", "PIL")
+    check_format(format)
     from stagewright.data.generate import make_images
 
     with progress("drawing", images) as tick:
@@ -77,6 +80,7 @@ def convert(
 
     Example: stagewright data convert shapes shapes-tar --format tar
     """
+    check_format(format)
     from stagewright.data.convert import convert as convert_images
 
     dataset = read(source, on_corrupt)
@@ -100,6 +104,7 @@ def inspect(
 
     Example: stagewright data inspect shapes --sheet shapes.png
     """
+    need("`stagewright data inspect`", "PIL")
     from stagewright.data.inspection import inspect_dataset, save_contact_sheet
 
     dataset = read(directory, on_corrupt)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from stagewright.errors import UsageError
+from stagewright.errors import UsageError, visible
+
+if TYPE_CHECKING:
+    from stagewright.plan import Plan
+
+ENDS = {"finished": "it finished", "stopped": "it was stopped, and can go on with --resume auto"}
+"""What is said of runs that ended well, and for which nobody is to blame."""
 
 
 def doctor(
@@ -21,34 +27,53 @@ def doctor(
 
     Example: stagewright doctor results/vgg16
     """
-    from stagewright.runtime.diagnosis import blame, name_of, position, read_confession, where_all_stand
+    from stagewright.runtime.diagnosis import Blame, blame, name_of, position, where_all_stand
     from stagewright.schedule import Schedule
 
     path = folder / "schedule.json"
     if not path.exists():
         raise UsageError(f"{folder} is no folder of a run: it has no schedule.json", "give the folder named by --out")
     schedule = Schedule.load(path)
-    plan = schedule.plan
-    stands, verdict = where_all_stand(folder, len(plan.devices)), blame(schedule, folder)
-    who = name_of(plan, verdict.worker) if verdict.worker is not None else None
+    plan, end = schedule.plan, how_it_ended(folder)
+    found = Blame(None, end) if end is not None else blame(schedule, folder)
     if as_json:
+        stands = where_all_stand(folder, len(plan.devices))
         places = {worker: position(stand.action) for worker, stand in stands.items()}
-        Console().print_json(
-            data={"culprit": verdict.worker, "why": verdict.why, "evidence": verdict.evidence, "workers": places}
-        )
+        data = {"culprit": found.worker, "why": found.why, "evidence": found.evidence, "workers": places}
+        Console().print_json(data=data)
         return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table_of(plan, folder))
+    who = f"culprit: {name_of(plan, found.worker)} " if found.worker is not None else ""
+    console.print(f"\n{who}{visible(found.why)}", markup=False)
+    for line in found.evidence:
+        console.print(f"  {visible(line)}", markup=False)
+
+
+def how_it_ended(folder: Path) -> str | None:
+    """What is to be said of a run that did not fail; None where somebody may be to blame."""
+    from stagewright.runtime.run_folder import is_held, read_identity
+
+    state = str((read_identity(folder) or {}).get("state"))
+    if state == "running" and is_held(folder):
+        return "it is under way"
+    return ENDS.get(state)
+
+
+def table_of(plan: Plan, folder: Path) -> Table:
+    """For each worker where it stood, when it was last heard of, and what it said."""
+    from stagewright.runtime.confession import read_confessions
+    from stagewright.runtime.diagnosis import position, where_all_stand
+
+    stands, told = where_all_stand(folder, len(plan.devices)), read_confessions(folder, len(plan.devices))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("worker", "device", "stands at", "last sign", "said"):
         table.add_column(title, no_wrap=title != "said")
     newest = max((stand.time_s for stand in stands.values()), default=0.0)
     for worker, device in enumerate(plan.devices):
-        stand, told = stands.get(worker), read_confession(folder, worker)
+        stand = stands.get(worker)
         place = position(stand.action) if stand else "no trace"
         ago = f"−{newest - stand.time_s:.1f} s" if stand else ""
-        said = told["what"].splitlines()[0] if told else ""
-        table.add_row(str(worker), str(device), place, ago, escape(said))
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(table)
-    console.print(f"\nculprit: {who} {verdict.why}" if who else f"\n{verdict.why}", markup=False)
-    for line in verdict.evidence:
-        console.print(f"  {line}", markup=False)
+        said = visible(told[worker].what.splitlines()[0]) if worker in told else ""
+        table.add_row(str(worker), str(device), place, ago, Text(said))
+    return table

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stagewright.errors import CheckpointError, UsageError
+from stagewright.errors import CheckpointError, UsageError, visible
 
 
 def export(
@@ -18,15 +18,15 @@ def export(
 
     Example: stagewright export results/vgg16 -o vgg16.safetensors
     """
-    from stagewright.runtime.checkpoint import find_checkpoint
     from stagewright.runtime.exporting import save_model
+    from stagewright.runtime.resuming import find_checkpoint
 
     if out.suffix not in (".safetensors", ".pt", ".pth"):
         raise UsageError(
             f"{out}: the ending {out.suffix!r} says no format", "use .safetensors, or .pt for a state dict"
         )
-    found = find_checkpoint(source, lambda text: typer.echo(text, err=True))
+    found = find_checkpoint(source, lambda text: typer.echo(visible(text), err=True))
     if found is None:
         raise CheckpointError(f"{source}: no good checkpoint was found", "train with --checkpoint-every N --out FOLDER")
     number = save_model(found[0], out)
-    typer.echo(f"{out}: {number:,} numbers of {found[1]['model']} after step {found[1]['step']}")
+    typer.echo(visible(f"{out}: {number:,} numbers of {found[1]['model']} after step {found[1]['step']}"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -9,16 +12,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.cluster import Cluster, find_cluster
+from stagewright.cluster import Cluster, count
 from stagewright.cost import Costs
 from stagewright.errors import UsageError
 from stagewright.noun import dump_json
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
 from stagewright.planning.choose import Choice, Score
-from stagewright.planning.options import PlanOptions, RatioOf
+from stagewright.planning.options import PlanOptions, RatioOf, parse_cuts
 from stagewright.planning.reasons import shape
 from stagewright.planning.search import Search, make_plan
 from stagewright.profile import Precision, Profile
+from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.drawing import describe_devices
 from stagewright.record import Record
 from stagewright.report.figures import rate, seconds, size
@@ -29,7 +33,10 @@ WIDTH = 140
 
 def plan(
     what: Annotated[str, typer.Argument(metavar="PROFILE|MODEL", help="A profile file, or a model's name.")],
-    cluster: Annotated[str, typer.Option(help="A cluster's name or file.")] = "titan-v-8",
+    cluster: Annotated[str | None, typer.Option(help="A cluster's name or file; this machine if left out.")] = None,
+    assume_kind: Annotated[
+        str | None, typer.Option(help="Take the profile for one of this kind of device, such as titan-v.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Rows of a step, over all devices.")] = None,
     batch_per_device: Annotated[
         int | None, typer.Option(help="Rows of a replica of the first stage; with --placement.")
@@ -37,7 +44,9 @@ def plan(
     placement: Annotated[str | None, typer.Option(help="Fix the devices of each stage: 0:0-6.0:7.")] = None,
     ratio: Annotated[str | None, typer.Option(help="Fix how the stages' costs stand, such as 11:7.")] = None,
     ratio_of: Annotated[str, typer.Option(help="What the ratio is of: time, flops, params, layers.")] = "time",
-    cut: Annotated[str | None, typer.Option(help="Fix the layers that begin new stages, such as fc1.")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="Fix the layers that begin new stages, such as fc1,fc2; may be repeated.")
+    ] = None,
     microbatches: Annotated[int | None, typer.Option(help="Fix the microbatches a batch.")] = None,
     staleness: Annotated[
         str | None, typer.Option(help="0: exact (default). ssp, 2bw, 2,1: allow stale weights. any: the fastest.")
@@ -64,7 +73,7 @@ def plan(
         placement=placement,
         ratio=ratio,
         ratio_of=cast(RatioOf, ratio_of),
-        cut=tuple(cut.split(",")) if cut else (),
+        cut=parse_cuts(cut),
         num_microbatches=microbatches,
         staleness=staleness,
         policy=cast("Policy | None", policy),
@@ -73,31 +82,48 @@ def plan(
         recompute=recompute,
         num_buckets=buckets,
     )
-    hardware = find_cluster(cluster)
-    profile = load_profile(what, hardware, options, precision)
+    hardware = cluster_or_here(cluster)
+    profile = load_profile(what, hardware, options, precision, assume_kind)
     found = make_plan(profile, hardware, options, None if estimate_only else simulated(profile, hardware))
+    if assume_kind is not None:
+        found = with_note(found, profile.notes[-1])
     if out is not None:
         found.best.plan.save(out)
     if as_json:
         typer.echo(dump_json(summary(found)), nl=False)
     else:
-        show(found, hardware, out)
+        show(found, hardware)
+        if out is not None:
+            show_next(found.best.plan, out, what, cluster, assume_kind)
 
 
-def load_profile(what: str, cluster: Cluster, options: PlanOptions, precision: str) -> Profile:
+def load_profile(
+    what: str, cluster: Cluster, options: PlanOptions, precision: str, assume_kind: str | None = None
+) -> Profile:
     """The profile in a file, or an analytic one of the cluster's first kind of device."""
     if Path(what).suffix in (".json", ".yaml", ".yml"):
-        return Profile.load(what)
+        profile = Profile.load(what)
+        return profile if assume_kind is None else profile.assumed(assume_kind)
+    if assume_kind is not None:
+        raise UsageError(
+            f"--assume-kind {assume_kind} goes with a profile file, not with a model's name", "leave it out"
+        )
     if precision not in ("fp32", "bf16", "fp16"):
         raise UsageError(f"--precision is {precision!r}: expected fp32, bf16 or fp16")
-    from stagewright.profiling.analytic import profile_by_name
+    from stagewright.profiling.analytic import profile_for
 
     batch = options.batch or (options.batch_per_device or 0) * len(cluster.device_ids)
     if not batch:
         raise UsageError("the batch is not given", "add --batch ROWS")
     share = max(batch // len(cluster.device_ids), 2)
     sizes = tuple(sorted({max(share // 4, 2), share, max(batch // 2, 2), max(batch, 2)}))
-    return profile_by_name(what, cluster.hosts[0].devices[0].kind, sizes, cast(Precision, precision))
+    return profile_for(cluster, what, sizes, cast(Precision, precision))
+
+
+def with_note(found: Search, note: str) -> Search:
+    """The search with a note more in its best plan."""
+    plan = replace(found.best.plan, notes=(*found.best.plan.notes, note))
+    return replace(found, best=replace(found.best, plan=plan))
 
 
 def simulated(profile: Profile, cluster: Cluster) -> Score:
@@ -113,7 +139,7 @@ def simulated(profile: Profile, cluster: Cluster) -> Score:
     return score
 
 
-def show(found: Search, cluster: Cluster, out: Path | None) -> None:
+def show(found: Search, cluster: Cluster) -> None:
     """The plans as a table, the best one first, and why it is."""
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
     best = found.best.plan
@@ -124,38 +150,92 @@ def show(found: Search, cluster: Cluster, out: Path | None) -> None:
     console.print(f"\n  {title}    searched {found.num_plans:,} plans in {found.seconds:.1f} s{how}\n", soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("  plan", "step", "images/s", "memory first / last", "limited by"):
-        table.add_column(head, justify="right" if head in ("step", "images/s") else "left")
-    table.add_row(*cells(found.best, "▸ "))
-    for choice in found.others:
-        table.add_row(*cells(choice))
-    if found.data_parallel is not None and found.data_parallel.plan.stages != best.stages:
-        table.add_row(*cells(found.data_parallel))
-    elif found.data_parallel is None:
+        right = head in ("step", "images/s")
+        table.add_column(head, justify="right" if right else "left", no_wrap=head != "limited by")
+    for number, (choice, label) in enumerate(rows(found)):
+        table.add_row(*cells(choice, ("  " if number else "▸ ") + label))
+    if found.data_parallel is None:
         table.add_row("  data parallel", "–", "–", "–", found.why_no_data_parallel)
     console.print(table)
-    console.print(f"\n  {found.reason}", soft_wrap=True)
-    console.print(f"  {settings(best)}", soft_wrap=True)
-    if out is not None:
-        console.print(
-            f"  saved {out} · next: stagewright simulate {out} · stagewright train {best.model} --plan {out}",
-            soft_wrap=True,
+    console.print()
+    for line in (*best.notes[:1], settings(best), *passed_over(found), *best.notes[1:]):
+        console.print(f"  {line}", soft_wrap=True)
+
+
+def show_next(plan: Plan, out: Path, what: str, cluster: str | None, assume_kind: str | None) -> None:
+    """Where the plan lies, and the commands that go on with it on the same hardware."""
+    words = ["--profile", what] if Path(what).suffix else []
+    words += ["--assume-kind", assume_kind] if assume_kind is not None else []
+    words += ["--cluster", cluster] if cluster is not None else []
+    where = "" if cluster is None else f"on {cluster} itself: "
+    simulate = shlex.join(["stagewright", "simulate", str(out), *words])
+    train = shlex.join(["stagewright", "train", plan.model, "--plan", str(out)])
+    typer.echo(f"  saved {out} · next: {simulate} · {where}{train}")
+
+
+def rows(found: Search) -> list[tuple[Choice, str]]:
+    """The plans of the table, the best first, each with a name of its own; faster ones are told below it.
+
+    A plan with more stages must be faster by more than a little to be the best; a row with such a step would belie it.
+    """
+    others = [choice for choice in found.others if choice.step_s >= found.best.step_s]
+    plain = found.data_parallel
+    chosen = [found.best, *others, *([] if plain is None else [plain])]
+    named: dict[str, Choice] = {}
+    for choice, label in zip(chosen, tell_apart([choice.plan for choice in chosen])):
+        named.setdefault(label, choice)
+    return [(choice, label) for label, choice in named.items()]
+
+
+def tell_apart(plans: Sequence[Plan]) -> list[str]:
+    """Each plan's shape, and of plans of one shape what differs: `7-1 cut at fc1, 4 microbatches`."""
+    labels = []
+    for plan in plans:
+        alike = [traits(other) for other in plans if shape(other) == shape(plan)]
+        own = traits(plan)
+        labels.append(
+            ", ".join([shape(plan), *(own[key] for key in own if any(each[key] != own[key] for each in alike))])
         )
+    return labels
 
 
-def cells(choice: Choice, mark: str = "  ") -> tuple[str, str, str, str, str]:
+def traits(plan: Plan) -> dict[str, str]:
+    """What plans of one shape may differ in, in words."""
+    again = [str(number) for number, stage in enumerate(plan.stages) if stage.recompute]
+    return {
+        "placement": f"on {plan.placement}",
+        "microbatches": count(plan.num_microbatches, "microbatch", "microbatches"),
+        "route": plan.route,
+        "policy": plan.policy,
+        "versions": "exact" if plan.is_synchronous else f"versions {','.join(map(str, plan.versions))}",
+        "recompute": f"recompute in stage {', '.join(again)}" if again else "no recompute",
+        "hold": "as many held as the order needs" if plan.hold is None else f"{plan.hold} held",
+        "buckets": f"{','.join(str(stage.num_buckets) for stage in plan.stages)} buckets",
+    }
+
+
+def passed_over(found: Search) -> Iterator[str]:
+    """What is faster than the best plan by too little to be worth its stages."""
+    faster = [choice for choice in found.others if choice.step_s < found.best.step_s]
+    for choice in faster[:1]:
+        gain = found.best.step_s / choice.step_s - 1
+        many = f"{len(choice.plan.stages)} stages"
+        yield f"{shape(choice.plan)} would be {gain:.1%} faster ({seconds(choice.step_s)}): too little for {many}."
+
+
+def cells(choice: Choice, label: str) -> tuple[str, str, str, str, str]:
     """One line of the table."""
     first, last = choice.peak_bytes[0], choice.peak_bytes[-1]
     memory = size(first) if len(choice.peak_bytes) == 1 else f"{size(first)} / {size(last)}"
-    return mark + shape(choice.plan), seconds(choice.step_s), rate(choice.images_per_s), memory, choice.limit
+    return label, seconds(choice.step_s), rate(choice.images_per_s), memory, choice.limit
 
 
 def settings(plan: Plan) -> str:
     """What else the plan says: `placement 0:0-6.0:7, 4 microbatches, split, 1f1b, versions 2,1`."""
-    many = f"{plan.num_microbatches} microbatch" + ("" if plan.num_microbatches == 1 else "es")
-    versions = "" if plan.is_synchronous else f", versions {','.join(map(str, plan.versions))}"
-    again = [str(number) for number, stage in enumerate(plan.stages) if stage.recompute]
-    recompute = f", recompute in stage {', '.join(again)}" if again else ""
-    return f"placement {plan.placement}, {many}, {plan.route}, {plan.policy}{versions}{recompute}"
+    told = traits(plan)
+    versions = "" if plan.is_synchronous else f", {told['versions']}"
+    recompute = f", {told['recompute']}" if any(stage.recompute for stage in plan.stages) else ""
+    return f"placement {plan.placement}, {told['microbatches']}, {plan.route}, {plan.policy}{versions}{recompute}"
 
 
 def summary(found: Search) -> dict[str, object]:

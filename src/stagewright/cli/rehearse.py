@@ -23,7 +23,7 @@ from stagewright.record import Record
 if TYPE_CHECKING:
     from stagewright.rehearsal import EmulatedHosts
 
-NOT_HERE = ("nodes", "dry_run", "devices", "share")
+NOT_HERE = ("nodes", "remote_python", "dry_run", "devices", "share")
 """Options of `train` that say where workers run: the cluster file does that here."""
 
 
@@ -66,10 +66,13 @@ def rehearse(**options: Any) -> None:
     Example: stagewright rehearse alexnet --cluster hosts-4 --batch 64 --placement 0:0,1:0,2:0.3:0 --cut fc1
     """
     own = {name: options.pop(name) for name in inspect.signature(own_options).parameters}
-    options |= {"nodes": None, "dry_run": False, "devices": None, "share": 1}
+    options |= {"nodes": None, "remote_python": None, "dry_run": False, "devices": None, "share": 1}
     console = Console(stderr=options["as_json"])
     if (own["cluster"] is None) == (own["slices"] is None):
         raise UsageError("a rehearsal is on the hosts of a file or on slices of a card", "give --cluster or --slices")
+    from stagewright.training.checks import check_packages
+
+    check_packages(options)
     if own["slices"] is not None:
         record = on_slices(options, own["slices"], own["rate"], console)
     elif own["rate"] is not None:
@@ -107,12 +110,12 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
     """The record of a run whose plan and prediction come from what the hosts themselves showed."""
     from stagewright.cli.plan import simulated
     from stagewright.rehearsal.measuring import measure_hosts
-    from stagewright.runtime.launch import new_run_folder
+    from stagewright.runtime.run_folder import new_folder
     from stagewright.training.command import plan_options, recipe_of, run_command, settings_of
 
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
-    folder = options["folder"] = new_run_folder(options["model"], options["folder"])
+    folder = options["folder"] = options["folder"] or new_folder(options["model"])
     sizes = {key: options[key] for key in ("image_size", "num_classes") if options[key] is not None}
     wanted = plan_options(options, recipe)
     batch = wanted.rows(len(cluster.hosts))

@@ -13,7 +13,9 @@ from stagewright.report import make_report
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with *.record.json files, at any depth.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder of runs (train, bench, simulate), at any depth.")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where the report goes; DIR itself if not given.")
     ] = None,

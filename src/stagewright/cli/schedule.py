@@ -135,18 +135,13 @@ def show(made: Schedule, batches: int | None, times: bool, actions: bool, saved:
         console.print(Text("  ") + coloured(line), soft_wrap=True)
     held = ", ".join(map(str, holds(plan)))
     console.print(
-        f"\n  {plan.policy}, {plan.route}, {microbatches(plan)} a batch · "
+        f"\n  {plan.policy}, {plan.route}, {count(plan.num_microbatches, 'microbatch', 'microbatches')} a batch · "
         f"checked: {count(sum(map(len, made.orders)), 'action')}, no lock, buffered or rendezvous\n"
         f"  idle {idle_share(made):.1%} if stages are balanced and links free · holds {held} microbatches by stage",
         soft_wrap=True,
     )
     if saved:
         console.print(f"  saved {' · '.join(saved)}", soft_wrap=True)
-
-
-def microbatches(plan: Plan) -> str:
-    """`1 microbatch`, `2 microbatches`."""
-    return "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
 
 
 def coloured(line: str) -> Text:

@@ -13,12 +13,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.cluster import Cluster, DeviceId, find_cluster, format_devices, format_placement
+from stagewright.cluster import Cluster, DeviceId, format_devices, format_placement
 from stagewright.errors import UsageError
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
 from stagewright.planning import PlanOptions
-from stagewright.planning.options import RatioOf
+from stagewright.planning.options import RatioOf, parse_cuts
 from stagewright.profile import Precision, Profile
+from stagewright.profiling.detect import cluster_or_here
 from stagewright.record import DeviceUse, Record
 from stagewright.report import chrome_trace, timeline_svg
 from stagewright.report.figures import rate, seconds
@@ -34,12 +35,17 @@ GIB = 1 << 30
 
 def simulate(
     what: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a model's name.")],
-    cluster: Annotated[str, typer.Option(help="A cluster's name or file.")] = "titan-v-8",
+    cluster: Annotated[str | None, typer.Option(help="A cluster's name or file; this machine if left out.")] = None,
     profile: Annotated[Path | None, typer.Option(help="A profile file; else an analytic one of the devices.")] = None,
+    assume_kind: Annotated[
+        str | None, typer.Option(help="Take the profile for one of this kind of device, such as titan-v.")
+    ] = None,
     placement: Annotated[str, typer.Option(help="Devices of each stage: 0:0-6.0:7; empty is data parallel.")] = "",
     ratio: Annotated[str | None, typer.Option(help="How the stages' costs stand, such as 11:7.")] = None,
     ratio_of: Annotated[str, typer.Option(help="What the ratio is of: time, flops, params, layers.")] = "time",
-    cut: Annotated[str | None, typer.Option(help="The layers that begin new stages, such as fc1.")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="The layers that begin new stages, such as fc1,fc2; may be repeated.")
+    ] = None,
     batch: Annotated[str | None, typer.Option(help="Rows of a step; several, 256,512, are a sweep.")] = None,
     batch_per_device: Annotated[int | None, typer.Option(help="Rows of a replica of the first stage.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches a batch.")] = None,
@@ -73,7 +79,7 @@ def simulate(
         placement=placement,
         ratio=ratio,
         ratio_of=cast(RatioOf, ratio_of),
-        cut=tuple(cut.split(",")) if cut else (),
+        cut=parse_cuts(cut),
         num_microbatches=microbatches,
         staleness=staleness,
         policy=cast("Policy | None", policy),
@@ -82,12 +88,12 @@ def simulate(
         recompute=recompute,
         num_buckets=buckets,
     )
-    hardware = find_cluster(cluster)
+    hardware = cluster_or_here(cluster)
     plan = Plan.load(what) if Path(what).suffix in (".json", ".yaml", ".yml") else None
     setting = Setting(
         model=what if plan is None else plan.model,
         plan=plan,
-        profile=None if profile is None else Profile.load(profile),
+        profile=load_profile(profile, assume_kind),
         precision=cast(Precision, precision),
         data=data,
         epoch_images=epoch_images,
@@ -98,11 +104,21 @@ def simulate(
         show_sweep(points, as_json, plot)
         return
     record = points[0].record
+    if setting.profile is not None and assume_kind is not None:
+        record = replace(record, notes=(*record.notes, setting.profile.notes[-1]))
     saved = save(record, trace, timeline, out)
     if as_json:
         typer.echo(json.dumps(record.summary() | {"limit": record.limit, "notes": record.notes}, ensure_ascii=False))
     else:
         show(record, hardware, saved)
+
+
+def load_profile(file: Path | None, assume_kind: str | None) -> Profile | None:
+    """The profile in a file, taken for one of another kind of device where that is said."""
+    if file is None and assume_kind is not None:
+        raise UsageError(f"--assume-kind {assume_kind} goes with --profile FILE", "leave it out, or add the profile")
+    profile = None if file is None else Profile.load(file)
+    return profile if profile is None or assume_kind is None else profile.assumed(assume_kind)
 
 
 def sweep(

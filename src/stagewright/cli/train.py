@@ -22,7 +22,9 @@ def train(
     placement: Annotated[str, typer.Option(help="stages on devices: 0:0-6.0:7; empty is data parallelism")] = "",
     ratio: Annotated[str | None, typer.Option(help="how the stages' costs stand, such as 11:7")] = None,
     ratio_of: Annotated[str, typer.Option(help="what the ratio is of: time, flops, params or layers")] = "time",
-    cut: Annotated[list[str] | None, typer.Option(help="a layer that begins a new stage; may be repeated")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="the layers that begin new stages, such as fc1,fc2; may be repeated")
+    ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="a plan file instead of all of these")] = None,
     devices: Annotated[int | None, typer.Option(help="local devices for data parallelism without a placement")] = None,
     microbatches: Annotated[int | None, typer.Option(help="pieces of a batch that follow one another")] = None,
@@ -86,6 +88,7 @@ def train(
     threads: Annotated[int | None, typer.Option(help="CPU threads a worker; by default its share of the cores")] = None,
     timeout: Annotated[float, typer.Option(help="seconds that anyone waits for anyone")] = 300.0,
     start_timeout: Annotated[float, typer.Option(help="seconds that workers may take to start")] = 300.0,
+    save_timeout: Annotated[float, typer.Option(help="seconds that a checkpoint may take to be written")] = 1800.0,
     seed: Annotated[int, typer.Option()] = 0,
     on_nan: Annotated[str, typer.Option(help="numbers that are not finite: stop, or skip the step")] = "stop",
     self_check: Annotated[bool, typer.Option(help="compare the first step's gradients with plain autograd's")] = True,
@@ -94,10 +97,16 @@ def train(
     ] = None,
     keep: Annotated[int, typer.Option(help="checkpoints that are kept, the newest ones")] = 3,
     resume: Annotated[str | None, typer.Option(help="auto, or the folder of a run or of a checkpoint")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="remove the run that is in the folder first")] = False,
     max_restarts: Annotated[int, typer.Option(help="times that a run whose worker died starts again by itself")] = 0,
     replan: Annotated[bool, typer.Option(help="go on without a device that failed for good")] = False,
     nodes: Annotated[str | None, typer.Option(help="hosts to start over ssh, such as host1,host2")] = None,
-    dry_run: Annotated[bool, typer.Option(help="print each host's command, start nothing")] = False,
+    remote_python: Annotated[
+        str | None, typer.Option(help="the Python of those hosts; by default the path of the one that runs here")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="print the plan and the commands that would run, start nothing")
+    ] = False,
     folder: Annotated[Path | None, typer.Option("-o", "--out", help="folder for logs and the record")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the record's figures as JSON")] = False,
 ) -> None:
@@ -115,7 +124,11 @@ def train(
 
 
 def show_record(record: Record, as_json: bool, console: Console) -> None:
-    """Prints what a run came to: one line, or its figures as JSON."""
+    """Prints what a run came to: one line, or its figures as JSON; from one process, however many there are."""
+    from stagewright.runtime.launch import is_main
+
+    if not is_main():
+        return
     if as_json:
         typer.echo(json.dumps(record.summary()))
     elif record.images_per_s:

@@ -12,5 +12,6 @@ jpeg        bytes → the pixels of one crop, decoded as little as the crop allo
 augment     which crop; mean and standard deviation
 loader      batches, prefetched
 writing     images and labels → files
+needs       what has to be installed for that
 generate, convert, inspection    behind `stagewright data make, convert, inspect`
 """

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from stagewright.data.folder import ImageFolder, class_folders
+from stagewright.data.needs import need
 from stagewright.data.source import MAX_RECORD_BYTES, Dataset, OnCorrupt
 from stagewright.data.tar import TarShards, shard_paths
-from stagewright.errors import DataError, UsageError
+from stagewright.errors import DataError
 
 
 def open_dataset(
@@ -49,10 +50,9 @@ def _synthetic(
 def _open_directory(directory: Path, on_corrupt: OnCorrupt, num_classes: int | None, max_record_bytes: int) -> Dataset:
     """The dataset whose files the directory holds."""
     if any(path.name.startswith("part-") for path in directory.iterdir()):
-        try:
-            from stagewright.data.ofrecord import OFRecords  # needs protobuf, which the others do not
-        except ImportError as error:
-            raise UsageError("reading OFRecord needs protobuf", "pip install 'stagewright[data]'") from error
+        need(f"{directory}, which holds OFRecord parts,", "google.protobuf")
+        from stagewright.data.ofrecord import OFRecords
+
         return OFRecords(directory, on_corrupt=on_corrupt, num_classes=num_classes, max_record_bytes=max_record_bytes)
     if shard_paths(directory):
         return TarShards(directory, on_corrupt=on_corrupt, num_classes=num_classes, max_record_bytes=max_record_bytes)

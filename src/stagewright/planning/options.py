@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,6 +13,8 @@ from stagewright.plan import POLICIES, ROUTES, Policy, Route
 
 RatioOf = Literal["time", "flops", "params", "layers"]
 RATIO_OF: tuple[RatioOf, ...] = get_args(RatioOf)
+STALENESS = r"0|none|ssp|2bw|any|\d{1,4}(,\d{1,4})*"
+"""How it may be written; what it means for so many stages is `plan.parse_staleness`'s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,10 @@ class PlanOptions:
             value = getattr(self, key)
             if value is not None and value not in known:
                 raise UsageError(f"{spelled(key)} is {value!r}: expected one of {', '.join(known)}")
+        if self.staleness is not None and not re.fullmatch(STALENESS, self.staleness, re.ASCII):
+            raise UsageError(
+                f"--staleness is {self.staleness!r}: expected 0, ssp, 2bw, or versions of each stage such as 2,1"
+            )
         if self.batch is not None and self.batch_per_device is not None:
             raise UsageError("--batch and --batch-per-device are both given", "leave one of them out")
         if self.ratio is not None and self.cut:
@@ -68,6 +76,16 @@ class PlanOptions:
     def shares(self) -> tuple[float, ...] | None:
         """The ratio as numbers."""
         return None if self.ratio is None else parse_ratio(self.ratio)
+
+
+def parse_cuts(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The layers that `--cut a,b`, `--cut a --cut b` or both name."""
+    names = tuple(name.strip() for text in given or () for name in text.split(","))
+    if "" in names:
+        raise UsageError(
+            f"--cut {','.join(given or ())!r} names no layer", "name the layers that begin new stages: fc1,fc2"
+        )
+    return names
 
 
 def spelled(key: str) -> str:

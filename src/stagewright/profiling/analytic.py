@@ -7,11 +7,13 @@ from functools import cache
 
 import torch
 
+from stagewright.cluster import Cluster, plain_kind
+from stagewright.errors import ProfileError
 from stagewright.models.layered import Layered
 from stagewright.models.zoo import build_model
 from stagewright.profile import Precision, Profile
 from stagewright.profiling.facts import find_facts, layer_profiles
-from stagewright.profiling.kinds import DeviceKind, find_kind
+from stagewright.profiling.kinds import DeviceKind, find_kind, known_kinds
 from stagewright.profiling.layers import make_pieces
 from stagewright.profiling.operators import UnitWork, Work, record_work
 
@@ -45,6 +47,17 @@ def make_analytic_profile(
         versions={"torch": str(torch.__version__)},
         notes=(f"roofline of {kind.name}: {', '.join(f'{k} {v:g}' for k, v in kind.efficiency.items())}", *kind.notes),
     )
+
+
+def profile_for(cluster: Cluster, model: str, sizes: tuple[int, ...], precision: Precision) -> Profile:
+    """The analytic profile of a model of the zoo on the first kind of device of a cluster."""
+    kind = plain_kind(cluster.hosts[0].devices[0].kind)
+    if kind not in known_kinds():
+        raise ProfileError(
+            f"{model} has to be measured on {kind}, the devices of {cluster.name}: no data sheet is known here",
+            f"run `stagewright profile {model} --batch ROWS -o FILE` on such a device, and give that file",
+        )
+    return profile_by_name(model, kind, sizes, precision)
 
 
 @cache

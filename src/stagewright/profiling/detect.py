@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stagewright.cluster import Cluster, Device, Host, Link, make_cluster
+from stagewright.cluster import Cluster, Device, Host, Link, find_cluster, make_cluster
 from stagewright.errors import ClusterError
 from stagewright.profiling.kinds import find_kind, kind_called, plain_name, relative_speed
 from stagewright.profiling.topology import (
@@ -34,6 +34,11 @@ def ask(command: Sequence[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def cluster_or_here(name_or_file: str | None) -> Cluster:
+    """The cluster of this name or file; where none is given, this machine."""
+    return detect_cluster() if name_or_file is None else find_cluster(name_or_file)
 
 
 def detect_cluster(num_devices: int | None = None, ask: Asker = ask) -> Cluster:

@@ -9,14 +9,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagewright.models import build_model
-from stagewright.profiling.links import bounce, bounce_pairs
+from stagewright.profiling.links import bounce_pairs, core_s_per_byte
 from stagewright.profiling.measured import make_profile
 
 _NUM_LARGE = 3
@@ -43,23 +42,7 @@ def _measure_links(rank: int, size: int, bytes_per_s: float) -> dict[str, Any]:
     num_bytes = int(min(max(bytes_per_s * 0.15, 1 << 20), 16 << 20))
     pairs = sorted({tuple(sorted((host, (host + 1) % size))) for host in range(size)})
     seen = bounce_pairs(rank, [(first, second) for first, second in pairs], num_bytes, _NUM_LARGE)
-    return {"pairs": seen, "core_s_per_byte": _core_s_per_byte(rank, size, num_bytes)}
-
-
-def _core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
-    """What this end of a transfer spends on a byte: neighbours bounce messages, all at once."""
-    other, repeats = rank ^ 1, 4
-    if other >= size:
-        dist.barrier()
-        return 0.0
-    bounce(rank < other, other, num_bytes)
-    before = process_time()
-    for _ in range(repeats):
-        bounce(rank < other, other, num_bytes)
-    spent = process_time() - before
-    dist.barrier()
-    # Each bounce sends the message once and receives it once.
-    return spent / (repeats * 2 * num_bytes)
+    return {"pairs": seen, "core_s_per_byte": core_s_per_byte(rank, size, num_bytes)}
 
 
 def _save_profile(path: Path, asked: Mapping[str, Any]) -> None:

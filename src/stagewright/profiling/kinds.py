@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from stagewright.cluster import Device
+from stagewright.cluster import Device, plain_kind
 from stagewright.errors import ClusterError, StagewrightError
 from stagewright.noun import Saved, noun, parse_plain
 from stagewright.profile import Precision
@@ -94,12 +94,13 @@ def find_kind(name_or_file: str) -> DeviceKind:
     """The kind in a file, or the one of that name that comes with the package."""
     if Path(name_or_file).suffix in (".yaml", ".yml", ".json"):
         return DeviceKind.load(name_or_file)
-    if name_or_file not in known_kinds():
+    name = plain_kind(name_or_file)
+    if name not in known_kinds():
         raise ClusterError(
             f"no kind of device is named {name_or_file!r}; known: {', '.join(known_kinds())}",
             "give one of these names, or a device file that ends in .yaml or .json",
         )
-    file = resources.files("stagewright") / "devices" / f"{name_or_file}.yaml"
+    file = resources.files("stagewright") / "devices" / f"{name}.yaml"
     plain = parse_plain(file.read_text(encoding="utf-8"), is_yaml=True, where=file.name)
     return DeviceKind.from_dict(plain, where=file.name)
 

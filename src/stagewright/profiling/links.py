@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -11,18 +12,22 @@ from dataclasses import dataclass, replace
 from itertools import combinations, count
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagewright.cluster import Cluster, Link
 from stagewright.errors import ClusterError
+from stagewright.profiling.detect import num_cores
 
 LARGE_BYTES = 16 << 20
 NUM_LARGE = 5
 NUM_SMALL = 50
 TIMEOUT_S = 120.0
+COMMON = Path("/dev/shm")
+"""Files that are nothing but memory."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +49,48 @@ def measure_links(cluster: Cluster) -> Cluster:
             "links are measured between two devices or more of one host",
             "measure each host on its own, and write the network's rate into the file",
         )
-    on_gpus = cluster.hosts[0].devices[0].kind != "cpu" and torch.cuda.device_count() >= len(cluster.device_ids)
-    pairs = measure_copies(len(cluster.device_ids)) if on_gpus else measure_workers(len(cluster.device_ids))
-    return with_pairs(cluster, pairs, "between GPUs" if on_gpus else "between gloo workers")
+    if cluster.hosts[0].devices[0].kind != "cpu" and torch.cuda.device_count() >= len(cluster.device_ids):
+        return with_pairs(cluster, measure_copies(len(cluster.device_ids)), "between GPUs")
+    told = measure_workers(len(cluster.device_ids))
+    return with_cores(with_pairs(cluster, pairs_of(told), "between gloo workers"), told)
 
 
-def measure_workers(num_workers: int, large_bytes: int = LARGE_BYTES) -> Pairs:
-    """Every pair of as many processes, over gloo: one pair at a time, the others wait."""
-    with tempfile.TemporaryDirectory() as folder:
+def pairs_of(told: Sequence[Mapping[str, Any]]) -> Pairs:
+    """What all pairs of workers showed."""
+    found = (pair for each in told for pair in each["pairs"])
+    return {(first, second): Pair(rate, latency) for first, second, rate, latency in found}
+
+
+def with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
+    """The cluster of this machine with the cores that its workers share, what moving and adding up a byte costs these,
+    and what a worker that has loaded torch occupies.
+    """
+
+    def middle_of(key: str) -> float:
+        return float(median(each[key] for each in told if each[key]))
+
+    host, framework = cluster.hosts[0], int(middle_of("resident_bytes"))
+    devices = tuple(replace(device, framework_bytes=framework, cores=1.0) for device in host.devices)
+    return replace(
+        cluster,
+        hosts=(replace(host, devices=devices),),
+        cores=float(num_cores()),
+        core_s_per_byte=_rounded(middle_of("core_s_per_byte")),
+        sum_core_s_per_byte=_rounded(middle_of("sum_core_s_per_byte")),
+        notes=(*cluster.notes, "cores that workers share, and what a byte costs them, measured in these workers"),
+    )
+
+
+def measure_workers(num_workers: int, large_bytes: int = LARGE_BYTES) -> list[dict[str, Any]]:
+    """What as many processes see of links and cores: every pair over gloo, one at a time, then all at once."""
+    with tempfile.TemporaryDirectory(dir=COMMON if COMMON.is_dir() else None) as folder:
         command = [sys.executable, "-m", __name__, str(num_workers), folder, str(large_bytes)]
         workers = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             for rank in range(num_workers)
         ]
         wait_for(workers)
-        found = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("pairs-*.json"))]
-    return {(first, second): Pair(rate, latency) for part in found for first, second, rate, latency in part}
+        return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("told-*.json"))]
 
 
 def wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
@@ -80,12 +111,52 @@ def wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> None:
-    """One process: bounces messages with every other one, and writes down what it saw."""
+    """One process: bounces messages with every other one, adds up with all, and writes down what it saw."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_workers)
-    found = bounce_pairs(rank, list(combinations(range(num_workers), 2)), large_bytes)
-    Path(folder, f"pairs-{rank:05d}.json").write_text(json.dumps(found))
+    told = {
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "pairs": bounce_pairs(rank, list(combinations(range(num_workers), 2)), large_bytes),
+        "core_s_per_byte": core_s_per_byte(rank, num_workers, large_bytes),
+        "sum_core_s_per_byte": sum_core_s_per_byte(rank, num_workers, large_bytes, f"{folder}/common"),
+    }
+    Path(folder, f"told-{rank:05d}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
+
+
+def core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
+    """What this end of a transfer spends on a byte: neighbours bounce messages, all at once."""
+    other = rank ^ 1
+    if other >= size:
+        dist.barrier()
+        return 0.0
+    bounce(rank < other, other, num_bytes)
+    before = process_time()
+    for _ in range(4):
+        bounce(rank < other, other, num_bytes)
+    spent = process_time() - before
+    dist.barrier()
+    # Each bounce sends the message once and receives it once.
+    return spent / (4 * 2 * num_bytes)
+
+
+def sum_core_s_per_byte(rank: int, size: int, num_bytes: int, file: str) -> float:
+    """What this replica spends on a byte of gradients that all add up in memory that they have in common.
+
+    Each adds a part of all rows, and copies the whole sum into its own.
+    """
+    numel = num_bytes // 4
+    rows = torch.from_file(file, shared=True, size=(size + 1) * numel).view(size + 1, numel)
+    part = slice(numel * rank // size, numel * (rank + 1) // size)
+    spent = []
+    for _ in range(1 + NUM_LARGE):  # the first time finds the memory
+        dist.barrier()
+        before = process_time()
+        torch.sum(rows[:-1, part], 0, out=rows[-1, part])
+        dist.barrier()
+        rows[rank].copy_(rows[-1])
+        spent.append(process_time() - before)
+    return median(spent[1:]) / num_bytes
 
 
 def bounce_pairs(

@@ -8,13 +8,14 @@ A folder of results is read at any depth:
       vgg16-7-1.2.record.json       ┘
       vgg16-7-1.1.log               shown as the log of the record beside it (also .zip)
       vgg16-dp.failure.json         a case that gave no record, with its reason
+      tiny/record.json              what `train -o out/tiny` leaves: a case of its own, called tiny
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,8 @@ from stagewright.plan import Plan, parse_staleness
 from stagewright.record import DeviceUse, Record, Source
 
 RECORD_END, FAILURE_END = ".record.json", ".failure.json"
+RUN_RECORD = "record.json"
+"""What a run leaves in its own folder."""
 SOURCES: tuple[Source, ...] = ("measured", "rehearsed", "simulated")
 """The strongest evidence first."""
 WHERE_TIME_GOES = ("critical path:", "reduce among ")
@@ -137,11 +140,16 @@ class Results:
 
 
 def make_cases(records: Iterable[Record], files: Iterable[Path | None] = ()) -> tuple[Case, ...]:
-    """Cases in the order of their first record; what differs in name, source, plan or work is another case."""
+    """Cases in the order of their first record; what differs in name, source, plan or work is another case.
+
+    A record without a step is of no case.
+    """
     groups: dict[object, list[tuple[Record, Path | None]]] = {}
     remaining = iter(files)
     for record in records:
-        groups.setdefault(case_key(record), []).append((record, next(remaining, None)))
+        file = next(remaining, None)
+        if record.step_s:
+            groups.setdefault(case_key(record), []).append((record, file))
     return tuple(
         Case(records=tuple(record for record, _ in pairs), files=tuple(file for _, file in pairs))
         for pairs in groups.values()
@@ -199,20 +207,51 @@ def strategy(plan: Plan) -> str:
 def read_results(folder: Path, clusters: Sequence[Cluster] = ()) -> Results:
     """Every record, failure and cluster file under a folder."""
     if not folder.is_dir():
-        raise FileError(f"{folder}: no such folder", "give the folder that holds the *.record.json files")
-    files = sorted(folder.rglob(f"*{RECORD_END}"), key=natural)
+        raise FileError(
+            f"{folder}: no such folder", "give the folder that `stagewright train` or `bench` wrote to with -o"
+        )
+    records = read_records(folder)
     failures = tuple(map(Failure.load, sorted(folder.rglob(f"*{FAILURE_END}"), key=natural)))
-    if not files and not failures:
+    if not records and not failures:
         raise UsageError(
-            f"{folder} holds no *{RECORD_END} and no *{FAILURE_END}",
-            "run `stagewright bench SUITE -o DIR`, or save a record there as NAME.record.json",
+            f"{folder} holds no {RUN_RECORD}, no *{RECORD_END} and no *{FAILURE_END}",
+            "run `stagewright train … -o DIR` or `stagewright bench SUITE -o DIR`",
         )
     found = [*folder.rglob("cluster.yaml"), *folder.rglob("*.cluster.yaml")]
     return Results(
-        cases=in_order(make_cases(map(Record.load, files), files)),
-        failures=failures,
+        cases=in_order(make_cases(records.values(), records)),
+        failures=(*failures, *(nothing_done(record) for record in records.values() if not record.step_s)),
         clusters=(*clusters, *map(Cluster.load, sorted(found))),
     )
+
+
+def read_records(folder: Path) -> dict[Path, Record]:
+    """The records under a folder, by file; one that a run left in its own folder is called by that folder.
+
+    A record that was saved again under a name counts once: no two runs take the same time to the last digit.
+    """
+    found = {file: Record.load(file) for file in sorted(folder.rglob(f"*{RECORD_END}"), key=natural)}
+    seen = {run_key(record) for record in found.values()}
+    for file in sorted(folder.rglob(RUN_RECORD), key=natural):
+        record, home = Record.load(file), file.parent
+        if run_key(record) not in seen:
+            name = home.resolve().name if home == folder else home.relative_to(folder).as_posix()
+            found[file] = replace(record, name=name)
+            seen.add(run_key(record))
+    return found
+
+
+def nothing_done(record: Record) -> Failure:
+    """The row of a resumed run that had no step left to do."""
+    return Failure(
+        name=record.name, reason="it was resumed after its last step: nothing was trained", model=record.plan.model,
+        placement=record.plan.placement, source=record.source, command=record.command,
+    )  # fmt: skip
+
+
+def run_key(record: Record) -> object:
+    """What tells one run from another."""
+    return record.source, plan_key(record.plan), record.step_s
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
@@ -231,5 +270,6 @@ def log_of(file: Path | None) -> Path | None:
     if file is None:
         return None
     stem = file.name.removesuffix(RECORD_END)
-    beside = (file.with_name(stem + end) for end in (".log", ".zip"))
+    names = ("events.jsonl",) if file.name == RUN_RECORD else (stem + ".log", stem + ".zip")
+    beside = (file.with_name(name) for name in names)
     return next((path for path in beside if path.is_file()), file)

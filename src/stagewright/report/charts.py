@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stagewright.record import MEMORY_KINDS, DeviceUse, Point, Record
+from stagewright.record import MEMORY_KINDS, DeviceUse, Point, Record, Span
 from stagewright.report.cases import WHERE_TIME_GOES, Case, strategy
 from stagewright.report.comparison import Pair, families, family_title, find_base
 from stagewright.report.figures import rate, seconds, size, span_of, times
@@ -180,47 +181,64 @@ def run_data(case: Case, limit: int) -> Plain:
         "notes": [note for note in record.notes if note.startswith(WHERE_TIME_GOES)],
         "num_left_out": len(record.spans) - len(spans),
         "window": [micro(edge - start_s) for edge in window] if window else None,
-        "spans": span_columns(record, spans, start_s),
-        "memory": [memory_curve(use, start_s) for use in record.devices if use.memory_s],
+        "spans": span_groups(spans, start_s),
+        "memory": memory_curves((use for use in record.devices if use.memory_s), start_s),
     }
 
 
 def micro(value_s: float) -> float:
-    """Microseconds, to the nanosecond: shorter to write, and no reader sees more."""
-    return round(value_s * 1e6, 3)
+    """Microseconds, to a hundredth: shorter to write, and no reader sees more."""
+    return round(value_s * 1e6, 2)
 
 
-def span_columns(record: Record, spans: Sequence[Any], start_s: float) -> Plain:
-    """Spans column by column, which is a third of the size of row by row."""
+def span_groups(spans: Sequence[Span], start_s: float) -> Plain:
+    """Spans column by column, those of workers that did the same at the same time once; the page writes them out."""
     families_by_name = [family.name for family in FAMILIES]
     kinds = sorted({span.kind for span in spans})
+    texts = list(dict.fromkeys(map(action_text, spans)))
+    number_of = {text: number for number, text in enumerate(texts)}
+    rows: dict[int, list[tuple[float, ...]]] = {}
+    for span, lane in zip(spans, lanes(spans)):
+        times = micro(span.start_s - start_s), micro(span.stop_s - span.start_s)
+        text = number_of[action_text(span)]
+        rows.setdefault(span.worker, []).append((kinds.index(span.kind), lane, span.batch, text, *times))
+    alike: dict[tuple[tuple[float, ...], ...], list[int]] = {}
+    for worker, own in rows.items():
+        alike.setdefault(tuple(own), []).append(worker)
+    names = ("kind", "lane", "batch", "text", "start", "length")
+    groups = ({"workers": workers, **dict(zip(names, map(list, zip(*own))))} for own, workers in alike.items())
     return {
         "kinds": kinds,
         "families": [families_by_name.index(family_of(kind).name) for kind in kinds],
-        "kind": [kinds.index(span.kind) for span in spans],
-        "worker": [span.worker for span in spans],
-        "lane": list(lanes(spans)),
-        "batch": [span.batch for span in spans],
-        "text": [action_text(span) for span in spans],
-        "start": [micro(span.start_s - start_s) for span in spans],
-        "length": [micro(span.stop_s - span.start_s) for span in spans],
+        "texts": texts,
+        "groups": list(groups),
     }
 
 
+def memory_curves(uses: Iterable[DeviceUse], start_s: float) -> list[Plain]:
+    """Memory over time by kind; devices with the same curve share it."""
+    alike: dict[str, Plain] = {}
+    for use in uses:
+        curve = memory_curve(use, start_s)
+        alike.setdefault(json.dumps(curve), {"devices": [], **curve})["devices"].append(use.device)
+    return list(alike.values())
+
+
 def memory_curve(use: DeviceUse, start_s: float) -> Plain:
-    """Memory over time by kind, thinned so that the highest moment of each stretch stays."""
+    """A device's memory over time, thinned so that the highest moment of each stretch stays; one number where a kind
+    never changes.
+    """
     kinds = [kind for kind in MEMORY_KINDS if kind in use.memory_parts]
     totals = [sum(use.memory_parts[kind][index] for kind in kinds) for index in range(len(use.memory_s))]
     stride = -(-len(totals) // MAX_POINTS)
     stretches = (range(first, min(first + stride, len(totals))) for first in range(0, len(totals), stride))
     kept = [max(stretch, key=totals.__getitem__) for stretch in stretches]
+    parts = {kind: [use.memory_parts[kind][index] for index in kept] for kind in kinds}
+    peak = f"{size(max(totals))} at {seconds(use.memory_s[totals.index(max(totals))] - start_s)}" if totals else ""
     return {
-        "device": use.device,
         "time": [micro(use.memory_s[index] - start_s) for index in kept],
-        "parts": {kind: [use.memory_parts[kind][index] for index in kept] for kind in kinds},
-        "peak": f"{size(max(totals))} at {seconds(use.memory_s[totals.index(max(totals))] - start_s)}"
-        if totals
-        else "",
+        "parts": {kind: part[0] if len(set(part)) == 1 else part for kind, part in parts.items()},
+        "peak": peak,
     }
 
 

@@ -23,7 +23,7 @@ from stagewright.report.map import draw_cluster, link_facts
 from stagewright.report.summary import find_hero, sentences
 from stagewright.report.tables import SOURCE_MARKS, Table, case_table, pair_table, scaling_table
 
-SCRIPTS = ("base.js", "tables.js", "charts.js", "timeline.js")
+SCRIPTS = ("base.js", "tables.js", "charts.js", "runs.js", "timeline.js")
 
 
 def render_page(results: Results, folder: Path | None = None) -> str:

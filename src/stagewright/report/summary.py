@@ -62,15 +62,20 @@ def sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case], *, tell_
     else:
         told = f"{against(hero, rival)} ({rate(hero.images_per_s)} against {rate(rival.images_per_s)} images/s"
         told += f"{median_of(hero, comma=True)}{though(hero, rival)})"
-    return f"{start} {told}{prophecy(hero, cases)}."
+    return f"{start} {told}{prophecy(hero, rival, cases)}."
 
 
 def against(hero: Case, rival: Case) -> str:
     """`2.1 × as fast as data parallelism`; runs whose spreads overlap are not told apart."""
     name = "one device" if strategy(rival.plan) == "one device" else "data parallelism"
-    if min(hero.rates) <= max(rival.rates) and min(rival.rates) <= max(hero.rates):
+    if overlap(hero, rival):
         return f"as fast as {name} to within the spread"
     return f"{times(hero.images_per_s / rival.images_per_s)} as fast as {name}"
+
+
+def overlap(hero: Case, rival: Case) -> bool:
+    """Whether the spreads of two cases have rates in common."""
+    return min(hero.rates) <= max(rival.rates) and min(rival.rates) <= max(hero.rates)
 
 
 def median_of(case: Case, *, comma: bool = False) -> str:
@@ -87,11 +92,32 @@ def though(hero: Case, rival: Case) -> str:
     return f"; not the same work: {', '.join(found)}" if found else ""
 
 
-def prophecy(hero: Case, cases: Sequence[Case]) -> str:
-    """`, as predicted (1,501)`, or how far off the prediction was; nothing where there was none."""
-    predicted = find_prediction(hero, cases)
-    if predicted is None or predicted.record.cluster != hero.record.cluster:
+def prophecy(hero: Case, rival: Case | None, cases: Sequence[Case]) -> str:
+    """`, as predicted (2.1 ×: 1,501 against 715)`, or what was predicted instead; nothing where nothing was.
+
+    What is compared is what the sentence claims: which of two cases is faster and by how much, or one rate alone.
+    """
+    predicted, other = foretold(hero, cases), None if rival is None else foretold(rival, cases)
+    if predicted is None:
         return ""
-    error = predicted.images_per_s / hero.images_per_s - 1
-    told = rate(predicted.images_per_s)
-    return f", as predicted ({told})" if abs(error) <= AS_PREDICTED else f"; predicted were {told} ({percent(error)})"
+    if rival is None or other is None:
+        error, told = predicted.images_per_s / hero.images_per_s - 1, rate(predicted.images_per_s)
+        as_told, else_told = (
+            (", as", "; predicted were") if rival is None else (", the former as", "; the former was to be")
+        )
+        return (
+            f"{as_told} predicted ({told})" if abs(error) <= AS_PREDICTED else f"{else_told} {told} ({percent(error)})"
+        )
+    found, ratio = hero.images_per_s / rival.images_per_s, predicted.images_per_s / other.images_per_s
+    told = f"{times(ratio)}: {rate(predicted.images_per_s)} against {rate(other.images_per_s)}"
+    if overlap(hero, rival):
+        return f", as predicted ({told})" if abs(ratio - 1) <= AS_PREDICTED else f"; predicted were {told}"
+    if (ratio - 1) * (found - 1) < 0:
+        return f"; the opposite was predicted ({told})"
+    return f", as predicted ({told})" if abs(ratio / found - 1) <= AS_PREDICTED else f"; predicted were {told}"
+
+
+def foretold(case: Case, cases: Sequence[Case]) -> Case | None:
+    """The prediction of a case for the cluster that it ran on."""
+    found = find_prediction(case, cases)
+    return found if found is not None and found.record.cluster == case.record.cluster else None

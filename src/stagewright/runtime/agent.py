@@ -1,6 +1,6 @@
 """The agent: what starts the workers of this host, watches them, and ends all when one has failed.
 
-It is torch's elastic agent but for how workers are started: they are forked of a stem.
+Workers are forked of a stem. They meet in a store that lies in memory of this process, which no other user can open.
 """
 
 from __future__ import annotations
@@ -8,56 +8,50 @@ from __future__ import annotations
 import os
 import signal
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from stagewright.errors import RunError
-from stagewright.runtime.meeting import LOOPBACK, Loopback
+from stagewright.runtime.run_folder import PRIVATE
 from stagewright.runtime.stem import Stem, StemGoneError, state_of
 
+STORE = "STAGEWRIGHT_STORE"
+"""The variable that names the file in which the workers of one host meet."""
 LOOK_EVERY_S = 0.05
 STOPPED_GRACE = 1.5
 """So many timeouts a worker may be stopped (SIGSTOP). Those who wait for it end sooner, and know at which action."""
 STOPPED = ("T", "t")
 LEAVE_S = 10
 """How long workers may take to end when they are asked to."""
+Look = Callable[[Iterable[int]], None]
+"""Is given the workers' processes about once a second."""
 
 
 def run_agent(
-    stem: Stem, command: Sequence[str], num_workers: int, logs: Path, environment: Mapping[str, str], timeout_s: float
-) -> dict[int, int]:
+    stem: Stem, command: Sequence[str], num_workers: int, logs: Path, environment: Mapping[str, str], timeout_s: float,
+    look: Look = lambda processes: None,
+) -> dict[int, int]:  # fmt: skip
     """Runs workers until all have ended well, or one has not; returns the exit status of those that failed."""
-    name = uuid.uuid4().hex
-    spec = WorkerSpec(
-        role="worker", local_world_size=num_workers, rdzv_handler=Loopback(name), entrypoint=command[0],
-        args=tuple(command), max_restarts=0, monitor_interval=LOOK_EVERY_S, local_addr=LOOPBACK,
-    )  # fmt: skip
-    agent = Agent(spec, stem, logs / name, environment, timeout_s)
-    return {worker: failure.exitcode for worker, failure in agent.run().failures.items()}
+    logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    store = os.memfd_create("stagewright-store")
+    own = {**os.environ, **environment, STORE: f"/proc/{os.getpid()}/fd/{store}"}
+    agent = Agent(stem, num_workers, timeout_s, look)
+    try:
+        for worker in range(num_workers):
+            log = logs / f"worker-{worker}.log"
+            stem.fork(worker, command, {**own, **variables_of(worker, num_workers)}, log, log)
+        return agent.wait()
+    finally:
+        agent.end()
+        os.close(store)
 
 
-class Agent(SimpleElasticAgent):
-    """Starts and ends workers by a stem; what is not here is torch's."""
+class Agent:
+    """Watches workers that a stem was asked for, and ends them."""
 
-    def __init__(
-        self, spec: WorkerSpec, stem: Stem, logs: Path, environment: Mapping[str, str], timeout_s: float
-    ) -> None:
-        super().__init__(spec)
-        self._stem, self._logs, self._timeout_s = stem, logs, timeout_s
-        self._environment = {**os.environ, **environment}
+    def __init__(self, stem: Stem, num_workers: int, timeout_s: float, look: Look) -> None:
+        self._stem, self._num_workers, self._timeout_s, self._look = stem, num_workers, timeout_s, look
         self._processes: dict[int, int] = {}
         """For each worker that is there its process."""
         self._statuses: dict[int, int] = {}
@@ -65,27 +59,23 @@ class Agent(SimpleElasticAgent):
         self._stopped_since: dict[int, float] = {}
         self._looked_at = 0.0
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for worker in worker_group.workers:
-            folder = self._logs / "attempt_0" / str(worker.global_rank)
-            folder.mkdir(parents=True)
-            own, command = {**self._environment, **variables_of(worker, worker_group)}, worker_group.spec.args
-            self._stem.fork(worker.global_rank, command, own, folder / "stdout.log", folder / "stderr.log")
-        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+    def wait(self) -> dict[int, int]:
+        """The exit status of the workers that failed, once one has; nothing when all have ended well.
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._listen()
-        failed = {worker: status for worker, status in self._statuses.items() if status != 0}
-        failed.update(dict.fromkeys(self._stopped_too_long(), -signal.SIGSTOP))
-        if failed:
-            found = {worker: self._failure(worker, status) for worker, status in failed.items()}
-            return RunResult(state=WorkerState.FAILED, failures=found)
-        if len(self._statuses) == len(worker_group.workers):
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._statuses))
-        return RunResult(state=WorkerState.HEALTHY)
+        One that is stopped then is among them: it cannot have been the others' victim.
+        """
+        while len(self._statuses) < self._num_workers:
+            time.sleep(LOOK_EVERY_S)
+            self._listen()
+            failed = {worker: status for worker, status in self._statuses.items() if status != 0}
+            late = self._stopped_too_long()
+            if failed or late:
+                stopped = [worker for worker, process in self._alive().items() if state_of(process) in STOPPED]
+                return {**dict.fromkeys(stopped, -signal.SIGSTOP), **failed}
+        return {worker: status for worker, status in self._statuses.items() if status != 0}
 
-    def _failure(self, worker: int, status: int) -> ProcessFailure:
-        return ProcessFailure(worker, self._processes[worker], status, error_file="")
+    def _alive(self) -> dict[int, int]:
+        return {worker: process for worker, process in self._processes.items() if worker not in self._statuses}
 
     def _listen(self) -> None:
         """Hears which workers are there and which have ended."""
@@ -100,41 +90,36 @@ class Agent(SimpleElasticAgent):
             self._processes.clear()  # they went with it
             raise RunError(str(fault), "look for who ends processes, and whether the memory was full") from None
 
-    def _stopped_too_long(self) -> list[int]:
-        """Workers that have been stopped for longer than anyone may be waited for; a stem that has been is ended."""
+    def _stopped_too_long(self) -> bool:
+        """Whether a worker has been stopped for longer than anyone may be waited for; a stem that has been is ended."""
         now = time.monotonic()
         if now - self._looked_at < min(1.0, self._timeout_s / 20):
-            return []
-        self._looked_at, stem = now, self._stem.process
-        alive = {worker: process for worker, process in self._processes.items() if worker not in self._statuses}
+            return False
+        self._looked_at, stem, alive = now, self._stem.process, self._alive()
+        self._look(alive.values())
         watched = [*alive.values(), *([stem] if stem is not None else [])]
         since = {each: self._stopped_since.get(each, now) for each in watched if state_of(each) == "T"}
         self._stopped_since = since
         late = {each for each, start in since.items() if now - start > self._timeout_s * STOPPED_GRACE}
         if stem in late:
             os.kill(int(stem or 0), signal.SIGKILL)
-        return [worker for worker, process in alive.items() if process in late]
+        return any(process in late for process in alive.values())
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown()
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = LEAVE_S) -> None:
+    def end(self) -> None:
         """Ends the workers that are left: asks first, but for those that are stopped and hear nothing."""
-        timeout = min(timeout, LEAVE_S)  # torch's own is longer, and not all of its versions give it
-        self._send(lambda process: signal.SIGKILL if state_of(process) in STOPPED else death_sig)
+        self._send(lambda process: signal.SIGKILL if state_of(process) in STOPPED else signal.SIGTERM)
         stem = self._stem.process
         is_deaf = stem is not None and state_of(stem) in STOPPED
-        if not is_deaf and not self._all_end(timeout):
+        if not is_deaf and not self._all_end(LEAVE_S):
             self._send(lambda process: signal.SIGKILL)
-            is_deaf = not self._all_end(timeout)
-        if is_deaf or len(self._processes) < len(self._worker_group.workers):
+            is_deaf = not self._all_end(LEAVE_S)
+        if is_deaf or len(self._processes) < self._num_workers:
             # It tells nothing, or has not come to all orders yet, and must not when others follow.
             self._stem.close()
 
     def _send(self, number: Callable[[int], signal.Signals]) -> None:
-        for worker, process in self._processes.items():
-            if worker not in self._statuses:
-                send(process, number(process))
+        for process in self._alive().values():
+            send(process, number(process))
 
     def _all_end(self, timeout_s: float) -> bool:
         """Whether all workers that were there have ended in time."""
@@ -157,21 +142,11 @@ def send(process: int, number: signal.Signals) -> None:
             os.kill(process, number)
 
 
-def variables_of(worker: Worker, group: WorkerGroup) -> dict[str, str]:
-    """What torch expects in a worker's environment."""
-    size = str(worker.world_size)
+def variables_of(worker: int, num_workers: int) -> dict[str, str]:
+    """What a worker finds in its environment, as torchrun would put it."""
+    size = str(num_workers)
     return {
-        "RANK": str(worker.global_rank),
-        "LOCAL_RANK": str(worker.local_rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": str(group.master_addr),
-        "MASTER_PORT": str(group.master_port),
-        "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        "RANK": str(worker), "LOCAL_RANK": str(worker), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
+    }  # fmt: skip

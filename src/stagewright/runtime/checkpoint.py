@@ -1,4 +1,4 @@
-"""Checkpoints of a running worker: copied between two steps, written by a thread, found again and restored.
+"""Saving checkpoints of a running worker: copied between two steps, written by a thread.
 
     step     299      300         301         302
     worker   … U      U [copy]    F B U       F B U        the copy is all that training waits for
@@ -14,8 +14,8 @@ import queue
 import shutil
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -24,75 +24,54 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from stagewright.errors import CheckpointError
+from stagewright.errors import CheckpointError, RunError, StagewrightError
 from stagewright.models import Layered
-from stagewright.runtime.snapshot import (
-    Tensors,
-    random_tensors,
-    restore_random,
-    restore_stage,
-    stage_buffers,
-    stage_numbers,
-    stage_tensors,
-    wanted_keys,
-)
-from stagewright.runtime.storage import NAME, OF_NAME, PART, PartReader, PartWriter, read_manifest
+from stagewright.runtime.resuming import checkpoints_in, is_of_run, path_of
+from stagewright.runtime.snapshot import optimizer_name, random_tensors, stage_buffers, stage_numbers, stage_tensors
+from stagewright.runtime.storage import PART, Tensors, finish, read_manifest, unfinished, write_part
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import gather_json
-
-FOLDER = "checkpoints"
-"""Where a run's folder keeps them."""
-LONGEST_WRITE = timedelta(minutes=30)
-ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-
-
-def path_of(run_folder: Path, step: int) -> Path:
-    """The folder of the checkpoint after so many steps."""
-    return run_folder / FOLDER / f"step-{step:08d}"
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, or in the folder of a run, newest first; good or not."""
-    inside = folder / FOLDER if (folder / FOLDER).is_dir() else folder
-    if not inside.is_dir():
-        return []
-    found = [(int(match[1]), entry) for entry in inside.iterdir() if (match := NAME.fullmatch(entry.name))]
-    return [entry for _, entry in sorted(found, reverse=True)]
-
-
-def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest good checkpoint with its manifest; `folder` is a checkpoint itself, or where they are.
-
-    Of those that are torn or damaged `tell` hears why they are passed over.
-    """
-    candidates = [folder] if NAME.fullmatch(folder.name) else checkpoints_in(folder)
-    for candidate in candidates:
-        try:
-            return candidate, read_manifest(candidate)
-        except CheckpointError as fault:
-            tell(f"{fault.what}; it is passed over")
-    return None
 
 
 def sweep(run_folder: Path) -> None:
     """Removes what a killed run left half written."""
-    for entry in (run_folder / FOLDER).glob(".step-*.part"):
+    for entry in path_of(run_folder, 0).parent.glob(".step-*.part"):
         if PART.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def prune(run_folder: Path, keep: int) -> None:
-    """Removes all checkpoints but the newest ones."""
-    for old in checkpoints_in(run_folder)[keep:]:
-        # First it loses its name: half removed, it must not be taken for one.
-        doomed = old.with_name(f".{old.name}.part")
-        shutil.rmtree(doomed, ignore_errors=True)
-        old.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+def prune(run_folder: Path, keep: int, run: str | None, good: set[str]) -> None:
+    """Removes this run's checkpoints that are older than the newest good ones, of which it keeps some.
+
+    `good` has the names of those that are known to be good, and gets those that are found to be.
+    """
+    kept = 0
+    for path in checkpoints_in(run_folder):
+        if not is_of_run(path, run):
+            continue
+        if kept >= keep:
+            remove(path)
+        elif path.name in good or is_good(path):
+            good.add(path.name)
+            kept += 1
+
+
+def is_good(path: Path) -> bool:
+    """Whether every file of a checkpoint is as it was written."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint; first it loses its name: half removed, it must not be taken for one."""
+    doomed = unfinished(path)
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -104,11 +83,14 @@ class Saved:
     stopped_s: float
     """How long training stood still for it."""
     fault: str | None = None
+    warning: str | None = None
 
     def __str__(self) -> str:
         if self.fault is None:
             still = f"training stood still for {self.stopped_s * 1e3:.1f} ms"
-            return f"step {self.step} saved in {self.seconds:.2f} s, {still}"
+            return f"step {self.step} saved in {self.seconds:.2f} s, {still}" + (
+                f"; {self.warning}" if self.warning else ""
+            )
         return f"step {self.step} could not be saved: {self.fault}"
 
 
@@ -120,6 +102,8 @@ class Copies:
     places: Tensors
     """Memory of the host to copy to, from checkpoint to checkpoint the same."""
     tensors: Tensors = field(default_factory=dict)
+    sums: Tensors = field(default_factory=dict)
+    """For each stage the sum of its weights' bits, which all replicas have in common."""
     about: dict[str, Any] = field(default_factory=lambda: {"stages": {}})
     stopped_s: float = 0.0
 
@@ -127,20 +111,30 @@ class Copies:
 class Checkpointer:
     """Copies a worker's state when it is due, and has a thread write it. All workers must make one."""
 
-    def __init__(self, worker: Worker, layered: Layered, folder: Path, *, every: int | None, keep: int) -> None:
-        self.worker, self.folder, self.every, self.keep = worker, folder, every, keep
+    def __init__(
+        self, worker: Worker, layered: Layered, folder: Path, *, every: int | None, keep: int, run: str | None = None,
+        patience: Callable[[], AbstractContextManager[None]] = nullcontext,
+        may_prune: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        self.worker, self.folder, self.every, self.keep, self.run = worker, folder, every, keep, run
         world = worker.world
-        wait = max(world.timeout, LONGEST_WRITE)
+        self._limit_s = worker.settings.save_timeout_s
+        wait = max(world.timeout, timedelta(seconds=self._limit_s))
         self.group = dist.new_group(timeout=wait, backend="gloo") if world.size > 1 else None
         self.left_over, self.aliases = outside_stages(layered) if world.worker == 0 else ({}, {})
         self.last_step: int | None = None
         """The last step that was handed to the thread."""
+        self._patience, self._may_prune = patience, may_prune
+        """What holds while this worker waits for the disk; whether what is saved now is worth more than what was."""
+        self._good: set[str] = set()
+        self._warned: set[str] = set()
         self._under_way: dict[int, Copies] = {}
         self._free: list[Tensors] = []
-        self._jobs: queue.Queue[tuple[int, Copies, Any] | None] = queue.Queue()
+        self._jobs: queue.SimpleQueue[tuple[int, Copies, Any] | None] = queue.SimpleQueue()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        warnings.filterwarnings("ignore", message=ALONE)  # one worker saves without a process group, and means it
 
     def is_due(self, batch: int) -> bool:
         """Whether a checkpoint follows the update of a batch."""
@@ -149,9 +143,10 @@ class Checkpointer:
     def note_stage(self, stage: int, batch: int) -> None:
         """Copies a stage that has just been updated, where a checkpoint is due."""
         if self.is_due(batch):
-            started = time.perf_counter()
-            copies, here = self._copies(batch), self.worker.hosted[stage]
+            copies = self._copies(batch)
+            started, here = time.perf_counter(), self.worker.hosted[stage]
             self._copy(own_share(stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
+            copies.sums[str(stage)] = sum_of_bits(here.weights.newest().parameters())
             if here.replica == 0:
                 self._copy(stage_buffers(here), copies)
                 copies.about["stages"][str(stage)] = stage_numbers(here)
@@ -161,10 +156,11 @@ class Checkpointer:
     def note_worker(self, batch: int) -> None:
         """Adds what a worker has beside its stages."""
         if self.is_due(batch):
-            started = time.perf_counter()
             copies, world = self._copies(batch), self.worker.world
+            started = time.perf_counter()
             self._copy({**random_tensors(world.worker, world.device), **self.left_over}, copies)
             copies.about["loss_scale"] = list(self.worker.scale.saved(batch + 1))
+            copies.about["optimizer"] = optimizer_name(self.worker.hosted.values())
             copies.stopped_s += time.perf_counter() - started
             self._advance("worker", batch)
 
@@ -181,9 +177,22 @@ class Checkpointer:
     def _copies(self, batch: int) -> Copies:
         if batch not in self._under_way:
             # One is written at a time: a disk that cannot keep up slows the run, it does not fill the memory.
-            self._jobs.join()
-            self._under_way[batch] = Copies({*self.worker.hosted, "worker"}, self._free.pop() if self._free else {})
+            started = time.perf_counter()
+            self._wait_for_disk()
+            copies = Copies({*self.worker.hosted, "worker"}, self._free.pop() if self._free else {})
+            copies.stopped_s = time.perf_counter() - started
+            self._under_way[batch] = copies
         return self._under_way[batch]
+
+    def _wait_for_disk(self) -> None:
+        if self._is_idle.is_set():
+            return
+        with self._patience():
+            if not self._is_idle.wait(self._limit_s):
+                raise RunError(
+                    f"a checkpoint was not written within {self._limit_s:g} s",
+                    f"look at the disk of {self.folder}, or give more with --save-timeout",
+                )
 
     def _copy(self, tensors: Tensors, copies: Copies) -> None:
         """Copies tensors into memory of the host that is kept for them."""
@@ -209,50 +218,89 @@ class Checkpointer:
             self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
             self._thread.start()
         self.last_step = batch + 1
+        self._is_idle.clear()
         self._jobs.put((batch + 1, copies, event))
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             step, copies, event = job
-            started, fault = time.perf_counter(), None
+            started, fault, warning = time.perf_counter(), None, None
             try:
                 if event is not None:
                     event.synchronize()
-                self._write(step, copies)
+                warning = self._write(step, copies)
             except BaseException as failure:  # the run goes on with the checkpoints that it has
                 fault = reason(failure)
-                self._clean(step)
-            self._news.put(Saved(step, time.perf_counter() - started, copies.stopped_s, fault))
+            self._news.put(Saved(step, time.perf_counter() - started, copies.stopped_s, fault, warning))
             self._free.append(copies.places)
-            self._jobs.task_done()
-        self._jobs.task_done()
+            self._is_idle.set()
 
-    def _write(self, step: int, copies: Copies) -> None:
-        world = self.worker.world
-        told = gather_json(copies.about, self.group, world.size)
-        writer = PartWriter(path_of(self.folder, step), world.worker, self._about(step, told))
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        alone = self.group is None
-        save(copies.tensors, storage_writer=writer, planner=planner, process_group=self.group, no_dist=alone)
-        if world.worker == 0:
-            prune(self.folder, self.keep)
+    def _write(self, step: int, copies: Copies) -> str | None:
+        """Writes a checkpoint together with all other workers; returns a warning, raises on all where one cannot."""
+        world, path = self.worker.world, path_of(self.folder, step)
+        bits = {stage: int(number) for stage, number in copies.sums.items()}
+        told = self._together(lambda: [copies.about, bits, self._write_part(path, copies.tensors)])
+        abouts, sums, parts = zip(*told)
+
+        def end() -> None:
+            if world.worker == 0:
+                finish(path, self._about(step, abouts), parts)
+                self._good.add(path.name)
+                if self._may_prune():
+                    prune(self.folder, self.keep, self.run, self._good)
+
+        try:
+            self._together(end)
+        finally:
+            if world.worker == 0:
+                shutil.rmtree(unfinished(path), ignore_errors=True)
+        return self._differing(sums)
+
+    def _write_part(self, path: Path, tensors: Tensors) -> dict[str, Any]:
+        lost = next(
+            (key for key, tensor in tensors.items() if key.startswith("model/") and not is_finite(tensor)), None
+        )
+        if lost is not None:
+            raise CheckpointError(f"{lost.removeprefix('model/')} has numbers that are not finite")
+        return write_part(path, self.worker.world.worker, tensors)
+
+    def _together(self, do: Callable[[], Any]) -> list[Any]:
+        """What every worker's call gave; where one failed, all do."""
+        try:
+            told = {"made": do()}
+        except Exception as failure:
+            told = {"fault": reason(failure)}
+        every = gather_json(told, self.group, self.worker.world.size)
+        fault = next((each["fault"] for each in every if "fault" in each), None)
+        if fault is not None:
+            raise CheckpointError(fault)
+        return [each["made"] for each in every]
+
+    def _differing(self, sums: Sequence[Mapping[str, int]]) -> str | None:
+        """A word on stages whose replicas have come to different weights, once for each stage."""
+        for stage, members in enumerate(self.worker.plan.workers):
+            key = str(stage)
+            other = next((worker for worker in members if sums[worker][key] != sums[members[0]][key]), None)
+            if other is not None and key not in self._warned:
+                self._warned.add(key)
+                return (
+                    f"workers {members[0]} and {other} have different weights of stage {stage}, to the bit: devices of "
+                    "one kind should not"
+                )
+        return None
 
     def _about(self, step: int, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         plan, settings = self.worker.plan, self.worker.settings
         stages = [stage for each in told for stage in each["stages"].values()]
         return {
-            "step": step, "model": plan.model, "placement": plan.placement, "batch": plan.batch,
+            "step": step, "run": self.run, "model": plan.model, "placement": plan.placement, "batch": plan.batch,
             "versions": list(plan.versions), "seed": settings.seed, "precision": settings.precision,
+            "optimizer": next((each["optimizer"] for each in told if each["optimizer"]), None),
             "loss_scale": told[0]["loss_scale"], "aliases": self.aliases,
             "numbers": {name: value for stage in stages for name, value in stage["numbers"].items()},
             "options": {name: value for stage in stages for name, value in stage["options"].items()},
             "scheduler": next((stage["scheduler"] for stage in stages if stage["scheduler"]), {}),
         }  # fmt: skip
-
-    def _clean(self, step: int) -> None:
-        if self.worker.world.worker == 0:
-            path = path_of(self.folder, step)
-            shutil.rmtree(path.with_name(f".{path.name}.part"), ignore_errors=True)
 
     def news(self) -> Iterator[Saved]:
         """What became of the checkpoints since the last time."""
@@ -262,8 +310,8 @@ class Checkpointer:
     def close(self) -> None:
         """Waits until everything is written."""
         if self._thread is not None:
+            self._wait_for_disk()
             self._jobs.put(None)
-            self._thread.join()
             self._thread = None
 
 
@@ -292,66 +340,27 @@ def outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
     return tensors, aliases
 
 
+@torch.no_grad()
+def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
+    """The bits of some tensors, added up as whole numbers: the same for the same numbers in any order."""
+    found = [bits(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.numel()]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor's numbers as whole numbers of the same size."""
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(sizes[tensor.element_size()])
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has no infinite number and no NaN."""
+    return not tensor.dtype.is_floating_point or bool(torch.isfinite(tensor).all())
+
+
 def reason(failure: BaseException) -> str:
     """Why a checkpoint could not be written, in a line."""
-    failures = getattr(failure, "failures", None)
-    cause = next(iter(failures.values()))[0] if failures else failure
-    lines = str(cause).strip().splitlines() or [""]
-    return f"{type(cause).__name__}: {lines[0]}"
-
-
-# Resuming
-
-
-def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, options: bool) -> int:
-    """Puts a worker where a checkpoint stands, and returns the step; all workers must call it."""
-    check_fits(worker, manifest)
-    known, step, world = manifest["tensors"], manifest["step"], worker.world
-    same = manifest["placement"] == worker.plan.placement
-    randoms = [key for key in known if same and key.startswith(f"random/{world.worker}/")]
-    wanted = {stage: wanted_keys(here, known) for stage, here in worker.hosted.items()}
-    keys = {key for each in wanted.values() for key in each.values()}.union(randoms)
-    tensors = {key: empty(known[key]) for key in sorted(keys)}
-    read(tensors, folder, manifest, world.control)
-    for stage, here in worker.hosted.items():
-        own = {key: tensors[source] for key, source in wanted[stage].items()}
-        restore_stage(here, step, own, manifest, options=options)
-    restore_random(world.worker, world.device, tensors)
-    if worker.scale.is_on:
-        worker.scale.restore(int(step), *manifest["loss_scale"])
-    return int(step)
-
-
-def check_fits(worker: Worker, manifest: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose data position means something else here."""
-    for key, here in (("model", worker.plan.model), ("batch", worker.plan.batch), ("seed", worker.settings.seed)):
-        if manifest[key] != here:
-            option = f", or go on with --{key} {manifest[key]}" if key != "model" else ""
-            raise CheckpointError(
-                f"the checkpoint is of a run with {key} {manifest[key]}, this one has {here}",
-                f"start anew without --resume{option}",
-            )
-
-
-def empty(entry: Mapping[str, Any]) -> Tensor:
-    """A tensor to read an entry of a manifest into."""
-    return torch.empty(entry["shape"], dtype=OF_NAME[entry["dtype"]])
-
-
-def read(tensors: Tensors, folder: Path, manifest: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Fills tensors from a checkpoint."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    alone = group is None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=ALONE)
-        load(tensors, storage_reader=PartReader(folder, manifest), planner=planner, process_group=group, no_dist=alone)
-
-
-def whole_model(folder: Path) -> tuple[Tensors, dict[str, Any]]:
-    """The unsplit model's tensors under its own names, of a good checkpoint, and the manifest."""
-    manifest = read_manifest(folder)
-    tensors = {key: empty(entry) for key, entry in manifest["tensors"].items() if key.startswith("model/")}
-    read(tensors, folder, manifest, None)
-    named = {key.removeprefix("model/"): tensor for key, tensor in tensors.items()}
-    named.update({name: named[of] for name, of in manifest["aliases"].items()})
-    return named, manifest
+    if isinstance(failure, StagewrightError):
+        return failure.what
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0]}"

@@ -7,21 +7,19 @@
 
 from __future__ import annotations
 
-import json
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stagewright.plan import Plan
-from stagewright.runtime.flight import read_flight
+from stagewright.runtime.confession import Confession, read_confessions
+from stagewright.runtime.flight import read_beat, read_flight
 from stagewright.schedule import RECEIVES, Action, Kind, Schedule
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-ECHOES = (
-    "closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused", "gloo", "nccl",
-    "waited", "sent rows were not taken", "socket", "process group",
-)  # fmt: skip
-"""Words in the fault of a worker that only suffered from another one's."""
+LEAST_SILENCE_S = 2.0
+"""A worker that is heard of less often than this may just have been slow."""
 
 
 @dataclass(frozen=True)
@@ -137,18 +135,23 @@ def describe_wait(schedule: Schedule, stands: Mapping[int, Stand], found: Iterab
     return lines
 
 
-def read_confession(folder: Path, worker: int) -> dict[str, str] | None:
-    """What a worker wrote down about its end."""
-    try:
-        told = json.loads((folder / f"worker-{worker}.error.json").read_text(encoding="utf-8"))
-        return {"what": str(told["what"]), "todo": str(told.get("todo") or "")}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+def verdict(schedule: Schedule, folder: Path, worker: int, timeout_s: float) -> str:
+    """What a worker says that did not get on: its wait, as far as the recorders of the others can be read."""
+    stands = where_all_stand(folder, len(schedule.plan.devices))
+    own = [wait for wait in waits(schedule, stands) if wait.worker == worker]
+    lines = describe_wait(schedule, stands, own)
+    if lines:
+        return f"{lines[0]} (timeout {timeout_s:g} s)"
+    where = position(stands[worker].action) if worker in stands else "the start"
+    return f"worker {worker} waited at {where} for more than {timeout_s:g} s"
 
 
-def is_echo(what: str) -> bool:
-    """Whether a fault is only another worker's, heard over the wire."""
-    return any(word in what.lower() for word in ECHOES)
+def silent(folder: Path, num_workers: int, told: Mapping[int, Confession]) -> list[int]:
+    """The workers that were not alive any more long before the last of the others: stopped, or cut off."""
+    beats = {worker: beat for worker in range(num_workers) if (beat := read_beat(folder, worker)) is not None}
+    last = {worker: max(when, told[worker].time_s if worker in told else 0.0) for worker, (when, _) in beats.items()}
+    newest = max(last.values(), default=0.0)
+    return [worker for worker, when in last.items() if newest - when > max(LEAST_SILENCE_S, beats[worker][1] / 2)]
 
 
 @dataclass(frozen=True)
@@ -158,38 +161,95 @@ class Blame:
     worker: int | None
     why: str
     evidence: tuple[str, ...] = ()
+    is_own: bool = True
+    """Whether the fault is the worker's own, and not what it saw of another's."""
 
 
 def blame(schedule: Schedule, folder: Path, exit_codes: Mapping[int, int] | None = None) -> Blame:
-    """The first cause: a worker that was killed, else one with a fault of its own, else one that others waited for."""
-    plan, codes = schedule.plan, exit_codes or {}
-    stands = where_all_stand(folder, len(plan.devices))
+    """The first cause: a worker's own fault, else one that was killed or stopped, else one that others waited for."""
+    codes, number = exit_codes or {}, len(schedule.plan.devices)
+    stands, told = where_all_stand(folder, number), read_confessions(folder, number)
+    return (
+        by_confession(stands, told, codes)
+        or by_signal(stands, codes)
+        or without_a_word(stands, told, {worker: code for worker, code in codes.items() if code > 0})
+        or by_loss(told)
+        or by_silence(stands, silent(folder, number, told))
+        or by_waiting(schedule, stands)
+        or without_a_word(stands, told, codes)
+        or unclear(stands, told, codes)
+    )
+
+
+def by_confession(
+    stands: Mapping[int, Stand], told: Mapping[int, Confession], codes: Mapping[int, int]
+) -> Blame | None:
+    """The first worker that ended by a fault of its own."""
+    own = sorted((each.time_s, worker) for worker, each in told.items() if each.is_own)
+    if not own:
+        return None
+    worker = own[0][1]
+    status = f" with exit status {codes[worker]}" if codes.get(worker, 0) > 0 else ""
+    lines = (told[worker].what, *told[worker].todo.splitlines())
+    return Blame(worker, f"failed{status}{at(stands, worker)}", lines)
+
+
+def by_signal(stands: Mapping[int, Stand], codes: Mapping[int, int]) -> Blame | None:
+    """A worker that was killed or is stopped; what others abort with, or are ended with, says nothing."""
     for worker, code in sorted(codes.items()):
-        if code < 0 and code != -15:
+        if code == -signal.SIGSTOP:
+            return Blame(worker, f"was stopped (SIGSTOP){at(stands, worker)}")
+        if code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT):
             return Blame(worker, f"stopped with signal {-code}{at(stands, worker)}")
-    for worker in range(len(plan.devices)):
-        told = read_confession(folder, worker)
-        if told is not None and not is_echo(told["what"]):
-            status = f" with exit status {codes[worker]}" if worker in codes else ""
-            return Blame(worker, f"failed{status}{at(stands, worker)}", (told["what"], *told["todo"].splitlines()))
+    return None
+
+
+def by_loss(told: Mapping[int, Confession]) -> Blame | None:
+    """Hosts that others could not reach any more."""
+    lost = sorted({name for each in told.values() for name in each.lost})
+    if not lost:
+        return None
+    why = f"host {lost[0]} does not answer any more" if len(lost) == 1 else f"hosts {', '.join(lost)} are cut off"
+    return Blame(None, why, tuple(each.what for each in told.values() if each.lost))
+
+
+def by_silence(stands: Mapping[int, Stand], found: Sequence[int]) -> Blame | None:
+    """A worker that gave no sign of life while the others did."""
+    if len(found) == 1:
+        return Blame(found[0], f"gave no sign of life any more{at(stands, found[0])}: it was stopped or cut off")
+    names = ", ".join(map(str, found))
+    return (
+        Blame(None, f"workers {names} gave no sign of life any more: they were stopped or cut off") if found else None
+    )
+
+
+def by_waiting(schedule: Schedule, stands: Mapping[int, Stand]) -> Blame | None:
+    """The worker at the end of all waits."""
     found = waits(schedule, stands)
     guilty, lines = culprits(found), tuple(describe_wait(schedule, stands, found))
     if len(guilty) == 1:
         return Blame(guilty[0], f"kept the others waiting{at(stands, guilty[0])}", lines)
-    if guilty:
-        return Blame(None, f"workers {', '.join(map(str, guilty))} waited for one another", lines)
-    return unclear(stands, folder, len(plan.devices), codes)
+    return Blame(None, f"workers {', '.join(map(str, guilty))} waited for one another", lines) if guilty else None
 
 
-def unclear(stands: Mapping[int, Stand], folder: Path, num_workers: int, codes: Mapping[int, int]) -> Blame:
-    """What can be said when nobody waited for anyone: the first that confessed, or nothing."""
-    for worker in range(num_workers):
-        told = read_confession(folder, worker)
-        if told is not None:
-            said = (told["what"], "all had sent what was waited for: look at the link between them")
-            return Blame(worker, f"failed{at(stands, worker)}", said)
+def without_a_word(
+    stands: Mapping[int, Stand], told: Mapping[int, Confession], codes: Mapping[int, int]
+) -> Blame | None:
+    """A worker that failed and did not say why."""
     for worker, code in sorted(codes.items()):
-        return Blame(worker, f"failed with exit status {code}{at(stands, worker)}")
+        if worker not in told and code not in (0, -signal.SIGTERM):
+            how = f"failed with exit status {code}" if code > 0 else f"stopped with signal {-code}"
+            return Blame(worker, f"{how}{at(stands, worker)}")
+    return None
+
+
+def unclear(stands: Mapping[int, Stand], told: Mapping[int, Confession], codes: Mapping[int, int]) -> Blame:
+    """What can be said when nobody is to blame: what the first that spoke saw, or nothing."""
+    for worker, each in sorted(told.items()):
+        said = (each.what, "all had sent what was waited for: look at the link between them")
+        return Blame(worker, f"failed{at(stands, worker)}", said, is_own=False)
+    for worker, code in sorted(codes.items()):
+        return Blame(worker, f"failed with exit status {code}{at(stands, worker)}", is_own=False)
     return Blame(None, "nobody waited for anyone, and nobody said why it ended")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from stagewright.errors import FileError
-from stagewright.runtime.checkpoint import whole_model
+from stagewright.runtime.resuming import whole_model
 from stagewright.runtime.storage import write_tensors
 
 

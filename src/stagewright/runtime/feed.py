@@ -71,6 +71,30 @@ class FunctionFeed:
         return self._rows(batch, start, stop)[1]
 
 
+class OnDevice:
+    """A feed whose rows come to a worker's device, wherever they were made."""
+
+    def __init__(self, feed: Feed, device: torch.device) -> None:
+        self._feed, self._device = feed, device
+
+    def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return moved(self._feed.inputs(batch, start, stop), self._device)
+
+    def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return moved(self._feed.targets(batch, start, stop), self._device)
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """The tensors on a device; to a card they go by a pinned copy, while the host goes on."""
+    return [tensor if tensor.device == device else _moved(tensor, device) for tensor in tensors]
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.is_pinned():
+        return tensor.to(device)  # waits: whoever made a pinned tensor may fill it again for the next batch
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class SyntheticFeed:
     """Random rows that are made once, on the device, and served for every batch."""
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from stagewright.schedule import Action, Kind
 
-HEAD = struct.Struct("<qq")
-"""entries so far, process id"""
+HEAD = struct.Struct("<qqdd")
+"""entries so far, process id, when the process was last seen to be alive, how long it may be silent"""
+BEAT = struct.Struct("<d")
 ENTRY = struct.Struct("<dBhiih")
 """time, kind, stage, batch, microbatch, peer"""
 NUM_ENTRIES = 64
@@ -26,13 +27,13 @@ KINDS = list(Kind)
 class Flight:
     """Notes actions in a ring of fixed size; a note costs about a microsecond and survives `kill -9`."""
 
-    def __init__(self, folder: Path, worker: int) -> None:
+    def __init__(self, folder: Path, worker: int, timeout_s: float = 300.0) -> None:
         self._file = path_of(folder, worker).open("w+b")
         self._file.truncate(HEAD.size + ENTRY.size * NUM_ENTRIES)
         self._map = mmap.mmap(self._file.fileno(), 0)
         self.count = 0
         """How many actions were noted."""
-        HEAD.pack_into(self._map, 0, 0, os.getpid())
+        HEAD.pack_into(self._map, 0, 0, os.getpid(), time.time(), timeout_s)
 
     def note(self, action: Action) -> None:
         """Notes that an action begins."""
@@ -42,6 +43,11 @@ class Flight:
         ENTRY.pack_into(self._map, place, *entry)
         self.count += 1
         struct.pack_into("<q", self._map, 0, self.count)
+
+    def beat(self) -> None:
+        """Notes that the process is alive: one that is stopped or gone cannot."""
+        if not self._map.closed:
+            BEAT.pack_into(self._map, HEAD.size - 2 * BEAT.size, time.time())
 
     def close(self) -> None:
         """Lets the file go."""
@@ -54,18 +60,27 @@ def path_of(folder: Path, worker: int) -> Path:
     return folder / f"worker-{worker}.flight"
 
 
-def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
-    """A worker's last actions with their times, oldest first; empty where there is no readable file."""
+def read_raw(folder: Path, worker: int) -> bytes | None:
+    """The bytes of a worker's recorder; None where there is no whole one."""
     try:
         raw = path_of(folder, worker).read_bytes()
     except OSError:
+        return None
+    return raw if len(raw) == HEAD.size + ENTRY.size * NUM_ENTRIES and HEAD.unpack_from(raw)[0] >= 0 else None
+
+
+def read_beat(folder: Path, worker: int) -> tuple[float, float] | None:
+    """When a worker was last alive, and how long it may be silent; None where there is no recorder."""
+    raw = read_raw(folder, worker)
+    return HEAD.unpack_from(raw)[2:] if raw is not None else None
+
+
+def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
+    """A worker's last actions with their times, oldest first; empty where there is no readable file."""
+    raw = read_raw(folder, worker)
+    if raw is None:
         return []
-    if len(raw) != HEAD.size + ENTRY.size * NUM_ENTRIES:
-        return []
-    count, _ = HEAD.unpack_from(raw)
-    if count < 0:
-        return []
-    entries = []
+    count, entries = HEAD.unpack_from(raw)[0], []
     for number in range(max(0, count - NUM_ENTRIES), count):
         when, kind, stage, batch, microbatch, peer = ENTRY.unpack_from(
             raw, HEAD.size + ENTRY.size * (number % NUM_ENTRIES)
@@ -77,6 +92,11 @@ def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
 
 def write_json(path: Path, value: object) -> None:
     """Writes a small JSON file whole or not at all."""
+    write_text(path, json.dumps(value))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(value), encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     part.replace(path)

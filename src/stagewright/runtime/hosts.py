@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -17,12 +19,16 @@ from stagewright.cluster import count
 from stagewright.errors import RunError, UsageError
 from stagewright.plan import Plan
 from stagewright.runtime.launch import clear_words, explain
+from stagewright.runtime.leash import BEAT_S
+from stagewright.runtime.run_folder import LOGS, PRIVATE
 from stagewright.runtime.stem import follow_parent
 
 PORT = 29_400
 """Where the workers of several hosts meet."""
 LEAVE_S = 10.0
 """How long hosts' commands may take to end when they are asked to."""
+ANSWER_S = 15.0
+"""How long a host may take to answer whether it is there."""
 NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", re.ASCII)
 
 
@@ -61,7 +67,8 @@ class OverSsh:
 
     names: tuple[str, ...]
     """As ssh takes them: host1, or user@host1."""
-    launcher: tuple[str, ...] = ("torchrun",)
+    python: str = sys.executable
+    """The interpreter there: ssh's own PATH seldom has the one that is needed."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -73,44 +80,59 @@ class OverSsh:
     def addresses(self) -> tuple[str, ...]:
         return tuple(name.rpartition("@")[2] for name in self.names)
 
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        return self.python, "-m", "torch.distributed.run"
+
     def workers(self, plan: Plan) -> tuple[int, ...]:
         return plan.host_workers(len(self.names))
 
     def reach(self, host: int, command: Sequence[str]) -> list[str]:
         """The ssh command that runs a command in this folder on a host; every word arrives as it is."""
         alive = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
-        return ["ssh", *alive, "--", self.names[host], f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}"]
+        return ["ssh", *alive, "--", self.names[host], f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"]
 
-    def answers(self, host: int) -> bool:
-        """Whether a host can still be reached."""
-        try:
-            asked = subprocess.run(
-                self.reach(host, ["true"]), stdin=subprocess.DEVNULL, capture_output=True, timeout=30
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return asked.returncode == 0
+    def lost(self) -> list[int]:
+        """The hosts that cannot be reached any more, asked side by side."""
+        quiet = subprocess.DEVNULL
+        asked = [
+            subprocess.Popen(self.reach(host, ["true"]), stdin=quiet, stdout=quiet, stderr=quiet)
+            for host in range(len(self.names))
+        ]
+        until = time.monotonic() + ANSWER_S
+        return [host for host, process in enumerate(asked) if not ended_well(process, until)]
 
-    def without(self, gone: Sequence[int]) -> OverSsh:
+    def without(self, lost: Collection[int]) -> OverSsh:
         """The hosts that are left."""
-        return OverSsh(tuple(name for number, name in enumerate(self.names) if number not in gone), self.launcher)
+        return replace(self, names=tuple(name for number, name in enumerate(self.names) if number not in lost))
 
     def environment(self) -> dict[str, str]:
         return {}
 
 
+def ended_well(process: subprocess.Popen[bytes], until: float) -> bool:
+    """Whether a process has ended with status 0 by then; one that has not is ended."""
+    try:
+        return process.wait(max(0.0, until - time.monotonic())) == 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+
+
 def host_commands(
-    command: Sequence[str], hosts: Hosts, workers: Sequence[int], port: int,
-    environment: Mapping[str, str] | None = None,
-) -> list[list[str]]:  # fmt: skip
-    """For each host in use the command that starts its workers under torchrun, meeting at the first of them."""
-    given = ["env", *(f"{key}={value}" for key, value in environment.items())] if environment else []
+    command: Sequence[str], hosts: Hosts, workers: Sequence[int], port: int, before: Sequence[str] = ()
+) -> list[list[str]]:
+    """For each host in use the command that starts its workers under torchrun, meeting at the first of them.
+
+    `before` are words that stand before torchrun.
+    """
     used = [(host, local) for host, local in enumerate(workers) if local]
     meeting = hosts.addresses[used[0][0]]
     made = []
     for number, (host, local) in enumerate(used):
         run = [
-            *given, *hosts.launcher, f"--nnodes={len(used)}", f"--node-rank={number}", f"--nproc-per-node={local}",
+            *before, *hosts.launcher, f"--nnodes={len(used)}", f"--node-rank={number}", f"--nproc-per-node={local}",
             f"--master-addr={meeting}", f"--master-port={port}", *command,
         ]  # fmt: skip
         made.append(hosts.reach(host, run))
@@ -132,41 +154,52 @@ def lone_environment(hosts: Hosts, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+def launch_in(
+    hosts: Hosts, command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], timeout_s: float
+) -> None:
+    """Starts the plan's workers in hosts that see the run's folder; raises with the first cause."""
+    clear_words(folder)
+    before: list[str] = []
+    if isinstance(hosts, OverSsh):
+        # What ssh starts has its own environment, and outlives ssh unless it is on a leash.
+        given = [f"{key}={value}" for key, value in environment.items() if key.startswith("STAGEWRIGHT_")]
+        before = [hosts.python, "-m", "stagewright.runtime.leash", str(timeout_s), "env", *given]
+    commands = host_commands(command, hosts, hosts.workers(plan), PORT, before)
+    try:
+        launch_hosts(commands, folder, {**environment, **hosts.environment()})
+    except HostError as failure:
+        lost = hosts.lost() if isinstance(hosts, OverSsh) else []
+        raise explain(plan, folder, {}, failure, {host: hosts.addresses[host] for host in lost}) from None
+
+
 def launch_hosts(commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] | None = None) -> None:
     """Runs one command for each host side by side; when one fails, all are ended and the first cause is shown."""
-    logs = folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = folder / LOGS
+    logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     running: list[subprocess.Popen[bytes]] = []
     try:
         for number, command in enumerate(commands):
-            with log_of(logs, number).open("wb") as log:
+            with log_of(logs, number).open("ab") as log:
                 running.append(start_host(command, log, environment or {}))
         wait_for_all(running, logs)
     finally:
         end_all(running)
 
 
-def launch_in(hosts: Hosts, command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
-    """Starts the plan's workers in hosts that see this machine's files; raises with the first cause."""
-    clear_words(folder)
-    commands = host_commands(command, hosts, hosts.workers(plan), PORT)
-    try:
-        launch_hosts(commands, folder, {**environment, **hosts.environment()})
-    except HostError as failure:
-        raise explain(plan, folder, {failure.host: failure.status}) from None
-
-
 def start_host(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts one host's command; it ends with this process, however that ends."""
+    """Starts one host's command, apart from this terminal's Ctrl-C; it ends with this process, however that ends."""
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment},
-        preexec_fn=follow_parent,
+        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment},
+        preexec_fn=follow_parent, start_new_session=True,
     )  # fmt: skip
 
 
 def end_all(running: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ends the processes that still run: kindly first, so that they can end their own."""
     for process in running:
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()  # who is on a leash ends by this
         if process.poll() is None:
             process.terminate()
     until = time.monotonic() + LEAVE_S
@@ -179,9 +212,12 @@ def end_all(running: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
-    """Returns when every process ended well; raises at the first that did not."""
-    left = dict(enumerate(running))
+    """Returns when every process ended well; raises at the first that did not. Meanwhile they hear that we are here."""
+    left, said = dict(enumerate(running)), 0.0
     while left:
+        if time.monotonic() - said > BEAT_S:
+            said = time.monotonic()
+            say_here(left.values())
         for number, process in list(left.items()):
             try:
                 status = process.wait(timeout=0.1)
@@ -190,6 +226,14 @@ def wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None
             if status != 0:
                 raise host_failure(number, len(running), status, logs)
             del left[number]
+
+
+def say_here(running: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Writes a line to every process that can take one."""
+    pipes = [process.stdin for process in running if process.stdin is not None]
+    for pipe in select.select([], pipes, [], 0.0)[1] if pipes else ():
+        with suppress(OSError):
+            os.write(pipe.fileno(), b"\n")
 
 
 def host_failure(host: int, num_hosts: int, status: int, logs: Path) -> HostError:

@@ -6,15 +6,13 @@ is                    a worker        a worker                the one that start
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -22,15 +20,15 @@ from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.profiling.heap import KEPT_LONGER
 from stagewright.runtime.diagnosis import blame, name_of
-from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE
+from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE, write_text
+from stagewright.runtime.run_folder import LOGS, RunFolder
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stem import Stem
 from stagewright.schedule import Schedule
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 """The variable that tells workers where the run keeps its files."""
-RESTARTED = "STAGEWRIGHT_RESTARTED"
-"""The variable that tells workers that others ran before them in the same run."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SCHEDULE = "STAGEWRIGHT_SCHEDULE"
 """The variable that names a file whose schedule workers use instead of their own."""
 
@@ -43,6 +41,15 @@ def is_worker() -> bool:
         os.environ.update(from_slurm(os.environ))
         return True
     return False
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints and saves for all: the one that starts workers, or else worker 0.
+
+    What follows `train` in a script runs in every worker. Those that are started here run beside the one that started
+    them, whose word it is; under torchrun or SLURM there is none, and worker 0 speaks.
+    """
+    return not is_worker() or (RUN_FOLDER not in os.environ and os.environ["RANK"] == "0")
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -59,18 +66,28 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """The first of `gpu[03-05,9],other` as SLURM writes hosts: gpu03."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", hosts)
-    return "localhost" if match is None else match[1] + (match[2] or "")
+    """The first of hosts as SLURM writes them."""
+    return next(iter(expand_hosts(hosts)), "localhost")
 
 
-def new_run_folder(name: str, parent: str | Path | None = None) -> Path:
-    """A new folder for a run's files."""
-    if parent is None:
-        return Path(tempfile.mkdtemp(prefix=f"stagewright-{name}-"))
-    folder = Path(parent)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Every host that a list names: `gpu[03-05,9],other` is gpu03, gpu04, gpu05, gpu9 and other."""
+    words = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    return tuple(name for word in words for name in expand_host(word))
+
+
+def expand_host(word: str) -> list[str]:
+    """The hosts of one word, whatever stands before, between and after its brackets: `rack[1-2]node[01-04]-ib`."""
+    match = re.search(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]", word)
+    if match is None:
+        return [word]
+    spans = (part.partition("-") for part in match[1].split(","))
+    numbers = [
+        str(number).zfill(len(first))
+        for first, _, last in spans
+        for number in range(int(first), int(last or first) + 1)
+    ]
+    return [f"{word[: match.start()]}{number}{rest}" for number in numbers for rest in expand_host(word[match.end() :])]
 
 
 def this_command() -> list[str]:
@@ -119,71 +136,81 @@ def launch(
     from stagewright.runtime.agent import run_agent
 
     clear_words(folder)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the cause is told once, below
     kept = nullcontext(stem) if stem is not None else Stem()
-    try:
-        with kept as stem:
-            codes = run_agent(stem, command, len(plan.devices), folder / "logs", environment, timeout_s)
-    finally:
-        collect_output(folder / "logs")
+    with kept as stem:
+        codes = run_agent(stem, command, len(plan.devices), folder / LOGS, environment, timeout_s)
     if codes:
         raise explain(plan, folder, codes)
 
 
-def collect_output(logs: Path) -> None:
-    """Writes what each worker said as worker-3.log, its name before every line: stdout, then stderr, run by run."""
-    for old in logs.glob("worker-*.log"):
-        old.unlink()
-    said = sorted(logs.glob("*/attempt_*/*/std*.log"), key=lambda path: (path.parts[-4:-2], path.name != "stdout.log"))
-    for path in said:
-        worker = path.parent.name
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        with (logs / f"worker-{worker}.log").open("a", encoding="utf-8") as log:
-            log.writelines(f"worker {worker} │ {line}\n" for line in lines)
-
-
 def clear_words(folder: Path) -> None:
-    """Removes what an earlier run in the same folder said about its end."""
+    """Removes what workers that ran before said about their end."""
     for path in (*folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight")):
         path.unlink(missing_ok=True)
 
 
 @contextmanager
-def stop_on_signals(folder: Path) -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGUSR1 leave the word for the workers to save and stop.
+def stop_on_signals(run: RunFolder) -> Iterator[None]:
+    """While the block runs, SIGTERM, SIGUSR1 and Ctrl-C leave the word for the workers to save and stop.
 
-    The word stays until the block ends: workers that are just being started again find it too.
+    The word stays until the block ends: workers that are just being started again find it too. A second signal ends the
+    block at once. After Ctrl-C the process ends with the status that shells expect of it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    asked: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
-        (folder / STOP_FILE).touch()
+        asked.append(number)
+        if len(asked) > 2:
+            os._exit(128 + number)
+        if len(asked) == 2:
+            raise SystemExit(128 + number)
+        run.state = "stopped"
+        write_text(run.path / STOP_FILE, signal.Signals(number).name)
+        os.write(2, b"stopping: this step is finished and saved first; once more ends at once\n")
 
-    (folder / STOP_FILE).unlink(missing_ok=True)
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        (folder / STOP_FILE).unlink(missing_ok=True)
+        with suppress(OSError):
+            (run.path / STOP_FILE).unlink(missing_ok=True)
+    if signal.SIGINT in asked:
+        raise SystemExit(128 + signal.SIGINT)
 
 
-def explain(plan: Plan, folder: Path, exit_codes: Mapping[int, int]) -> RunError:
-    """The first cause in words: which worker, where it stood, what it said, and who waited for it."""
+def explain(
+    plan: Plan, folder: Path, exit_codes: Mapping[int, int], failure: RunError | None = None,
+    lost: Mapping[int, str] | None = None,
+) -> RunError:  # fmt: skip
+    """The first cause in words: which worker or host, where it stood, what it said, and who waited for it.
+
+    `failure` is what is told when nobody is to blame; `lost` are the hosts that do not answer any more.
+    """
     path = folder / SCHEDULE_FILE
     schedule = Schedule.load(path) if path.exists() else Schedule(plan=plan, orders=((),) * len(plan.devices))
     found = blame(schedule, folder, exit_codes)
     who = f"{name_of(schedule.plan, found.worker)} " if found.worker is not None else ""
-    todo = "\n".join([*found.evidence, *last_checkpoint(folder), f"its output is in {folder / 'logs'}"])
-    fault = RunError(f"{who}{found.why}", todo)
-    fault.worker = found.worker
+    what, evidence = f"{who}{found.why}", list(found.evidence)
+    if lost:
+        names = ", ".join(f"host {host} ({address})" for host, address in lost.items())
+        what, evidence = f"{names} does not answer any more", [what, *evidence]
+    elif found.worker is None and not evidence and failure is not None:
+        what, evidence = failure.what, (failure.todo or "").splitlines()
+    cause = f"{what}: {evidence[0]}" if evidence else what
+    todo = "\n".join([*evidence, *last_checkpoint(folder), f"its output is in {folder / LOGS}"])
+    fault = RunError(what, todo, cause=cause)
+    fault.worker, fault.hosts = found.worker if found.is_own else None, tuple(lost or ())
     return fault
 
 
 def last_checkpoint(folder: Path) -> list[str]:
     """How to go on, where something was saved."""
-    names = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-    return [f"last checkpoint: {names[-1]}, go on with --resume auto --out {folder}"] if names else []
+    from stagewright.runtime.resuming import checkpoints_in, is_of_run, run_of
+
+    names = [path.name for path in checkpoints_in(folder) if is_of_run(path, run_of(folder))]
+    return [f"last checkpoint: {names[0]}, go on with --resume auto --out {folder}"] if names else []

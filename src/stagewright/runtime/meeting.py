@@ -1,55 +1,172 @@
-"""Where the workers of one host meet: a store that listens on the loopback interface only.
+"""Where workers meet: each learns who is there, and where, before any of them opens a connection to another.
 
-torch's own rendezvous listens on every interface of the host; a run on one host has no business there.
+    worker 1  ── hello: its token and its place ──▶  store
+    worker 0  ── welcome: a name for this meeting, all tokens and places ──▶  store
+    worker 1  ── here, in this meeting ──▶  store
+    worker 0  ── go ──▶  store                                      when all are in one meeting
+
+A store may still hold what workers that ran before left in it. Nobody goes by a welcome that does not have its own
+token, and worker 0 calls a new meeting when a token changes.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
+import select
 import socket
+import struct
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from stagewright.errors import RunError
+from stagewright.runtime.agent import STORE
+
+RESTARTED = "STAGEWRIGHT_RESTARTED"
+"""The variable that tells workers that others ran before them in the same run."""
+RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that names the interface over which gloo connects workers."""
 LOOPBACK = "127.0.0.1"
-TIMEOUT = timedelta(minutes=5)
+ASK_EVERY_S = 0.02
+CLOSED_PORT = 9
+"""Where nobody listens, which a host that is there says at once."""
+ADDRESS_OF_INTERFACE = 0x8915
+"""SIOCGIFADDR of Linux"""
 
 
-class Loopback(RendezvousHandler):
-    """One agent alone with its workers; every start of the workers has a store of its own."""
+class Place(NamedTuple):
+    """Where a worker runs, as it tells the others."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    host: str
+    """The same for workers of one host, and for no others."""
+    name: str
+    address: str
+    """Its own address towards the one where all meet; empty on one host."""
+    was_restarted: bool
+    """Whether its launcher has started workers before."""
 
-    def get_backend(self) -> str:
-        return "loopback"
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+def meet(rank: int, size: int, timeout_s: float) -> tuple[Store, list[Place]]:
+    """A store that this meeting of the workers has for itself, and where each of them is."""
+    store, own = open_store(rank, size, timeout_s), own_place()
+    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"hello/{rank}", json.dumps([token, own]))
+    called, meeting = dict[int, Any](), ""
+    while time.monotonic() < deadline:
+        if rank == 0:
+            said = hellos(store, size)
+            if len(said) == size and said != called:
+                called, meeting = said, uuid.uuid4().hex
+                store.set("welcome", json.dumps([meeting, list(said.values())]))
+        welcome = read(store, "welcome")
+        if welcome is not None and token in (said[0] for said in welcome[1]):
+            name = welcome[0]
+            store.set(f"{name}/here/{rank}", "")
+            if rank == 0 and name == meeting and store.check([f"{name}/here/{other}" for other in range(size)]):
+                store.set(f"{name}/go", "")
+            if store.check([f"{name}/go"]):
+                return PrefixStore(name, store), [Place(*place) for _, place in welcome[1]]
+        time.sleep(ASK_EVERY_S)
+    missing = ", ".join(str(number) for number in range(size) if number not in hellos(store, size))
+    who = f"worker {missing}" if missing else "a worker"
+    raise RunError(f"{who} did not start within {timeout_s:g} s", "give more with --start-timeout")
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        # Workers that are started again find nothing of what those before them left.
-        listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            LOOPBACK, port, is_master=True, timeout=TIMEOUT, wait_for_workers=False, multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
-    def is_closed(self) -> bool:
-        return False
+def open_store(rank: int, size: int, timeout_s: float) -> Store:
+    """The store of this host's agent, or the one that torchrun and the like name in the environment."""
+    if STORE in os.environ:
+        return FileStore(os.environ[STORE], size)
+    store: Store = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
+    return PrefixStore("stagewright", store)
 
-    def set_closed(self) -> None:
-        return None
 
-    def num_nodes_waiting(self) -> int:
-        return 0
+def hellos(store: Store, size: int) -> dict[int, Any]:
+    """What each worker that is there has said."""
+    found = {number: read(store, f"hello/{number}") for number in range(size)}
+    return {number: said for number, said in found.items() if said is not None}
 
-    def get_run_id(self) -> str:
-        return self._run_id
 
-    def shutdown(self) -> bool:
-        return True
+def read(store: Store, key: str) -> Any:
+    """The value of a key, if there is one."""
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def own_place() -> Place:
+    """Where this worker runs."""
+    again = RESTARTED in os.environ or os.environ.get(RESTARTS_OF_TORCH, "0") != "0"
+    name = socket.gethostname()
+    host = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or f"{name} {network_of_this()}"
+    return Place(host, name, "" if STORE in os.environ else address_towards(os.environ.get("MASTER_ADDR", "")), again)
+
+
+def network_of_this() -> str:
+    """The network namespace of this process, where there are such."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/net")
+    return ""
+
+
+def address_towards(host: str) -> str:
+    """This host's own address on the way to another one; nothing is sent. Empty where there is no way."""
+    with suppress(OSError):
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def choose_interface(places: list[Place], rank: int) -> None:
+    """Names the interface that leads to the other hosts, unless the user did.
+
+    By itself gloo takes the address that this host's own name resolves to, which on Debian is one of loopback.
+    """
+    others = [place.address for place in places if place.host != places[rank].host]
+    outside = [address for address in others if address and not address.startswith("127.")]
+    own = address_towards(outside[0]) if outside else places[rank].address if others else LOOPBACK
+    if INTERFACE not in os.environ and (name := interface_with(own)) is not None:
+        os.environ[INTERFACE] = name
+
+
+def lost_hosts(places: Sequence[Place], rank: int, limit_s: float) -> list[str]:
+    """The other hosts that do not answer within a while, by name and address; a refusal is an answer."""
+    others = {place.address: place for place in places if place.host != places[rank].host and place.address}
+    probes: dict[socket.socket, Place] = {}
+    for address, place in others.items():
+        with suppress(OSError):
+            probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+            probe.setblocking(False)
+            probe.connect_ex((address, CLOSED_PORT))
+            probes[probe] = place
+    deadline, silent = time.monotonic() + limit_s, dict(probes)
+    while silent and time.monotonic() < deadline:
+        _, ready, _ = select.select([], list(silent), [], max(0.0, deadline - time.monotonic()))
+        for probe in ready:
+            if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED):
+                del silent[probe]
+            else:
+                break
+    for probe in probes:
+        probe.close()
+    return [f"{place.name} ({place.address})" for place in silent.values()]
+
+
+def interface_with(address: str) -> str | None:
+    """The interface that has an address of IPv4."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                found = fcntl.ioctl(probe, ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None

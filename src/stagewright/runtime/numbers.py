@@ -23,6 +23,8 @@ from stagewright.runtime.stage import Key
 
 JUMP = 10.0
 """How many times the usual norm is a jump."""
+MOST_SKIPPED = 100
+"""Steps in a row after which skipping has no end."""
 HISTORY, ENOUGH = 64, 16
 """Norms that make the usual one, and how many there must be before one is called a jump."""
 
@@ -40,6 +42,8 @@ class Watch:
         self._flags: dict[tuple[int, int], Tensor] = {}
         self._norms: dict[int, deque[float]] = {}
         self._told: set[int] = set()
+        self.skipped = 0
+        """Steps that were skipped, one after the other up to now."""
         self._high: set[int] = set()
         """Stages whose norm has jumped and not come back: one word is enough."""
 
@@ -70,24 +74,39 @@ class Watch:
         if not due or here.replica != 0:
             return
         named = [(name, each) for name, each in zip(here.weights.names, gradients) if each is not None]
-        names, stage = [name for name, _ in named], here.stage
+        names = [name for name, _ in named]
         numbers = [torch.zeros(1, dtype=torch.float64, device=self.later.device) if flag is None else flag.reshape(1)]
         if named:
             numbers.append(torch.stack(torch._foreach_norm([each for _, each in named])))
-        self.later.read(torch.cat(numbers), lambda found: self._judge(stage, batch, names, bool(found[0]), found[1:]))
+        self.later.read(torch.cat(numbers), lambda found: self._judge(here, batch, names, bool(found[0]), found[1:]))
 
-    def _judge(self, stage: int, batch: int, names: Sequence[str], bad: bool, norms: Sequence[float]) -> None:
+    def _judge(self, here: Hosted, batch: int, names: Sequence[str], bad: bool, norms: Sequence[float]) -> None:
         """Says what is wrong with a step: whether its outputs were `bad`, and the norms of its gradients."""
+        stage = here.stage
+        wrong = [name for name, norm in zip(names, norms) if not math.isfinite(norm)]
+        if (bad or wrong) and (self.forgives_overflow or not self.stops):
+            self._refuse_lost(here, batch)
         if bad:
             self.report(batch, f"stage {stage} made numbers that are not finite in batch {batch}")
-        wrong = [name for name, norm in zip(names, norms) if not math.isfinite(norm)]
         if wrong and not self.forgives_overflow:
             self.report(
                 batch, f"the gradient of layer {self.layer_of.get(wrong[-1], wrong[-1])} in stage {stage} is not "
                 f"finite in batch {batch}",
             )  # fmt: skip
         elif not wrong:
+            self.skipped = 0
             self._look_for_jump(stage, batch, names, norms)
+
+    def _refuse_lost(self, here: Hosted, batch: int) -> None:
+        """Ends a run whose weights are not finite: no step that is skipped brings them back."""
+        for name, parameter in here.weights.newest().named_parameters():
+            if bool(not_finite([parameter])):
+                layer = self.layer_of.get(name, name)
+                raise RunError(
+                    f"the weights of layer {layer} in stage {here.stage} are not finite in batch {batch}, so that "
+                    "every step would be skipped",
+                    "go on from a checkpoint by --resume, with a lower learning rate or --clip-norm",
+                )
 
     def _look_for_jump(self, stage: int, batch: int, names: Sequence[str], norms: Sequence[float]) -> None:
         norm, past = math.hypot(*norms), self._norms.setdefault(stage, deque(maxlen=HISTORY))
@@ -109,7 +128,9 @@ class Watch:
                 what, "lower the learning rate, clip the gradients with --clip-norm, or go on with --on-nan skip"
             )
         if batch not in self._told:
-            self._told = {batch}
+            self._told, self.skipped = {batch}, self.skipped + 1
+            if self.skipped == MOST_SKIPPED:
+                raise RunError(f"{what}, as in the {MOST_SKIPPED - 1} steps before it", "lower the learning rate")
             self.tell(f"{what}; the step is skipped")
 
 

@@ -40,6 +40,8 @@ class Settings:
     """How long anyone waits for anyone."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """How long workers wait for one another to start: many at once on few cores load slowly."""
+    save_timeout_s: float = Field(default=1800.0, gt=0)
+    """How long a checkpoint may take to be written, or to be read again."""
     trace_steps: int = Field(default=3, ge=0)
     """How many of the last steps are kept as spans."""
 

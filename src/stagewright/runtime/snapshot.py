@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stagewright.errors import CheckpointError
 from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.storage import Tensors
 from stagewright.runtime.weights import Weights
 
-Tensors = dict[str, Tensor]
 COMPILED = "_orig_mod."
 """What torch.compile puts before the names of the module inside."""
 
@@ -63,6 +63,12 @@ def optimizer_values(weights: Weights) -> Iterator[tuple[str, str, Any]]:
     for parameter, name in zip(weights.moved, weights.names):
         for kind, value in weights.optimizer.state.get(parameter, {}).items():
             yield name, kind, value
+
+
+def optimizer_name(stages: Iterable[Hosted]) -> str | None:
+    """What the stages' optimizer is called, as --optimizer names it; None where no stage has one."""
+    made = (here.weights.optimizer for here in stages)
+    return next((type(optimizer).__name__.lower() for optimizer in made if optimizer is not None), None)
 
 
 def stage_numbers(here: Hosted) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Ending a run early at the same batch on every worker: on SIGTERM, on SLURM's warning, or at a word from the launcher.
+"""Ending a run early at the same batch on every worker: on SIGTERM, Ctrl-C, SLURM's warning, or the launcher's word.
 
 A worker may be blocked in a transfer for a long time, so the agreement is made by a thread of each, over the store:
 
@@ -20,14 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed.distributed_c10d import Store
-
 from stagewright.runtime.flight import STOP_FILE
+from stagewright.runtime.words import Words
 from stagewright.runtime.world import World
 from stagewright.schedule import Action
 
 LOOK_EVERY_S = 0.2
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+LEAVE_S = 2.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 GIVE_UP_S = 20.0
 """How long workers try to agree; one that is gone never answers."""
 
@@ -79,8 +79,10 @@ class Gate:
 class Stopper:
     """Listens for the wish to stop, and agrees with the other workers on the last batch."""
 
-    def __init__(self, gate: Gate, world: World, folder: Path, signals: Sequence[signal.Signals]) -> None:
-        self.gate, self.world, self.folder = gate, world, folder
+    def __init__(
+        self, gate: Gate, world: World, folder: Path, signals: Sequence[signal.Signals], words: Words | None
+    ) -> None:
+        self.gate, self.world, self.folder, self.words = gate, world, folder, words
         self.cause: str | None = None
         """Why the run ends early, once somebody wants that."""
         self._signals = signals
@@ -101,13 +103,14 @@ class Stopper:
             yield self
         finally:
             self._closed = True
-            self._thread.join()
+            self._thread.join(LEAVE_S)  # it may be stuck in a store that is cut off
             if self._signals:
                 signal.set_wakeup_fd(fd)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._ears.close()
-            self._mouth.close()
+            if not self._thread.is_alive():
+                self._ears.close()
+                self._mouth.close()
 
     def _listen(self) -> None:
         while not self._closed:
@@ -123,29 +126,28 @@ class Stopper:
         for number in self._ears.recv(64) if ready else b"":
             if number in self._signals:
                 return signal.Signals(number).name
-        if (self.folder / STOP_FILE).exists():
-            return "a signal to the launcher"
-        store = self.world.store
-        return store.get("stop/wish").decode() if store is not None and store.check(["stop/wish"]) else None
+        try:
+            return (self.folder / STOP_FILE).read_text(encoding="utf-8") or "a signal to the launcher"
+        except OSError:
+            return self.words.get("stop/wish") if self.words is not None else None
 
     def _agree(self, wish: str) -> None:
-        store, own = self.world.store, self.gate.promise()
-        if store is None:
+        words, own = self.words, self.gate.promise()
+        if words is None:
             self.gate.agree(own)
             return
-        store.set("stop/wish", wish)
-        store.set(f"stop/{self.world.worker}", str(own))
-        keys = [f"stop/{worker}" for worker in range(self.world.size)]
-        if wait_until(lambda: self._closed or bool(store.check(keys)), GIVE_UP_S):
-            if not self._closed:
-                self.gate.agree(max(int(value) for value in answers(store, keys)))
-        else:
+        words.put("stop/wish", wish)
+        words.put(f"stop/{self.world.worker}", str(own))
+        promises: list[str | None] = []
+
+        def all_have_promised() -> bool:
+            promises[:] = [words.get(f"stop/{worker}") for worker in range(self.world.size)]
+            return self._closed or None not in promises
+
+        if not wait_until(all_have_promised, GIVE_UP_S):
             os._exit(128 + signal.SIGTERM)
-
-
-def answers(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """What the workers promised."""
-    return [store.get(key) for key in keys]
+        if not self._closed:
+            self.gate.agree(max(int(promise or 0) for promise in promises))
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
@@ -166,8 +168,8 @@ def signals_heard(is_launched: bool) -> tuple[signal.Signals, ...]:
     """The signals that mean "save and stop" to this process.
 
     A worker of our own launcher dies of SIGTERM as it always did: that is how the launcher ends the others when one has
-    failed, and it asks for an orderly end by the file.
+    failed, and it asks for an orderly end by the file. A run of one worker is its own launcher.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or "RANK" not in os.environ:
         return ()
     return (signal.SIGUSR1,) if is_launched else SIGNALS

@@ -1,46 +1,41 @@
-"""Checkpoint files: what torch.distributed.checkpoint plans, written as safetensors, hashed, whole or not at all.
+"""Checkpoint files: each worker's tensors as safetensors, hashed, whole or not at all.
 
     step-00000300/
         part-0.safetensors …   the tensors that worker 0 … wrote
         manifest.json          which tensor is in which file, and the state that is no tensor
         SHA256SUMS             the hash of every file above, as sha256sum -c reads it
 
-A checkpoint is written into `.step-00000300.part`, brought to the disk, and renamed. It is good when SHA256SUMS is,
-byte for byte, what its files come to. Nothing in it is a pickle: JSON and raw numbers only.
+A checkpoint is written into `.step-00000300.part`, brought to the disk, and renamed. It is good when every file that
+SHA256SUMS lists is as it was written. Nothing in it is a pickle: JSON and raw numbers only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
+import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from stagewright.errors import CheckpointError
 
-FORMAT, VERSION = "stagewright.checkpoint", 1
+Tensors = dict[str, Tensor]
+FORMAT, VERSION = "stagewright.checkpoint", 2
 MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
 NAME = re.compile(r"step-(\d{8,18})")
 PART = re.compile(r"\.step-\d{8,18}\.part")
 FILE = re.compile(r"part-\d{1,6}\.safetensors")
+LINE = re.compile(rf"([0-9a-f]{{64}})  ({re.escape(MANIFEST)}|{FILE.pattern})")
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -48,6 +43,9 @@ DTYPES = {
 """Number formats and what safetensors calls them."""
 OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 CHUNK = 1 << 22
+
+
+# Writing
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -58,11 +56,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{key} has numbers of type {tensor.dtype}, which a checkpoint cannot hold")
         size = tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [place, place + size],
-        }
+        header[key] = {**described(tensor), "data_offsets": [place, place + size]}
         place += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -72,6 +66,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         *(raw_bytes(tensor) for tensor in flat.values()),
     ]
     return write_hashed(path, parts)
+
+
+def described(tensor: Tensor) -> dict[str, Any]:
+    """A tensor's number format and shape."""
+    return {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -93,12 +92,6 @@ def write_hashed(path: Path, parts: Sequence[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def hash_of(path: Path) -> str:
-    """A file's SHA-256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def sums_text(hashes: Mapping[str, str]) -> str:
     """What SHA256SUMS says about these files."""
     return "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes))
@@ -113,144 +106,110 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-class PartWriter(StorageWriter):
-    """Writes this worker's part; the first worker adds the manifest and the hashes and gives the folder its name."""
-
-    def __init__(self, folder: Path, worker: int, about: Mapping[str, Any]) -> None:
-        self.folder, self.worker, self.about = folder, worker, about
-        self.part = folder.with_name(f".{folder.name}.part")
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        return None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.part.mkdir(parents=True, exist_ok=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
-        name = f"part-{self.worker}.safetensors"
-        given: Future[list[WriteResult]] = Future()
-        if not tensors:
-            given.set_result([])
-            return given
-        digest = write_tensors(self.part / name, tensors)  # type: ignore[arg-type]
-        given.set_result(
-            [WriteResult(item.index, item.tensor_storage_size() or 0, (name, digest)) for item in plan.items]
-        )
-        return given
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = {result.index.fqn: result.storage_data for part in results for result in part}
-        tensors = {key: describe(metadata.state_dict_metadata[key], name) for key, (name, _) in written.items()}
-        manifest = {"format": FORMAT, "version": VERSION, **self.about, "tensors": tensors}
-        hashes = dict(written.values())
-        hashes[MANIFEST] = write_hashed(self.part / MANIFEST, [json.dumps(manifest, indent=1).encode()])
-        write_hashed(self.part / SUMS, [sums_text(hashes).encode()])
-        sync_folder(self.part)
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.part.rename(self.folder)
-        sync_folder(self.folder.parent)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+def unfinished(folder: Path) -> Path:
+    """Where a checkpoint is while it is being written."""
+    return folder.with_name(f".{folder.name}.part")
 
 
-def describe(known: Any, file: str) -> dict[str, Any]:
-    """A tensor's line in the manifest."""
-    return {"file": file, "dtype": DTYPES[known.properties.dtype], "shape": list(known.size)}
+def write_part(folder: Path, worker: int, tensors: Tensors) -> dict[str, Any]:
+    """Writes a worker's part of a checkpoint, and returns what `finish` must know of it."""
+    if not tensors:
+        return {"hashes": {}, "tensors": {}}
+    name = f"part-{worker}.safetensors"
+    unfinished(folder).mkdir(parents=True, exist_ok=True)
+    digest = write_tensors(unfinished(folder) / name, tensors)
+    known = {key: {"file": name, **described(tensor)} for key, tensor in tensors.items()}
+    return {"hashes": {name: digest}, "tensors": known}
 
 
-class PartReader(StorageReader):
-    """Reads the tensors of a checkpoint whose hashes were found good."""
-
-    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        self.folder, self.tensors = folder, manifest["tensors"]
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        return None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        known = {key: stored(value["dtype"], value["shape"]) for key, value in self.tensors.items()}
-        return Metadata(state_dict_metadata=known, storage_data={})  # type: ignore[arg-type]
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.tensors[item.storage_index.fqn]["file"], []).append(item)
-        for name, items in by_file.items():
-            with safe_open(self.folder / name, framework="pt") as file:
-                for item in items:
-                    planner.resolve_tensor(item).copy_(file.get_tensor(item.storage_index.fqn))
-        given: Future[None] = Future()
-        given.set_result(None)
-        return given
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+def finish(folder: Path, about: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
+    """Adds the manifest and the hashes to the parts of all workers, and gives the checkpoint its name."""
+    part = unfinished(folder)
+    part.mkdir(parents=True, exist_ok=True)
+    tensors = {key: entry for each in parts for key, entry in each["tensors"].items()}
+    hashes = {name: digest for each in parts for name, digest in each["hashes"].items()}
+    manifest = {"format": FORMAT, "version": VERSION, **about, "tensors": tensors}
+    hashes[MANIFEST] = write_hashed(part / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    write_hashed(part / SUMS, [sums_text(hashes).encode()])
+    for entry in part.iterdir():  # of an attempt with more workers
+        if FILE.fullmatch(entry.name) and entry.name not in hashes:
+            entry.unlink()
+    sync_folder(part)
+    if folder.exists():
+        shutil.rmtree(folder)
+    part.rename(folder)
+    sync_folder(folder.parent)
 
 
-def stored(dtype: str, shape: Sequence[int]) -> TensorStorageMetadata:
-    """What torch.distributed.checkpoint wants to know of a tensor that lies in one piece."""
-    size = torch.Size(shape)
-    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return TensorStorageMetadata(TensorProperties(dtype=OF_NAME[dtype]), size, [whole])
+# Reading
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is as it was written; a CheckpointError says what is not."""
+def open_plain(path: Path) -> io.BufferedReader:
+    """Opens a file that is one: not a link, a pipe or a device, which might never end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "it is no plain file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def hash_of(path: Path) -> str:
+    """A file's SHA-256."""
+    with open_plain(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(folder: Path, worker: int = 0, num_workers: int = 1) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are as they were written; a CheckpointError says what is not.
+
+    Of several workers each looks at its share of the files; the checkpoint is good when it is for all of them.
+    """
     try:
-        names = sorted(entry.name for entry in folder.iterdir() if entry.name != SUMS)
-        sums = (folder / SUMS).read_bytes()
-        if sums_text({name: hash_of(folder / name) for name in names}).encode() != sums:
-            raise CheckpointError(f"checkpoint {folder} is damaged: {changed(folder, names, sums)}")
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        with open_plain(folder / SUMS) as file:
+            hashes = listed(folder, file.read())
+        with open_plain(folder / MANIFEST) as file:
+            text = file.read()
+        check_hash(folder, MANIFEST, hashlib.sha256(text).hexdigest(), hashes)
+        manifest = checked(folder, json.loads(text), hashes)
+        for name in sorted(hashes)[worker::num_workers]:
+            check_hash(folder, name, hash_of(folder / name), hashes)
     except OSError as fault:
-        raise CheckpointError(
-            f"checkpoint {folder} is torn: {fault.strerror} ({Path(fault.filename or '').name})"
-        ) from None
+        why = f"{fault.strerror} ({Path(fault.filename or '').name})"
+        raise CheckpointError(f"checkpoint {folder} is torn: {why}") from None
     except ValueError as fault:
         raise CheckpointError(f"checkpoint {folder} has a manifest that cannot be read: {fault}") from None
-    return checked(folder, manifest)
+    return manifest
 
 
-def changed(folder: Path, names: Sequence[str], sums: bytes) -> str:
-    """Which file is not as SHA256SUMS says."""
-    listed = set(sums.decode(errors="replace").splitlines())
-    wrong = [name for name in names if f"{hash_of(folder / name)}  {name}" not in listed]
-    return f"{wrong[0]} is not as it was written" if wrong else f"{SUMS} does not fit its files"
+def listed(folder: Path, sums: bytes) -> dict[str, str]:
+    """For each file of a checkpoint its hash, as SHA256SUMS lists them."""
+    found = [LINE.fullmatch(line) for line in sums.decode("utf-8", errors="replace").splitlines()]
+    hashes = {match[2]: match[1] for match in found if match is not None}
+    if sums_text(hashes).encode() != sums:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {SUMS} is not as it was written")
+    return hashes
 
 
-def checked(folder: Path, manifest: Any) -> dict[str, Any]:
-    """The manifest, if it is one that this version reads and names no file outside its folder."""
+def check_hash(folder: Path, name: str, digest: str, hashes: Mapping[str, str]) -> None:
+    """Refuses a file whose hash is not the one that is listed."""
+    if hashes.get(name) != digest:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not as it was written")
+
+
+def checked(folder: Path, manifest: Any, files: Iterable[str]) -> dict[str, Any]:
+    """The manifest, if it is one that this version reads and names no file but those of its checkpoint."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{folder / MANIFEST} is no manifest of a checkpoint")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
             f"checkpoint {folder} has version {manifest.get('version')}: this is written for {VERSION}"
         )
     tensors = manifest.get("tensors")
     if not isinstance(tensors, dict) or not isinstance(manifest.get("step"), int):
         raise CheckpointError(f"{folder / MANIFEST} lacks its tensors or its step")
+    known = set(files)
     for key, value in tensors.items():
-        if not is_entry(value):
+        if not is_entry(value) or value["file"] not in known:
             raise CheckpointError(f"{folder / MANIFEST} describes {key} in a way that cannot be")
     return manifest
 
@@ -265,3 +224,18 @@ def is_entry(value: Any) -> bool:
         and isinstance(value.get("shape"), list)
         and all(isinstance(size, int) and size >= 0 for size in value["shape"])
     )
+
+
+def read_tensors(folder: Path, manifest: Mapping[str, Any], keys: Iterable[str]) -> Tensors:
+    """Some tensors of a checkpoint whose hashes were found good."""
+    by_file: dict[str, list[str]] = {}
+    for key in keys:
+        by_file.setdefault(manifest["tensors"][key]["file"], []).append(key)
+    found: Tensors = {}
+    for name, inside in by_file.items():
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                found.update({key: file.get_tensor(key) for key in inside})
+        except (SafetensorError, OSError) as fault:
+            raise CheckpointError(f"checkpoint {folder} cannot be read: {name}: {fault}") from None
+    return found

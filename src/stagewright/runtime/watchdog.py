@@ -1,53 +1,140 @@
-"""The watchdog: a worker that does not get on ends itself, and says where it stood and for whom it waited."""
+"""The watchdog: a worker that does not get on ends itself, and says where it stood and for whom it waited.
+
+It is the one clock of a worker: transfers and collectives wait as long as they must, and this ends the process when no
+action begins for the timeout. Who waits for the disk may take longer, and says so to those who wait for it:
+
+    worker 0   waits for rows of worker 3 … its time is up … worker 3 is saving, and alive … goes on waiting
+    worker 3   waits for the disk, and counts in the store
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
-from stagewright.runtime.diagnosis import describe_wait, position, waits, where_all_stand
-from stagewright.runtime.flight import Flight, write_json
-from stagewright.schedule import Schedule
+from stagewright.runtime.flight import Flight
+from stagewright.runtime.words import Words
 
-GRACE = 1.05
-"""Transfers and collectives have the same timeout and end with a better word; this is for all else that may hang."""
+T = TypeVar("T")
+BUSY_PART = 1 / 8
+"""The part of the timeout in which a worker that is busy must have been heard of."""
+LAST_PART = 1 / 4
+"""The part of the timeout that a worker may take to end once it has failed."""
+LAST_WORDS_S = 1.0
+"""How long the last words may take: they go to a disk that may be cut off too."""
+
+
+class Watchdog:
+    """Ends this process when it does not get on. All that runs in a thread of its own."""
+
+    def __init__(self, timeout_s: float, start_s: float, last_words: Callable[[], str], *, is_on: bool = True) -> None:
+        self._timeout_s, self._limit_s, self._last_words = timeout_s, max(start_s, timeout_s), last_words
+        self.flight: Flight | None = None
+        self.words: Words | None = None
+        self.worker, self.size = 0, 1
+        self._busy = 0
+        self._beats = 0
+        self._since = time.monotonic()
+        self._is_over = threading.Event()
+        if is_on:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def begin(self, flight: Flight, words: Words | None, worker: int, size: int) -> None:
+        """Watches a worker's actions from now on, and listens to the other workers."""
+        self.flight, self.words, self.worker, self.size = flight, words, worker, size
+
+    def get_on(self, limit_s: float | None = None) -> None:
+        """Notes that something was achieved; from now on the next thing may take so long, by default the timeout."""
+        self._since, self._limit_s = time.monotonic(), limit_s or self._timeout_s
+
+    @contextmanager
+    def patience(self, limit_s: float) -> Iterator[None]:
+        """While the block runs, this worker may take so long, and those who wait for it know that it is alive."""
+        before, self._busy = self._limit_s, self._busy + 1
+        self.get_on(limit_s + self._timeout_s)
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            self.get_on(before)
+
+    def end_soon(self) -> None:
+        """Gives this process, which has failed, a last while to end by itself."""
+        self._busy, self._last_words = 0, lambda: ""
+        self.get_on(self._timeout_s * LAST_PART)
+        self.words = self.flight = None
+
+    def close(self) -> None:
+        """Watches no longer."""
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        count = 0
+        while not self._is_over.wait(min(1.0, self._timeout_s / 20)):
+            flight = self.flight
+            if flight is not None:
+                flight.beat()
+                if flight.count != count:
+                    count = flight.count
+                    self.get_on(self._limit_s)
+            if self._busy:
+                self._beats += 1
+                self._ask(lambda words: words.put(f"busy/{self.worker}", str(self._beats)))
+            if time.monotonic() - self._since > self._limit_s and not self._someone_is_busy():
+                self._end()
+
+    def _ask(self, ask: Callable[[Words], T]) -> T | None:
+        """What the store answers in time: it may be cut off, and then it never does."""
+        words = self.words
+        return in_time(lambda: ask(words), self._timeout_s / 20) if words is not None else None
+
+    def _someone_is_busy(self) -> bool:
+        """Whether another worker says that it is busy, now."""
+        others = [f"busy/{worker}" for worker in range(self.size) if worker != self.worker]
+        before = self._ask(lambda words: [words.get(key) for key in others])
+        if before is None or self._busy or not any(before):
+            return False
+        time.sleep(self._timeout_s * BUSY_PART)
+        after = self._ask(lambda words: [words.get(key) for key in others])
+        if after is None or after == before:
+            return False
+        self.get_on(self._limit_s)
+        return True
+
+    def _end(self) -> None:
+        text = in_time(self._last_words, LAST_WORDS_S)
+        if text:
+            with suppress(OSError, ValueError):
+                print(text, file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 @contextmanager
-def watchdog(flight: Flight, schedule: Schedule, folder: Path, worker: int, timeout_s: float) -> Iterator[None]:
-    """Ends this process when no action begins for the timeout while the block runs."""
-    done = threading.Event()
-
-    def watch() -> None:
-        count, since = flight.count, time.monotonic()
-        while not done.wait(min(1.0, timeout_s / 20)):
-            if flight.count != count:
-                count, since = flight.count, time.monotonic()
-            elif time.monotonic() - since > timeout_s * GRACE:
-                write_json(
-                    folder / f"worker-{worker}.error.json", {"what": verdict(schedule, folder, worker, timeout_s)}
-                )
-                os._exit(1)
-
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
+def watchdog(timeout_s: float, start_s: float, last_words: Callable[[], str], *, is_on: bool) -> Iterator[Watchdog]:
+    """A watchdog while the block runs, and after a failure until the process ends."""
+    dog = Watchdog(timeout_s, start_s, last_words, is_on=is_on)
     try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+        yield dog
+    except BaseException:
+        dog.end_soon()
+        raise
+    dog.close()
 
 
-def verdict(schedule: Schedule, folder: Path, worker: int, timeout_s: float) -> str:
-    """What a worker says that did not get on: its wait, as far as the recorders of the others can be read."""
-    stands = where_all_stand(folder, len(schedule.plan.devices))
-    own = [wait for wait in waits(schedule, stands) if wait.worker == worker]
-    lines = describe_wait(schedule, stands, own)
-    if lines:
-        return f"{lines[0]} (timeout {timeout_s:g} s)"
-    where = position(stands[worker].action) if worker in stands else "the start"
-    return f"worker {worker} waited at {where} for more than {timeout_s:g} s"
+def in_time(do: Callable[[], T], limit_s: float) -> T | None:
+    """What a function gives within so many seconds; it goes on alone when it takes longer."""
+    made: list[Any] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            made.append(do())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return made[0] if made else None

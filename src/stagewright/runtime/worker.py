@@ -15,7 +15,7 @@ from stagewright.errors import RunError
 from stagewright.models import Layered, MeanLoss, count_of
 from stagewright.plan import Share
 from stagewright.runtime.clock import Clock
-from stagewright.runtime.feed import Feed, check_labels, check_rows
+from stagewright.runtime.feed import Feed, OnDevice, check_labels, check_rows
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
 from stagewright.runtime.numbers import Watch
@@ -46,7 +46,7 @@ class Worker:
     ) -> None:  # fmt: skip
         check_world(world, schedule.plan)
         self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
-        self.feed, self.metric, self.num_metrics = feed, metric, num_metrics
+        self.feed, self.metric, self.num_metrics = OnDevice(feed, world.device), metric, num_metrics
         self.hosted = host_stages(self.plan, layered, world, settings, make_optimizer)
         settle_dtypes(self.hosted, self.plan, layered, world, settings)
         self.transport = make_transport(world, self.plan, settings)
@@ -102,7 +102,8 @@ class Worker:
     def for_evaluation(self, schedule: Schedule, feed: Feed) -> Worker:
         """A worker that shares this one's stages but runs another schedule on other data, forward only."""
         helper = copy.copy(self)
-        helper.schedule, helper.plan, helper.feed = schedule, schedule.plan, feed
+        helper.schedule, helper.plan = schedule, schedule.plan
+        helper.feed = OnDevice(feed, self.world.device)
         helper.is_training, helper._figures, helper.gate = False, {}, None
         helper.wants_metric = lambda batch: True
         helper.hosted = {

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.profiling.heap import keep_freed_memory
+from stagewright.runtime.meeting import Place, choose_interface, meet
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
 
@@ -43,6 +44,8 @@ class World:
     everyone: dist.ProcessGroup | None = None
     store: Store | None = None
     """Where workers leave words for one another; None for one worker."""
+    places: tuple[Place, ...] = ()
+    """For each worker where it runs; nothing for one worker."""
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
@@ -74,16 +77,18 @@ def open_world(settings: Settings) -> Iterator[World]:
     else:
         # Python lets a thread run for 5 ms before another may: too long for those that pass rows on to a card.
         sys.setswitchinterval(SWITCH_S)
-    timeout = timedelta(seconds=settings.timeout_s)
+    # Whoever does not get on is ended by its watchdog; a wait for one that saves may take as long as saving may.
+    timeout = timedelta(seconds=settings.timeout_s + settings.save_timeout_s)
     if size == 1:
         yield World(rank, size, device, timeout)
         return
-    store = meet(rank, size, timedelta(seconds=settings.start_timeout_s))
+    store, places = meet(rank, size, settings.start_timeout_s)
+    choose_interface(places, rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     everyone = dist.group.WORLD
     if device.type == "cuda":
         everyone = dist.new_group(list(range(size)), timeout=timeout, backend="nccl")
-    yield World(rank, size, device, timeout, dist.group.WORLD, everyone, store)
+    yield World(rank, size, device, timeout, dist.group.WORLD, everyone, store, tuple(places))
     # Not after an error: closing would wait for workers that wait for this one, and the launcher ends them all.
     dist.destroy_process_group()
     let_threads_finish()
@@ -112,20 +117,6 @@ def states_of_threads() -> list[str]:
         if int(entry.name) != threading.get_native_id():
             found.append(state)
     return found
-
-
-def meet(rank: int, size: int, timeout: timedelta) -> Store:
-    """The store that all workers share, once all of them are there."""
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
-    store.set(f"started/{rank}", "")
-    others = [f"started/{number}" for number in range(size)]
-    try:
-        store.wait(others, timeout)
-    except dist.DistStoreError:
-        missing = ", ".join(str(number) for number, key in enumerate(others) if not store.check([key]))
-        limit = f"{timeout.total_seconds():g} s"
-        raise RunError(f"worker {missing} did not start within {limit}", "give more with --start-timeout") from None
-    return PrefixStore("run", store)
 
 
 def pick_device(settings: Settings) -> torch.device:

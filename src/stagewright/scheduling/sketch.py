@@ -11,7 +11,7 @@ def parse_replicas(text: str) -> tuple[int, ...]:
     """The replicas of each stage that `7,1` names."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) <= 4 for part in parts):
-        raise ScheduleError(f"replicas {text!r}: expected a number for each stage, such as 7,1")
+        raise ScheduleError(f"--replicas {text}: expected a number for each stage, such as 7,1")
     return tuple(int(part) for part in parts)
 
 

@@ -58,7 +58,9 @@ def read_rows(path: Path) -> tuple[Row, ...]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             lines = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as fault:
+    except OSError as fault:
+        raise FileError(f"{path}: {fault.strerror}", "give a CSV file of measured runs, one a row") from None
+    except (UnicodeDecodeError, csv.Error) as fault:
         raise FileError(f"{path}: cannot be read as CSV: {fault}") from None
     if not lines:
         raise DataError(f"{path}: holds no rows")

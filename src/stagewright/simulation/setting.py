@@ -49,9 +49,9 @@ class Setting:
     def analytic(self, cluster: Cluster, sizes: tuple[int, ...]) -> Profile:
         """A profile of the cluster's kind of device, from shapes alone."""
         # Only this needs torch, which takes seconds to import.
-        from stagewright.profiling.analytic import profile_by_name
+        from stagewright.profiling.analytic import profile_for
 
-        return profile_by_name(self.model, cluster.hosts[0].devices[0].kind, sizes, self.precision)
+        return profile_for(cluster, self.model, sizes, self.precision)
 
 
 def with_batch(plan: Plan, options: PlanOptions) -> Plan:

@@ -14,23 +14,25 @@ import torch
 from rich.console import Console
 
 from stagewright.cluster import Cluster, Device, count, make_cluster, parse_placement
-from stagewright.errors import PlacementError, RunError, UsageError
+from stagewright.errors import DataError, PlacementError, UsageError
 from stagewright.models import Layered, build_model, forward_flops, parameter_counts
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
+from stagewright.planning.options import parse_cuts, spelled
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.flight import SCHEDULE_FILE
-from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands, launch_hosts
-from stagewright.runtime.launch import RESTARTED, SCHEDULE, is_worker, new_run_folder
+from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands
+from stagewright.runtime.launch import expand_hosts, is_main, is_worker
 from stagewright.runtime.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
+from stagewright.training.checks import check_counts, check_hosts_here, check_packages
+from stagewright.training.display import nothing_left, plan_lines
 from stagewright.training.job import Job
 from stagewright.training.optimizers import Recipe
 from stagewright.training.recipes import RecipeFile, find_recipe, with_options
-from stagewright.training.replan import describe_change, plan_without_hosts
+from stagewright.training.sinks import chosen_sinks
 from stagewright.training.start import train
 
 if TYPE_CHECKING:
@@ -56,37 +58,54 @@ def run_command(
     source: Source = "measured",
     words: Sequence[str] | None = None,
 ) -> Record | None:
-    """Trains as the options say; None where there is nothing to record (a dry run, other hosts).
+    """Trains as the options say; None where there is nothing to record (a dry run, no step left).
 
     A cluster and hosts are given where they are not this machine itself but emulated; `words` follow `stagewright` on
     the workers' command line, this process's own by default.
     """
+    check_counts(options)
+    check_packages(options)
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
-    dataset, evaluation_set = dataset_of(options["data"], options), dataset_of(options["evaluation_data"], options)
+    dataset, evaluation_set = dataset_of("data", options), dataset_of("evaluation_data", options)
     model = model_of(options, recipe, dataset)
     cluster = cluster or local_cluster(options, settings)
     plan = plan_of(options, recipe, model, cluster)
     check_devices(plan, cluster, settings, options["share"])
-    if options["nodes"] and not is_worker():
-        run_on_hosts(options, plan, console)
-        return None
+    if source == "measured" and not options["nodes"]:
+        check_hosts_here(plan, options)
     job = job_of(options, recipe, plan, dataset, evaluation_set)
-    own = console if shows_lines(plan) else None
-    if own is not None:
-        say_what_is_skipped(own, dataset, evaluation_set)
+    if options["dry_run"]:
+        if is_main():
+            show_dry_run(options, plan, job, settings, console)
+        return None
+    if options["nodes"] and not is_worker():
+        hosts = over_ssh = hosts_of(options, plan)
+        ask_hosts(options, over_ssh)
+    done = steps_done(job, options["folder"])
+    if done >= job.steps:
+        console.print(nothing_left(done, job.steps), highlight=False, markup=False, soft_wrap=True)
+        return None
+    if is_main():
+        say_what_is_skipped(console, dataset, evaluation_set)
     return train(
         make_schedule(plan, agree=settings.agrees), model, data=feed_of(dataset, model, options, recipe),
         evaluation=feed_of(evaluation_set, model, options, recipe, is_training=False),
         recipe=steps_of(options, recipe, plan, job), job=job, settings=settings,
-        cluster=cluster.name, source=source, folder=options["folder"], console=own, hosts=hosts,
+        cluster=cluster.name, source=source, folder=options["folder"], console=console, hosts=hosts,
         command=worker_words(words) if hosts is not None else None, share=options["share"],
     )  # fmt: skip
 
 
-def shows_lines(plan: Plan) -> bool:
-    """Whether this process prints the log itself: the one that starts workers follows their events instead."""
-    return not is_worker() or len(plan.devices) == 1
+def steps_done(job: Job, folder: Path | None) -> int:
+    """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
+    if job.resume is None or is_worker():  # the one who started this worker has looked, or all will look together
+        return 0
+    from stagewright.runtime.resuming import find_checkpoint
+
+    source = folder if job.resume == "auto" else Path(job.resume)
+    found = find_checkpoint(source, lambda text: None) if source is not None else None
+    return 0 if found is None else int(found[1]["step"])
 
 
 def recipe_of(options: Options) -> RecipeFile:
@@ -102,8 +121,7 @@ def numbers_of(options: Options, key: str) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in options[key].split(","))
     except ValueError:
-        spelled = "--" + key.replace("_", "-")
-        raise UsageError(f"{spelled} is {options[key]!r}: expected whole numbers such as 30,60,80") from None
+        raise UsageError(f"{spelled(key)} is {options[key]!r}: expected whole numbers such as 30,60,80") from None
 
 
 def settings_of(options: Options, recipe: RecipeFile) -> Settings:
@@ -118,19 +136,23 @@ def settings_of(options: Options, recipe: RecipeFile) -> Settings:
         device=device,
         timeout_s=options["timeout"],
         start_timeout_s=options["start_timeout"],
+        save_timeout_s=options["save_timeout"],
         precision=recipe.precision,
         clip_norm=recipe.clip_norm,
         **chosen,
     )
 
 
-def dataset_of(spec: str | None, options: Options) -> Dataset | None:
-    """The images in a folder; None for made-up ones, which are made on the device."""
-    if spec is None or spec == SYNTHETIC:
+def dataset_of(key: str, options: Options) -> Dataset | None:
+    """The images in the folder that an option names; None for made-up ones, which are made on the device."""
+    if options[key] is None or options[key] == SYNTHETIC:
         return None
     from stagewright.data.opening import open_dataset  # needs the extra `data`
 
-    return open_dataset(spec, on_corrupt=options["on_corrupt"])
+    try:
+        return open_dataset(options[key], on_corrupt=options["on_corrupt"])
+    except DataError as fault:
+        raise DataError(f"{spelled(key)} {options[key]}: {fault.what}", fault.todo) from None
 
 
 def say_what_is_skipped(console: Console, *datasets: Dataset | None) -> None:
@@ -206,7 +228,7 @@ def plan_options(options: Options, recipe: RecipeFile) -> PlanOptions:
     """What the options say about the plan."""
     return PlanOptions(
         batch=options["batch"], batch_per_device=rows_a_device(options, recipe), placement=options["placement"] or None,
-        ratio=options["ratio"], ratio_of=options["ratio_of"], cut=tuple(options["cut"] or ()),
+        ratio=options["ratio"], ratio_of=options["ratio_of"], cut=parse_cuts(options["cut"]),
         num_microbatches=options["microbatches"], staleness=options["staleness"], policy=options["schedule"],
         route=options["route"], hold=options["hold"], recompute=options["recompute"], num_buckets=options["buckets"],
     )  # fmt: skip
@@ -240,14 +262,13 @@ def job_of(
     whole = recipe.epochs * per_epoch if recipe.epochs and per_epoch else None
     steps = min(number for number in (whole, options["steps"] or (None if whole else DEFAULT_STEPS)) if number)
     rows = evaluation_rows(options, plan, dataset, evaluation_set)
-    names: tuple[Any, ...] = ("tensorboard", "wandb", "mlflow")
     return Job(
         name=options["model"], steps=steps, warm_up=min(options["warm_up"], max(0, steps - 2)),
         log_every=options["log_every"], steps_per_epoch=per_epoch,
         epoch_images=per_epoch * plan.batch if per_epoch else None,
         evaluate_every=(recipe.evaluate_every or 1) if rows else None, evaluation_rows=rows,
-        sinks=tuple(name for name in names if options[name]),
-        **{key: options[key] for key in ("checkpoint_every", "keep", "resume", "max_restarts", "replan")},
+        sinks=chosen_sinks(options),
+        **{key: options[key] for key in ("checkpoint_every", "keep", "resume", "overwrite", "max_restarts", "replan")},
     )  # fmt: skip
 
 
@@ -291,50 +312,35 @@ def worker_words(words: Sequence[str] | None = None) -> list[str]:
     return ["-m", "stagewright", *(word for word in given if word != "--dry-run")]
 
 
-def run_on_hosts(options: Options, plan: Plan, console: Console) -> None:
-    """Starts the workers of every host over ssh; with --dry-run only prints the commands."""
-    hosts = OverSsh(tuple(options["nodes"].split(",")))
+def show_dry_run(options: Options, plan: Plan, job: Job, settings: Settings, console: Console) -> None:
+    """Prints what would run: the plan, where it computes, and the commands that would start it."""
+    commands = [["stagewright", *worker_words()[2:]]]
+    if options["nodes"]:
+        hosts = hosts_of(options, plan)
+        commands = host_commands(worker_words(), hosts, hosts.workers(plan), PORT)
+    images = f"{options['data']} data, {settings.precision}, on {settings.device}"
+    lines = [*plan_lines(plan), f"{count(job.steps, 'step')}, {images}", "not started:", *map(shlex.join, commands)]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def hosts_of(options: Options, plan: Plan) -> OverSsh:
+    """The hosts that --nodes names, as many as the plan uses."""
+    hosts = OverSsh(expand_hosts(options["nodes"]), options["remote_python"] or sys.executable)
     needed = max(id.host for id in plan.devices) + 1
     if len(hosts.names) != needed:
-        raise UsageError(f"--nodes names {count(len(hosts.names), 'host')}, but the placement uses {needed}")
-    if options["dry_run"]:
-        for each in commands_of(plan, hosts, {}):
-            console.print(shlex.join(each), highlight=False, markup=False, soft_wrap=True)
-        return
-    folder = new_run_folder(options["model"], options["folder"])
+        raise UsageError(
+            f"--nodes {options['nodes']} names {count(len(hosts.names), 'host')}, but the placement uses {needed}",
+            f"name {count(needed, 'host')}, or change --placement",
+        )
+    return hosts
+
+
+def ask_hosts(options: Options, hosts: OverSsh) -> None:
+    """Refuses hosts that do not fit together, or do not have the data."""
     data = [options[key] for key in ("data", "evaluation_data") if options[key] not in (None, SYNTHETIC)]
     names = hosts.names
     check_hosts(
-        names, [os.getcwd(), *data], PORT, lambda host, words: hosts.reach(names.index(host), ["python", "-m", *words])
-    )
-    keep_running(options, plan, hosts, folder, console)
-
-
-def commands_of(plan: Plan, hosts: OverSsh, environment: Mapping[str, str]) -> list[list[str]]:
-    """The command of each host: this very one, under torchrun."""
-    return host_commands(worker_words(), hosts, hosts.workers(plan), PORT, environment)
-
-
-def keep_running(options: Options, plan: Plan, hosts: OverSsh, folder: Path, console: Console) -> None:
-    """Runs the hosts' commands; after a failure again, without the hosts that are gone where --replan says so."""
-    environment, restarts = dict[str, str](), 0
-    while True:
-        try:
-            launch_hosts(commands_of(plan, hosts, environment), folder)
-            return
-        except RunError as fault:
-            numbers = range(len(hosts.names))
-            gone = [number for number in numbers if not hosts.answers(number)] if options["replan"] else []
-            if gone and len(gone) < len(numbers):
-                after = plan_without_hosts(plan, gone)
-                console.print(f"replan: {fault.what}; {describe_change(plan, after)}", highlight=False, markup=False)
-                hosts, plan = hosts.without(gone), after
-                schedule = make_schedule(plan, agree=settings_of(options, recipe_of(options)).agrees)
-                environment[SCHEDULE] = str(schedule.save(folder.resolve() / SCHEDULE_FILE))
-            elif restarts < options["max_restarts"]:
-                restarts += 1
-                text = f"restart: {fault.what}; starting again ({restarts} of {options['max_restarts']})"
-                console.print(text, highlight=False, markup=False)
-            else:
-                raise
-            environment[RESTARTED] = "1"
+        names, [os.getcwd(), *data], PORT,
+        lambda host, words: hosts.reach(names.index(host), [hosts.python, "-m", *words]),
+    )  # fmt: skip

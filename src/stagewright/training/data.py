@@ -34,6 +34,11 @@ class DataFeed:
         self._streams: dict[Want, _Stream] = {}
 
     @property
+    def about(self) -> str:
+        """Which data these are, in short."""
+        return f"{len(self.dataset):,} images, the first in {self.dataset.where(0)}"
+
+    @property
     def num_rows(self) -> int:
         """The images of an epoch."""
         return len(self.dataset)

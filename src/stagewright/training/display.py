@@ -10,6 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from stagewright.cluster import count, format_devices
+from stagewright.errors import visible
+from stagewright.plan import Plan
 from stagewright.training.events import end_of_events, read_events
 
 
@@ -20,7 +23,25 @@ def plain_line(event: dict[str, Any]) -> str | None:
         figures = "".join(f"{name}: {event[name]:.6f}, " for name in ("loss", "top_1", "top_k") if name in event)
         place = f"epoch {event['epoch']}, iter {event['iter']}"
         return f"{kind}: {place}, {figures}samples/s: {event['images_per_s']:.3f} {event['time']:.1f}"
-    return f"{kind}: {event['text']}" if "text" in event else None
+    return visible(f"{kind}: {event['text']}") if "text" in event else None
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What a plan does, for a person: the rows of a step, then a line for each stage and the devices it is on."""
+    many = count(plan.num_microbatches, "microbatch", "microbatches")
+    versions = "" if plan.is_synchronous else f", versions {','.join(map(str, plan.versions))}"
+    head = f"{plan.model}, {plan.batch} rows a step in {many}, {plan.route}, {plan.policy}{versions}"
+    ends = [dict.fromkeys((stage.layers[0], stage.layers[-1])) for stage in plan.stages]
+    stages = [
+        f"stage {number} on {format_devices(stage.devices)}: {' … '.join(ends[number])}"
+        for number, stage in enumerate(plan.stages)
+    ]
+    return [head, *stages, f"{count(len(plan.devices), 'worker')}, one for each device"]
+
+
+def nothing_left(done: int, steps: int) -> str:
+    """That a resumed run has no step left to train."""
+    return f"nothing is left to train: the checkpoint is of step {done}, and --steps is {steps}"
 
 
 class Display:

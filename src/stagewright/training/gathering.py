@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +30,9 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         "spans": [list(span) for span in spans], "steps": worker.clock.step_s(), "peak": peak_bytes(run.world.device),
         "driver": driver_bytes(run.world.device),
         "points": [point.__dict__ for point in listener.points],
-        "start_up": max(0.0, time.perf_counter() - listener.started),
     }  # fmt: skip
     told = gather_json(own, run.world.control, run.world.size)
-    steps = told[0]["steps"] or [max(told[0]["start_up"], 1e-9)]
+    steps = told[0]["steps"]
     everything = [Span(*span) for each in told for span in each["spans"]]
     zero = min((span.start_s for span in everything), default=0.0)
     moved = tuple(span._replace(start_s=span.start_s - zero, stop_s=span.stop_s - zero) for span in everything)

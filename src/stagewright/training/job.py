@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import Field
 
 from stagewright.errors import UsageError
@@ -36,6 +38,8 @@ class Job:
     """How many checkpoints are kept, the newest ones."""
     resume: str | None = None
     """`auto`: from the newest good checkpoint of the run's folder; else a folder of a run or of one checkpoint."""
+    overwrite: bool = False
+    """Whether a run that is in the folder already is removed first."""
     max_restarts: int = Field(default=0, ge=0)
     """How often a run whose worker died is started again by itself, from its last checkpoint."""
     replan: bool = False
@@ -45,6 +49,11 @@ class Job:
         if self.evaluate_every is not None and self.evaluation_rows == 0:
             raise UsageError("evaluate_every is given, but evaluation_rows is 0", "say how many images there are")
 
+    def with_some_measured(self) -> Job:
+        """The job with a warm-up that leaves at least one of its steps to measure."""
+        left = self.steps - self.first_step
+        return replace(self, warm_up=min(self.warm_up, max(left - 1, 0)))
+
     def epoch_of(self, step: int) -> int:
         """The epoch that the step before the `step`-th update belongs to, 0 where the data has none."""
         return (step - 1) // self.steps_per_epoch if self.steps_per_epoch else 0
@@ -52,7 +61,7 @@ class Job:
     def parts(self) -> list[tuple[int, int]]:
         """(first step, end) of the stretches that run without a stop: between evaluations, or all at once."""
         if self.evaluate_every is None or self.steps_per_epoch is None:
-            return [(self.first_step, self.steps)]
+            return [(self.first_step, self.steps)] if self.first_step < self.steps else []
         stride = self.evaluate_every * self.steps_per_epoch
         edges = [self.first_step, *range((self.first_step // stride + 1) * stride, self.steps, stride), self.steps]
         return [(start, stop) for start, stop in zip(edges, edges[1:]) if start < stop]

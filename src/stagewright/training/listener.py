@@ -46,6 +46,8 @@ class Listener:
         self.later = Later(world.device)
         for stage in worker.hosted:
             self.set_rate(stage, run.job.first_step)
+        if run.job.warm_up == 0:
+            worker.clock.mark()  # where the first step begins that is measured
         worker.watch, worker.wants_metric = self.watch(), self.is_due
         worker.on_update, worker.on_stage_update = self.after_update, self.after_stage_update
 

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from stagewright.errors import CheckpointError, RunError, StagewrightError
+from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
 from stagewright.record import Record, Source
-from stagewright.runtime.diagnosis import is_echo
 from stagewright.runtime.dynamic import run_dynamic
+from stagewright.runtime.ending import LastWords
 from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
-from stagewright.runtime.flight import Flight, write_json
+from stagewright.runtime.flight import SCHEDULE_FILE, Flight
 from stagewright.runtime.hosted import with_dtypes
-from stagewright.runtime.launch import RESTARTED, RUN_FOLDER
+from stagewright.runtime.joining import Joined, Take, joined
+from stagewright.runtime.launch import RUN_FOLDER
+from stagewright.runtime.run_folder import RECORD, read_secret
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.settle import fed_inputs
 from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
-from stagewright.runtime.watchdog import verdict, watchdog
+from stagewright.runtime.watchdog import Watchdog, watchdog
 from stagewright.runtime.weights import OptimizerMaker
+from stagewright.runtime.words import Words
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import World, gather_json, open_world
+from stagewright.runtime.world import World, open_world
 from stagewright.schedule import Schedule
+from stagewright.training.display import nothing_left
 from stagewright.training.gathering import gather
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
 
 Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
 MakeOptimizer = OptimizerMaker
-RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass
@@ -61,83 +65,98 @@ class Run:
     source: Source
     folder: Path
     world: World
+    own: Joined | None = None
+    """Which run this is."""
+    dog: Watchdog = field(default_factory=lambda: Watchdog(math.inf, math.inf, str, is_on=False))
 
 
 def work(
-    folder: Path, console: Console | None, schedule: Schedule, layered: Layered, job: Job, settings: Settings,
+    take: Take, console: Console | None, schedule: Schedule, layered: Layered, job: Job, settings: Settings,
     recipe: Recipe | MakeOptimizer, data: Feed | Rows | None, evaluation: Feed | None, cluster: str, source: Source,
 ) -> Record:  # fmt: skip
     """Runs this worker's part; every worker returns the whole record."""
     threads = settings.threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
     if threads:
         torch.set_num_threads(threads)
-    rank = int(os.environ.get("RANK", "0"))
-    flight = Flight(folder, rank)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    launched = os.environ.get(RUN_FOLDER)
+    last = LastWords(schedule, settings.timeout_s, rank, Path(launched) if launched else None)
+    watching = watchdog(settings.timeout_s, settings.start_timeout_s, last.when_stuck, is_on=size > 1)
     try:
-        with open_world(settings) as world:
-            run = Run(schedule, layered, job, settings, recipe, data, evaluation, cluster, source, folder, world)
-            return run_worker(run, flight, console)
+        with watching as dog, open_world(settings) as world, joined(world, take) as own:
+            last.folder, last.places = own.folder, world.places
+            run = Run(
+                schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own.folder, world, own, dog
+            )
+            with closing(Flight(own.folder, rank, settings.timeout_s)) as flight:
+                try:
+                    return run_worker(run, flight, console)
+                except BaseException as fault:
+                    raise last.of(fault) from fault.__cause__  # before anything is closed, which may take its time
     except BaseException as fault:
-        confess(folder, rank, fault, schedule, settings.timeout_s)
-        raise
-    finally:
-        flight.close()
-
-
-def confess(folder: Path, rank: int, fault: BaseException, schedule: Schedule, timeout_s: float) -> None:
-    """Writes down why this worker ends, for the one who started it; of another's fault, for whom it waited."""
-    if isinstance(fault, StagewrightError):
-        told = {"what": fault.what, "todo": fault.todo}
-    else:
-        lines = str(fault).strip().splitlines() or [""]
-        told = {"what": f"{type(fault).__name__}: {lines[0]}", "todo": None}
-        if is_echo(lines[0]):
-            told = {"what": verdict(schedule, folder, rank, timeout_s), "todo": told["what"]}
-    with suppress(OSError):  # its output says it too
-        write_json(folder / f"worker-{rank}.error.json", told)
+        raise last.of(fault) from fault.__cause__
 
 
 def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     """Trains, evaluates where asked, and gathers the record."""
     metric = (accuracy_sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
+    assert run.own is not None
+    if run.world.worker == 0 and RUN_FOLDER not in os.environ:
+        run.schedule.save(run.folder / SCHEDULE_FILE)  # for those who read the recorders
+    words = Words(run.world.store, read_secret(run.folder)) if run.world.store is not None else None
+    run.dog.begin(flight, words, run.world.worker, run.world.size)
     worker = Worker(
         run.schedule, run.layered, run.world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run),
         metric=metric[0], num_metrics=metric[1], flight=flight,
     )  # fmt: skip
     warm_up(worker)
-    words = resume(run, worker)
+    with run.dog.patience(run.settings.save_timeout_s):
+        told = [*run.own.changes, *resume(run, worker)]
+    run.job = run.job.with_some_measured()
     checkpointer = checkpointer_of(run, worker) if run.job.checkpoint_every else None
     with closing(Listener(run, worker, console, checkpointer)) as listener:
         if run.world.size > 1:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
-        for word in words:
+        for word in told:
             listener.announce("resume", word)
-        return run_to_the_end(run, worker, flight, listener)
+        if run.job.first_step >= run.job.steps:
+            listener.announce("resume", nothing_left(run.job.first_step, run.job.steps))
+        run.dog.get_on()
+        return run_to_the_end(run, worker, listener, words)
 
 
-def run_to_the_end(run: Run, worker: Worker, flight: Flight, listener: Listener) -> Record:
+def run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words | None) -> Record:
     """Trains until the last step, or until all agree to stop; saves then, and gathers the record."""
     gate, checkpointer = Gate(run.job.first_step), listener.checkpointer
     worker.gate = gate
     signals = signals_heard(is_launched=RUN_FOLDER in os.environ)
-    with Stopper(gate, run.world, run.folder, signals).listening() as stopper:
-        with watched(run, flight):
-            step = run_all(run, worker, listener)
-            worker.close()
+    with Stopper(gate, run.world, run.folder, signals, words).listening() as stopper:
+        step = run_all(run, worker, listener)
+        worker.close()
+        run.dog.get_on()
         if gate.last is not None and step < run.job.steps:
-            checkpointer = checkpointer or checkpointer_of(run, worker)
-            save_and_stop(run, checkpointer, listener, step, stopper.cause or "a signal to another worker")
+            cause = stopper.cause or "a signal to another worker"
+            save_last(run, checkpointer or checkpointer_of(run, worker), listener, step, f"stopped by {cause}")
+            where = f"go on with --resume auto --out {run.folder}"
+            listener.announce("stopped", f"by {cause} after step {step}; {where}")
+            if run.own is not None and run.own.held is not None:
+                run.own.held.state = "stopped"
         elif checkpointer is not None:
-            checkpointer.close()
-            listener.tell_news()
+            save_last(run, checkpointer, listener, step, "all steps are done")
+        run.dog.get_on()
         return finish(run, worker, listener)
 
 
-def watched(run: Run, flight: Flight) -> AbstractContextManager[None]:
-    """The watchdog, where there is anyone to wait for."""
-    if run.world.size == 1:
-        return nullcontext()
-    return watchdog(flight, run.schedule, run.folder, run.world.worker, run.settings.timeout_s)
+def save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: int, after: str) -> None:
+    """Saves the last step of a run; that it could not be is an error, since nothing else would be left of it."""
+    listener.checkpointer = checkpointer
+    with run.dog.patience(run.settings.save_timeout_s):
+        if step > run.job.first_step:
+            checkpointer.save(step)
+        checkpointer.close()
+    faults = listener.tell_news(step)
+    if faults:
+        raise RunError(f"{after}, but {faults[0]}", "free the disk, or save elsewhere")
 
 
 def run_all(run: Run, worker: Worker, listener: Listener) -> int:
@@ -156,23 +175,11 @@ def run_all(run: Run, worker: Worker, listener: Listener) -> int:
     return step
 
 
-def save_and_stop(run: Run, checkpointer: Checkpointer, listener: Listener, step: int, cause: str) -> None:
-    """Saves the step at which an early end was agreed on, and says how to go on."""
-    listener.checkpointer = checkpointer
-    if step > 0:
-        checkpointer.save(step)
-    checkpointer.close()
-    faults = listener.tell_news(step)
-    if faults:
-        raise RunError(f"stopped by {cause} after step {step}, but {faults[0]}", "free the disk, or save elsewhere")
-    listener.announce("stopped", f"by {cause} after step {step}; go on with --resume auto --out {run.folder}")
-
-
 def finish(run: Run, worker: Worker, listener: Listener) -> Record:
     """Gathers and saves the record, and waits until all have it."""
-    record = gather(run, worker, listener)
-    if run.world.worker == 0:
-        record.save(run.folder / "record.json")
+    record, path = gather(run, worker, listener), run.folder / RECORD
+    if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
+        record.save(path)
     if run.world.control is not None:
         dist.barrier(group=run.world.control)
     return record
@@ -182,37 +189,39 @@ def checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     """What writes this run's checkpoints. All workers must ask for it."""
     from stagewright.runtime.checkpoint import Checkpointer  # torch.distributed.checkpoint takes a second to load
 
-    return Checkpointer(worker, run.layered, run.folder, every=run.job.checkpoint_every, keep=run.job.keep)
+    job = run.job
+    return Checkpointer(
+        worker, run.layered, run.folder, every=job.checkpoint_every, keep=job.keep, run=run.own.id if run.own else None,
+        patience=lambda: run.dog.patience(run.settings.save_timeout_s),
+        may_prune=lambda: worker.watch is None or worker.watch.skipped == 0,
+    )  # fmt: skip
 
 
 def resume(run: Run, worker: Worker) -> list[str]:
     """Restores the last good checkpoint where the job or a restart asks for it, and says what it did."""
-    again = RESTARTED in os.environ or os.environ.get(RESTARTS_OF_TORCH, "0") != "0"
-    restarted = again and run.job.checkpoint_every is not None
+    restarted = run.own is not None and run.own.is_restarted and run.job.checkpoint_every is not None
     if run.job.resume is None and not restarted:
         return []
-    from stagewright.runtime.checkpoint import find_checkpoint, restore, sweep
+    from stagewright.runtime.checkpoint import sweep
+    from stagewright.runtime.resuming import find_together, restore
 
     words: list[str] = []
-    source = run.folder if run.job.resume in (None, "auto") or restarted else Path(str(run.job.resume))
-    told: list[Any] = [None]
+    named = None if run.job.resume in (None, "auto") else Path(str(run.job.resume))
     if run.world.worker == 0:
         sweep(run.folder)
-        found = find_checkpoint(source, words.append)
-        if found is None and restarted and run.job.resume not in (None, "auto"):
-            found = find_checkpoint(Path(str(run.job.resume)), words.append)
-        told = [None if found is None else {"folder": str(found[0]), "manifest": found[1]}]
-    chosen, words = gather_json([told[0], words], run.world.control, run.world.size)[0]
-    if chosen is None and run.job.resume not in (None, "auto"):
-        # Who names a checkpoint does not want to begin at the beginning.
-        why = f" ({words[0]})" if words else ""
-        raise CheckpointError(f"--resume {run.job.resume}: no good checkpoint is there{why}", "name another folder")
-    if chosen is None:
-        return [*words, f"no checkpoint in {source}: starting from the first step"]
+    found = find_together(run.world, run.folder, words.append) if restarted or named is None else None
+    if found is None and named is not None:
+        found = find_together(run.world, named, words.append)
+        if found is None:
+            # Who names a checkpoint does not want to begin at the beginning.
+            why = f" ({words[0]})" if words else ""
+            raise CheckpointError(f"--resume {named}: no good checkpoint is there{why}", "name another folder")
+    if found is None:
+        return [*words, f"no checkpoint in {run.folder}: starting from the first step"]
     own = not isinstance(run.recipe, Recipe)
-    step = restore(worker, Path(chosen["folder"]), chosen["manifest"], options=own)
+    step = restore(worker, *found, options=own)
     run.job = replace(run.job, first_step=step)
-    return [*words, f"going on after step {step}, from {chosen['folder']}"]
+    return [*words, f"going on after step {step}, from {found[0]}"]
 
 
 def run_stretch(worker: Worker, first: int, stop: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -54,6 +55,19 @@ class Recipe(Optimization):
             raise UsageError(f"decay {self.decay} needs total_steps, the step at which it ends")
         if self.decay == "step" and not self.decay_steps:
             raise UsageError("decay step needs decay_steps, the steps after which the rate falls")
+
+    def in_words(self) -> str:
+        """The optimizer and whatever is not as it is by default; when a decay ends, only where there is one."""
+        plain = fields(type(self))
+        told = {
+            each.name: getattr(self, each.name) for each in plain if getattr(self, each.name) != DEFAULTS[each.name]
+        }
+        if self.decay == "none":
+            told.pop("total_steps", None)
+        return ", ".join([self.optimizer, *(f"{key} {value}" for key, value in told.items() if key != "optimizer")])
+
+
+DEFAULTS = {each.name: getattr(Recipe(), each.name) for each in fields(Recipe)}
 
 
 def optimizer_maker(recipe: Recipe, device: str = "cpu") -> Callable[[Iterable[nn.Parameter]], Optimizer]:

@@ -13,10 +13,10 @@ import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from stagewright.data.needs import is_there
 from stagewright.errors import UsageError
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
@@ -116,10 +116,16 @@ class MlflowSink:
         self._mlflow.end_run()
 
 
+def chosen_sinks(options: Mapping[str, Any]) -> tuple[SinkName, ...]:
+    """The sinks that options such as --wandb ask for."""
+    names: tuple[SinkName, ...] = ("tensorboard", "wandb", "mlflow")
+    return tuple(name for name in names if options[name])
+
+
 def check_sinks(names: Sequence[SinkName]) -> None:
     """Refuses a sink whose package is not installed, before any worker starts."""
     for name in names:
-        if find_spec(name) is None:
+        if not is_there(name):
             raise UsageError(f"--{name} needs the package {name}, which is not installed", f"pip install {name}")
 
 

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 
-from stagewright.errors import RunError, UsageError
+from stagewright.errors import UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.flight import SCHEDULE_FILE
-from stagewright.runtime.hosts import Hosts, launch_in
-from stagewright.runtime.launch import (
-    RESTARTED,
-    RUN_FOLDER,
-    SCHEDULE,
-    is_worker,
-    launch,
-    new_run_folder,
-    stop_on_signals,
-    this_command,
-    worker_environment,
-)
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.hosts import Hosts
+from stagewright.runtime.launch import RUN_FOLDER, SCHEDULE, is_worker, stop_on_signals
 from stagewright.runtime.preflight import check_before_launch
+from stagewright.runtime.run_folder import fingerprint, held
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stem import Stem, follow_parent
 from stagewright.schedule import Schedule
-from stagewright.scheduling import make_schedule
-from stagewright.training.display import Display
-from stagewright.training.events import NAME, Teller
 from stagewright.training.job import Job
 from stagewright.training.loop import MakeOptimizer, Rows, work
 from stagewright.training.optimizers import Recipe
-from stagewright.training.replan import describe_change, plan_without
+from stagewright.training.restarting import is_remote, start_workers, starting
 from stagewright.training.sinks import check_sinks
-
-Start = Callable[[Plan, Path, Mapping[str, str]], None]
-"""(plan, folder, environment): starts a plan's workers and waits for them."""
 
 
 def train(
@@ -67,8 +50,9 @@ def train(
     """Trains a model by a schedule, and returns the record of it.
 
     Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
-    plan, which run the same script again, and waits for them. `data` gives the rows of a batch: a function of (batch,
-    start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
+    plan, which run the same script again, and waits for them. What follows in the script runs in all these processes;
+    `is_main()` is true in one. `data` gives the rows of a batch: a function of (batch, start, stop) → (inputs,
+    targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
     to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
     `share` workers fit on a card, even where the plan has fewer. With a `stem` that is kept from run to run, workers of
     the later ones are there at once.
@@ -79,17 +63,41 @@ def train(
     check_smoothing(recipe, model)
     check_sinks(job.sinks)
     check_resume(job, folder)
-    alone = len(schedule.plan.devices) == 1 and hosts is None
-    if not is_worker() and not alone:
-        where = new_run_folder(job.name, folder)
-        keep = job.keep if job.checkpoint_every else None
-        check_before_launch(schedule, model, settings, where, states=states_of(recipe), keep=keep)
-        with stop_on_signals(where), starter(settings, command, hosts, share, stem) as start:
-            return start_workers(schedule, job, settings, where, console or Console(), start)
+    about = about_run(schedule.plan, model, settings, recipe, data)
+    how = {"resume": job.resume, "overwrite": job.overwrite}
+    rest = (schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
+    # Whoever started workers here follows their events; without such a one they show them themselves.
+    shown = None if RUN_FOLDER in os.environ else console or Console()
     if is_worker():
         follow_parent()
-    where = new_run_folder(job.name, os.environ.get(RUN_FOLDER) or folder)
-    return work(where, console, schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
+        wait = settings.timeout_s
+        return work(lambda again: held(folder, job.name, about, goes_on=again, patience_s=wait, **how), shown, *rest)
+    with held(folder, job.name, about, **how) as run, stop_on_signals(run):
+        if len(schedule.plan.devices) == 1 and hosts is None:
+            return work(lambda again: nullcontext(run), shown, *rest)
+        keep = job.keep if job.checkpoint_every else None
+        if not is_remote(hosts):
+            check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
+        with starting(settings, command, hosts, share, stem) as starter:
+            return start_workers(schedule, job, run.path, console or Console(), starter)
+
+
+def about_run(
+    plan: Plan, model: Layered, settings: Settings, recipe: Recipe | MakeOptimizer | None, data: Feed | Rows | None
+) -> dict[str, Any]:
+    """What tells a run from others: its folder keeps this."""
+    shapes = ((name, tuple(tensor.shape)) for name, tensor in model.model.state_dict().items())
+    given = recipe if recipe is not None else Recipe()
+    return {
+        "model": plan.model, "parameters": fingerprint(shapes), "batch": plan.batch, "seed": settings.seed,
+        "data": "synthetic" if data is None else str(getattr(data, "about", None) or name_of(data)),
+        "recipe": given.in_words() if isinstance(given, Recipe) else name_of(given),
+    }  # fmt: skip
+
+
+def name_of(given: object) -> str:
+    """What a function or an object of the user's is called."""
+    return str(getattr(given, "__qualname__", type(given).__qualname__))
 
 
 def states_of(recipe: Recipe | MakeOptimizer | None) -> int:
@@ -134,92 +142,3 @@ def check_resume(job: Job, folder: str | Path | None) -> None:
         )
     if job.replan and not job.checkpoint_every:
         raise UsageError("--replan goes on from the last checkpoint, but none is asked for", "add --checkpoint-every N")
-
-
-def start_workers(
-    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, start: Start
-) -> Record:
-    """Starts the workers, shows what they tell, and returns the record they leave.
-
-    A run that fails is started again as often as the job allows. With `replan` it then goes on without the device that
-    failed it, for as long as one is left.
-    """
-    if job.resume is None:
-        (folder / NAME).unlink(missing_ok=True)
-    with Display(folder, console, num_steps=job.steps, title=title_of(schedule.plan)) as watching:
-        run_and_restart(schedule, job, settings, folder, watching, start)
-    return Record.load(folder / "record.json")
-
-
-def run_and_restart(
-    schedule: Schedule, job: Job, settings: Settings, folder: Path, watching: Display, start: Start
-) -> None:
-    """Starts the workers, time and again where the job allows it, until they end well."""
-    environment, restarts = dict[str, str](), 0
-    while True:
-        try:
-            return run_launcher(schedule, settings, folder, start, environment)
-        except RunError as fault:
-            if restarts < job.max_restarts:
-                restarts += 1
-                tell(folder, "restart", f"{fault.what}; starting again ({restarts} of {job.max_restarts})")
-            elif job.replan and fault.worker is not None and len(schedule.plan.devices) > 1:
-                schedule, restarts = replanned(schedule, fault, folder), 0
-                environment[SCHEDULE] = str(folder / SCHEDULE_FILE)
-                watching.rename(title_of(schedule.plan))
-            else:
-                raise
-            environment[RESTARTED] = "1"
-
-
-def title_of(plan: Plan) -> str:
-    """What a person sees of a run at first."""
-    return f"{plan.model} on {plan.placement}"
-
-
-@contextmanager
-def starter(
-    settings: Settings, command: Sequence[str] | None, hosts: Hosts | None, share: int, kept: Stem | None
-) -> Iterator[Start]:
-    """What starts the workers of a plan and waits for them: here, time and again of one stem, or in other hosts."""
-
-    def start(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
-        with shared_cards(workers_a_card(plan, settings, share), settings.transport) as shared:
-            own = {**environment, **shared}
-            if hosts is None:
-                launch(command or this_command(), plan, folder, own, stem=stem, timeout_s=settings.timeout_s)
-            else:
-                launch_in(hosts, command or this_command()[1:], plan, folder, own)
-
-    with nullcontext(kept) if kept is not None else Stem() as stem:
-        yield start
-
-
-def run_launcher(schedule: Schedule, settings: Settings, folder: Path, start: Start, extra: Mapping[str, str]) -> None:
-    """Starts the workers of one plan and waits for them."""
-    schedule.save(folder / SCHEDULE_FILE)
-    environment = worker_environment(schedule.plan, folder, threads=settings.threads, device=settings.device)
-    start(schedule.plan, folder, {**environment, **extra})
-
-
-def replanned(schedule: Schedule, fault: RunError, folder: Path) -> Schedule:
-    """The schedule of a plan without the device of the worker that failed; says what changed."""
-    before = schedule.plan
-    assert fault.worker is not None
-    after = plan_without(before, {before.devices[fault.worker]})
-    tell(folder, "replan", f"{fault.what}; {describe_change(before, after)}")
-    return make_schedule(after, agree=schedule.agree)
-
-
-def tell(folder: Path, kind: str, text: str) -> None:
-    """Adds a sentence to the events of a run."""
-    words = Teller(folder)
-    words.tell(kind, text=text)
-    words.close()
-
-
-def workers_a_card(plan: Plan, settings: Settings, share: int = 1) -> int:
-    """How many workers share a card, at least as many as it is to be shared by; 1 on the CPU."""
-    if settings.device == "cpu":
-        return 1
-    return max(share, -(-len(plan.devices) // max(1, torch.cuda.device_count())))

@@ -52,13 +52,34 @@ function readColours() {
 
 /** A chart that is drawn again when the theme or the width changes; `describe(colours)` gives its options. */
 function addChart(element, height, describe) {
-  element.style.height = `${height}px`;
-  const chart = echarts.init(element, null, { renderer: "canvas" });
-  const entry = { chart, element, describe, draw: () => chart.setOption(withLook(describe(colours())), true) };
-  charts.push(entry);
-  entry.draw();
+  const entry = addChartLater(element, height, describe);
+  entry.open();
   return entry;
 }
+
+/** A chart that takes its room at once, and is drawn when it comes near the window or the page is printed. */
+function addChartLater(element, height, describe) {
+  element.style.height = `${height}px`;
+  const entry = { chart: null, element, describe };
+  entry.draw = () => entry.chart?.setOption(withLook(describe(colours())), true);
+  entry.open = () => {
+    NEARBY.unobserve(element);
+    entry.chart ??= echarts.init(element, null, { renderer: "canvas" });
+    entry.draw();
+  };
+  charts.push(entry);
+  NEARBY.observe(element);
+  return entry;
+}
+
+const NEARBY = new IntersectionObserver(
+  (seen) => {
+    const near = new Set(seen.filter((one) => one.isIntersecting).map((one) => one.target));
+    charts.filter((entry) => near.has(entry.element) && !entry.chart).forEach((entry) => entry.open());
+  },
+  { rootMargin: "600px 0px" },
+);
+window.addEventListener("beforeprint", () => charts.filter((entry) => !entry.chart).forEach((entry) => entry.open()));
 
 /** Options with what all charts have in common. */
 function withLook(options) {
@@ -135,7 +156,7 @@ function timeText(micros, step = 0) {
 function redrawAll() {
   theme.colours = null;
   for (const entry of charts) {
-    entry.chart.resize();
+    entry.chart?.resize();
     entry.draw();
   }
 }

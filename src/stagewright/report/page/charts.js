@@ -308,7 +308,7 @@ function errorOptions(bars, c) {
 function place(parent, title, height, describe) {
   const element = make("div", { class: "chart" });
   parent.append(make("div", {}, make("h4", {}, title), element));
-  return () => addChart(element, height, describe);
+  return () => addChartLater(element, height, describe);
 }
 
 function drawFamily(family) {
@@ -349,5 +349,5 @@ function drawCurves() {
 
 function drawErrors() {
   if (DATA.errors.length)
-    addChart(byId("error-chart"), 84 + 42 * DATA.errors.length, (c) => errorOptions(DATA.errors, c));
+    addChartLater(byId("error-chart"), 84 + 42 * DATA.errors.length, (c) => errorOptions(DATA.errors, c));
 }

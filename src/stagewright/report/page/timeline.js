@@ -5,35 +5,6 @@ const state = { run: null, timeline: null, memory: null, range: null };
 const LEFT_PX = () => (isNarrow() ? 46 : 132);
 const ROW_PX = (rows) => (rows <= 12 ? 50 : rows <= 24 ? 38 : 30);
 
-/** The run at this place, with its spans as rows of [worker, lane, start, stop, index], parsed once. */
-function readRun(number) {
-  const block = RUNS[number];
-  if (!block.run) {
-    block.run = JSON.parse(block.textContent);
-    const { worker, lane, start, length } = block.run.spans;
-    block.run.items = worker.map((row, i) => [row, lane[i], start[i], start[i] + length[i], i]);
-    block.run.end = block.run.items.reduce((end, item) => Math.max(end, item[3]), 0);
-    block.run.idle = findIdle(block.run);
-    block.run.cluster = block.dataset.cluster;
-  }
-  return block.run;
-}
-
-/** The gaps between a worker's computations, as rows of the same shape. */
-function findIdle(run) {
-  const gaps = [];
-  run.rows.forEach((_, worker) => {
-    const busy = run.items.filter((item) => item[0] === worker && item[1] === 0).sort((a, b) => a[2] - b[2]);
-    let free = 0;
-    for (const item of busy) {
-      if (item[2] > free) gaps.push([worker, 0, free, item[2], -1]);
-      free = Math.max(free, item[3]);
-    }
-    if (run.end > free) gaps.push([worker, 0, free, run.end, -1]);
-  });
-  return gaps;
-}
-
 const familyOf = (run, index) => run.spans.families[run.spans.kind[index]];
 
 /** One span as a box, with its name in it where that fits; the compute lane is tall, the others are slim. */

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import rehearsal
 from benchmarks.baselines import make_rows, mean_loss
 from benchmarks.rehearsal import Case, Contender, core_share, fastest, find_plans, on_card, read_cases, run_case, title
 from benchmarks.rehearsal_table import BEGIN, END, section, write_results
 
-from benchmarks import rehearsal
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import RunError, UsageError
 from stagewright.models import build_model
@@ -26,7 +26,7 @@ from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.rehearsal.slices import Slices
 
-SUITE = Path(__file__).parents[2] / "suites" / "rehearsal.yaml"
+SUITE = Path(__file__).parents[1] / "suites" / "rehearsal.yaml"
 CASE: dict[str, Any] = {"name": "small", "model": "tiny-cnn", "batch": 16, "batch_sizes": (4, 8, 16)}
 TELLS = "import os, struct, sys, time\nwhile True: time.sleep(.01); os.write(1, struct.pack('d', time.perf_counter()))"
 

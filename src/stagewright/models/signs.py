@@ -1,0 +1,139 @@
+"""What no gradient shows: losses that are no sums, rows that see one another, state that stages do not keep."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from math import isclose, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from stagewright.errors import ModelError
+from stagewright.models.comparing import FEW, MANY, SEED, Rows, outcome, run_whole, same, total
+from stagewright.models.drawing import row_keys, rows_drawn
+from stagewright.models.layered import Layered
+from stagewright.models.tracing import tensors_in, undisturbed
+
+
+def warn_of(layered: Layered, rows: Rows, before: Mapping[str, Any], *, evaluates: bool) -> None:
+    """Warns of what a model does that a stage does not, or not once a batch; `before` are its attributes untouched."""
+    has_statistics = any(isinstance(module, _NormBase) for module in layered.model.modules())
+    if evaluates or not has_statistics:
+        _warn_of_mixed_rows(layered, rows, training=not evaluates)
+    _warn_of_attributes(layered.model, before)
+    _warn_of_buffers(layered, rows)
+    _warn_of_hooks(layered.model)
+
+
+def check_loss(layered: Layered, rows: Rows) -> None:
+    """Refuses a loss that is the mean over its rows: only sums add up over microbatches of any sizes."""
+    if layered.loss is None:
+        return
+    with undisturbed(layered.model), torch.no_grad():
+        layered.model.eval()
+        outputs = tensors_in(layered.model(*rows.sample.args, **rows.sample.kwargs))
+        if any(each.dim() == 0 or each.size(0) != MANY for each in outputs):
+            return
+        whole, first, rest = (
+            float(total(layered, [each[part] for each in outputs], [each[part] for each in rows.targets]))
+            for part in (slice(None), slice(1), slice(1, None))
+        )
+    if isclose(whole, first + rest, rel_tol=1e-3, abs_tol=1e-6) or not isfinite(whole):
+        return
+    if isclose(whole, (first + (MANY - 1) * rest) / MANY, rel_tol=1e-3, abs_tol=1e-6):
+        raise ModelError("the loss is a mean over its rows, not their sum", "wrap it: loss=sw.mean_loss(…)")
+    _warn("the loss of some rows together is not the sum of theirs: it depends on how a batch is divided")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
+
+
+def _warn_of_attributes(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Warns of attributes that the model's forward changes: a stage does not run the model's own code."""
+    for place, value in attributes(model).items():
+        if place in before and value != before[place]:
+            _warn(
+                f"forward changes '{place}' from {before[place]!r} to {value!r}, which stages do not do: "
+                "keep such state outside of the model, or in a module without children"
+            )
+
+
+def attributes(model: nn.Module) -> dict[str, Any]:
+    plain = (bool, int, float, str)
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, plain) and name != "training" and next(module.children(), None) is not None
+    }
+
+
+def _warn_of_buffers(layered: Layered, rows: Rows) -> None:
+    """Warns of buffers that forward changes, other than running statistics: how often depends on the plan."""
+    before = {name: buffer.clone() for name, buffer in layered.model.named_buffers()}
+    after = outcome(layered, rows, run_whole, training=True).values
+    for path, module in layered.model.named_modules():
+        names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)]
+        changed = [name for name in names if not torch.equal(before[name], after[f"buffer '{name}'"])]
+        if changed and not isinstance(module, _NormBase):
+            _warn(
+                f"forward changes the buffer '{changed[0]}': it does so for the rows of each microbatch, on each "
+                "replica for itself, as batch norm does with its statistics"
+            )
+
+
+def _warn_of_mixed_rows(layered: Layered, rows: Rows, *, training: bool) -> None:
+    """Warns of a layer whose rows depend on one another: what it computes depends on how a batch is divided."""
+    few, many = (_by_layer(layered, rows.first(number), training=training) for number in (FEW, MANY))
+    again = _by_layer(layered, rows.first(FEW), training=training, seed=SEED + 1)
+    if any(not same(a, b, 1.0) for one, other in zip(few, again) for a, b in zip(one, other)):
+        return  # it draws numbers that are no dropout
+    for name, one, other in zip(layered.names, few, many):
+        if any(a.size(0) == FEW and not same(a, b[:FEW], 1.0) for a, b in zip(one, other) if a.dim()):
+            _warn(
+                f"layer '{name}' mixes the rows of a microbatch: what it computes depends on how a batch is divided "
+                "into microbatches and replicas, as the statistics of batch norm do (rows are the first dimension)"
+            )
+            return
+
+
+def _warn_of_hooks(model: nn.Module) -> None:
+    """Warns of a parameter's hook that does something else to a sum of gradients than to its parts."""
+    for name, parameter in model.named_parameters():
+        if not parameter._backward_hooks:
+            continue
+        generator = torch.Generator().manual_seed(SEED)
+        one, other = (torch.randn(parameter.shape, generator=generator).to(parameter) for _ in range(2))
+        hooks = list(parameter._backward_hooks.values())
+        parts, whole = _hooked(hooks, one) + _hooked(hooks, other), _hooked(hooks, one + other)
+        if not same(whole, parts, 1.0):
+            _warn(
+                f"the hook on '{name}' is not linear: it sees the gradient of each microbatch on each replica, and "
+                "what it makes of these does not add up to what it makes of the batch's"
+            )
+
+
+def _hooked(hooks: Sequence[Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+    gradient = gradient.clone()
+    for hook in hooks:
+        made = hook(gradient)
+        gradient = gradient if made is None else made
+    return gradient
+
+
+def _by_layer(layered: Layered, rows: Rows, *, training: bool, seed: int = SEED) -> list[tuple[Tensor, ...]]:
+    """What leaves each layer that a cut follows; what is dropped goes by rows."""
+    values, made = tuple(rows.sample.tensors), []
+    keys = row_keys(SEED, 0, 0, len(values[0]), values[0].device)
+    with undisturbed(layered.model), torch.no_grad(), rows_drawn(keys):
+        torch.manual_seed(seed)
+        for ends in pairwise((0, *layered.cuts(), layered.num_layers)):
+            stage = layered.stage(*ends).train(training)
+            values = stage(*values, *rows.targets)[1:] if stage.has_loss else stage(*values)
+            made += [values] * (ends[1] - ends[0])
+    return made

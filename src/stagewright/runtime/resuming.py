@@ -1,0 +1,129 @@
+"""Finding a run's checkpoints again, and putting a worker where one stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import CheckpointError
+from stagewright.runtime.run_folder import CHECKPOINTS, read_identity
+from stagewright.runtime.snapshot import optimizer_name, restore_random, restore_stage, wanted_keys
+from stagewright.runtime.storage import MANIFEST, NAME, Tensors, open_plain, read_manifest, read_tensors
+from stagewright.runtime.worker import Worker
+from stagewright.runtime.world import World, gather_json
+
+Found = tuple[Path, dict[str, Any]]
+"""A checkpoint with its manifest."""
+
+
+def path_of(run_folder: Path, step: int) -> Path:
+    """The folder of the checkpoint after so many steps."""
+    return run_folder / CHECKPOINTS / f"step-{step:08d}"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, or in the folder of a run, newest first; good or not. One of them is itself."""
+    if NAME.fullmatch(folder.name):
+        return [folder]
+    inside = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    if not inside.is_dir():
+        return []
+    found = [(int(match[1]), entry) for entry in inside.iterdir() if (match := NAME.fullmatch(entry.name))]
+    return [entry for _, entry in sorted(found, reverse=True)]
+
+
+def run_of(folder: Path) -> str | None:
+    """The id of the run that a folder belongs to, where it is known."""
+    return (read_identity(folder) or {}).get("id")
+
+
+def is_of_run(path: Path, run: str | None) -> bool:
+    """Whether a checkpoint says that it is of a run; those of older versions do not say, and any is of no run."""
+    if run is None:
+        return True
+    try:
+        with open_plain(path / MANIFEST) as file:
+            said = json.load(file).get("run")
+    except (OSError, ValueError, AttributeError):
+        said = None
+    return said is None or said == run
+
+
+def look(path: Path, run: str | None, worker: int = 0, num_workers: int = 1) -> dict[str, Any] | str:
+    """The manifest of a checkpoint that is good and of the run, or why it is passed over."""
+    if not is_of_run(path, run):
+        return f"checkpoint {path} is of another run"
+    try:
+        return read_manifest(path, worker, num_workers)
+    except CheckpointError as fault:
+        return fault.what
+
+
+def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> Found | None:
+    """The newest good checkpoint; `folder` is that of a run, which must be its run, or a checkpoint itself.
+
+    Of those that are torn, damaged or of another run `tell` hears why they are passed over.
+    """
+    for path in checkpoints_in(folder):
+        found = look(path, run_of(folder))
+        if not isinstance(found, str):
+            return path, found
+        tell(f"{found}; it is passed over")
+    return None
+
+
+def find_together(world: World, folder: Path, tell: Callable[[str], None]) -> Found | None:
+    """The same by all workers, each of which looks at its share of a checkpoint's files; all must ask."""
+    told = gather_json([str(path) for path in checkpoints_in(folder)], world.control, world.size)
+    for path in map(Path, told[0]):
+        found = look(path, run_of(folder), world.worker, world.size)
+        faults = gather_json(found if isinstance(found, str) else None, world.control, world.size)
+        if not isinstance(found, str) and not any(faults):
+            return path, found
+        tell(f"{next(filter(None, faults))}; it is passed over")
+    return None
+
+
+def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, options: bool) -> int:
+    """Puts a worker where a checkpoint stands, and returns the step."""
+    check_fits(worker, manifest)
+    known, step, world = manifest["tensors"], manifest["step"], worker.world
+    same = manifest["placement"] == worker.plan.placement
+    randoms = [key for key in known if same and key.startswith(f"random/{world.worker}/")]
+    wanted = {stage: wanted_keys(here, known) for stage, here in worker.hosted.items()}
+    keys = {key for each in wanted.values() for key in each.values()}.union(randoms)
+    tensors = read_tensors(folder, manifest, sorted(keys))
+    for stage, here in worker.hosted.items():
+        own = {key: tensors[source] for key, source in wanted[stage].items()}
+        restore_stage(here, step, own, manifest, options=options)
+    restore_random(world.worker, world.device, tensors)
+    if worker.scale.is_on:
+        worker.scale.restore(int(step), *manifest["loss_scale"])
+    return int(step)
+
+
+def check_fits(worker: Worker, manifest: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint whose data position or optimizer means something else here."""
+    plan, optimizer = worker.plan, optimizer_name(worker.hosted.values())
+    here = {"model": plan.model, "batch": plan.batch, "seed": worker.settings.seed, "optimizer": optimizer}
+    for key, value in here.items():
+        saved = manifest.get(key)
+        if saved != value and (key != "optimizer" or None not in (saved, value)):
+            option = f", or go on with --{key} {saved}" if key != "model" else ""
+            raise CheckpointError(
+                f"the checkpoint is of a run with {key} {saved}, this one has {value}",
+                f"start anew without --resume{option}",
+            )
+
+
+def whole_model(folder: Path) -> tuple[Tensors, dict[str, Any]]:
+    """The unsplit model's tensors under its own names, of a good checkpoint, and the manifest."""
+    manifest = read_manifest(folder)
+    keys = [key for key in manifest["tensors"] if key.startswith("model/")]
+    named = {
+        key.removeprefix("model/"): tensor.contiguous() for key, tensor in read_tensors(folder, manifest, keys).items()
+    }
+    named.update({name: named[of] for name, of in manifest["aliases"].items()})
+    return named, manifest

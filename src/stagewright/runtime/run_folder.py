@@ -1,0 +1,269 @@
+"""A run's folder: it belongs to one run, and nobody else works in it meanwhile.
+
+    results/vgg16/
+        run.json         which run this is: its id, model, data and recipe, and how it ended
+        run.lock         locked for as long as the run lives
+        secret           what its workers sign with, meanwhile
+        schedule.json    events.jsonl    summary.csv    record.json
+        checkpoints/     logs/           worker-0.flight …
+
+A second run is refused. `--resume` goes on with the one that is there, `--overwrite` removes it first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import stat
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import UsageError
+from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE, write_json
+
+IDENTITY, LOCK, SECRET = "run.json", "run.lock", "secret"
+CHECKPOINTS, LOGS = "checkpoints", "logs"
+EVENTS, RECORD = "events.jsonl", "record.json"
+FILES = (
+    IDENTITY, SECRET, EVENTS, RECORD, "summary.csv", SCHEDULE_FILE, STOP_FILE, "worker-*.flight", "worker-*.error.json",
+    CHECKPOINTS, LOGS, "tensorboard",
+)  # fmt: skip
+"""What a run leaves in its folder."""
+TRACES = (IDENTITY, EVENTS, RECORD, f"{CHECKPOINTS}/step-*")
+"""What tells that a run was here; older versions wrote no run.json."""
+PRIVATE = 0o700
+NO_FOLDER = "runs"
+"""Where runs go for which no folder is named."""
+MUST_FIT = ("model", "parameters")
+"""What cannot change when a run goes on."""
+LOCK_AGAIN_S = 0.2
+
+
+class RunFolder:
+    """The folder of a run, held by this process until it is let go."""
+
+    def __init__(self, path: Path, id: str, lock: int, *, is_named: bool, changes: tuple[str, ...] = ()) -> None:
+        self.path, self.id, self.changes = path, id, changes
+        """`changes`: what is not as it was when the run last stopped, a sentence each."""
+        self.state = "finished"
+        """How the run ends when nothing goes wrong."""
+        self._lock, self._is_named = lock, is_named
+
+    def release(self, state: str) -> None:
+        """Writes down how the run ended and lets the folder go; one that nobody named and needs is removed."""
+        write_json(self.path / IDENTITY, {**(read_identity(self.path) or {}), "state": state, "ended": time.time()})
+        if not self._is_named and state == "finished" and not any(self.path.glob(f"{CHECKPOINTS}/step-*")):
+            shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):
+                self.path.parent.rmdir()  # others may have runs there
+        elif not self._is_named:
+            print(f"this run is in {self.path}", file=sys.stderr)
+        with suppress(OSError):
+            (self.path / SECRET).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def take_folder(
+    folder: str | Path | None, name: str, about: Mapping[str, Any], *, resume: str | None = None,
+    overwrite: bool = False, goes_on: bool = False, patience_s: float = 0.0,
+) -> RunFolder:  # fmt: skip
+    """The folder of a run, locked and with its identity in it; refuses one that holds another run.
+
+    `about` describes the run. `goes_on` says that it was here before: then its own process may only just have ended,
+    and the lock is waited for as long as the patience lasts.
+    """
+    path = Path(folder).absolute() if folder is not None else new_folder(name)
+    make_private(path)
+    lock = locked(path, patience_s if goes_on else 0.0)
+    try:
+        if overwrite:
+            remove_run(path)
+        known = read_identity(path)
+        if not goes_on:
+            check_vacant(path, known, resume)
+        changes = check_same_run(path, known, about) if known else ()
+        run_id = str(known["id"]) if known else uuid.uuid4().hex
+        (path / STOP_FILE).unlink(missing_ok=True)
+        head = {"format": "stagewright.run", "version": 1, "id": run_id, "state": "running", "started": time.time()}
+        write_secret(path / SECRET)
+        write_json(path / IDENTITY, {**head, **about, "changes": changes})
+        (path / CHECKPOINTS).mkdir(mode=PRIVATE, exist_ok=True)
+    except FileExistsError:
+        os.close(lock)
+        raise UsageError(f"{path / CHECKPOINTS} is a file, where checkpoints would go", "remove it") from None
+    except BaseException:
+        os.close(lock)
+        raise
+    return RunFolder(path, run_id, lock, is_named=folder is not None, changes=changes)
+
+
+@contextmanager
+def held(folder: str | Path | None, name: str, about: Mapping[str, Any], **how: Any) -> Iterator[RunFolder]:
+    """The folder of a run while the block runs, as `take_folder` gives it; afterwards it says how the run ended."""
+    run, state = take_folder(folder, name, about, **how), "failed"
+    try:
+        yield run
+        state = run.state
+    except (KeyboardInterrupt, SystemExit):
+        state = "stopped"
+        raise
+    finally:
+        run.release(state)
+
+
+def new_folder(name: str) -> Path:
+    """The path of a new folder under `runs`, named after the model and the time."""
+    stem = f"{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    paths = (Path(NO_FOLDER, stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
+    for path in paths:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=PRIVATE)
+            return path.resolve()
+        except FileExistsError:
+            if not path.parent.is_dir():
+                break
+        except OSError as fault:
+            raise UsageError(f"{path.absolute()}: {fault.strerror}", "name a folder with --out") from None
+    raise UsageError(f"{Path(NO_FOLDER).absolute()} cannot take another run", "name a folder with --out")
+
+
+def make_private(path: Path) -> None:
+    """Makes a folder that only this user can enter; one that is there is left as it is, unless all may write to it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=PRIVATE, exist_ok=True)
+        mode = path.stat().st_mode
+    except FileExistsError:
+        raise UsageError(f"--out {path} is a file", "name a folder") from None
+    except OSError as fault:
+        raise UsageError(f"--out {path}: {fault.strerror}", "name a folder that can be written to") from None
+    if mode & stat.S_IWOTH:
+        raise UsageError(
+            f"every user can write to {path}, so anyone could stop or change the run", f"name a folder inside of {path}"
+        )
+
+
+def locked(path: Path, patience_s: float) -> int:
+    """The open lock file of a folder, locked; refuses a folder that a living run holds."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as fault:
+        raise UsageError(f"--out {path}: {fault.strerror}", "name a folder that can be written to") from None
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(LOCK_AGAIN_S)
+                continue
+            holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+            os.close(lock)
+            raise UsageError(
+                f"{path} belongs to a run that is under way ({holder})", "wait for it, or name another --out"
+            ) from None
+        except OSError:
+            break  # some file systems know no locks
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return lock
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living run holds a folder."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def write_secret(path: Path) -> None:
+    """Makes a secret that only this user can read."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(handle, secrets.token_hex(32).encode())
+    finally:
+        os.close(handle)
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret of the run in a folder."""
+    return (path / SECRET).read_bytes()
+
+
+def read_identity(path: Path) -> dict[str, Any] | None:
+    """What run.json says; None where there is none."""
+    try:
+        known = json.loads((path / IDENTITY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return known if isinstance(known, dict) and isinstance(known.get("id"), str) else None
+
+
+def has_run(path: Path) -> bool:
+    """Whether a folder holds what a run left."""
+    return any(next(path.glob(trace), None) is not None for trace in TRACES)
+
+
+def check_vacant(path: Path, known: Mapping[str, Any] | None, resume: str | None) -> None:
+    """Refuses a folder that holds another run than the one to go on with."""
+    if not has_run(path) or resume == "auto":
+        return
+    what = f"{path} holds a run" + (f" of {known['model']}" if known and "model" in known else "")
+    if resume is None:
+        raise UsageError(what, "go on with it by --resume auto, remove it by --overwrite, or name another --out")
+    named = Path(resume).resolve()
+    if path.resolve() not in (named, *named.parents):
+        raise UsageError(f"{what}, but --resume {resume} is of another", "name a new folder with --out")
+    later = [other.name for other in (path / CHECKPOINTS).glob("step-*") if other.name > named.name]
+    if named.name.startswith("step-") and later:
+        raise UsageError(
+            f"{path} has later checkpoints than {named.name}: {min(later)}",
+            "name a new folder with --out, or remove the later ones",
+        )
+
+
+def check_same_run(path: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[str, ...]:
+    """What has changed since the run stopped, a sentence each; refuses another model."""
+    told = [(key, known.get(key), value) for key, value in about.items() if key in known and known[key] != value]
+    for key, before, now in told:
+        if key in MUST_FIT:
+            what = f"of {before}, not of {now}" if key == "model" else "of a model with other parameters"
+            raise UsageError(f"{path} holds a run {what}", "name another --out, or remove the run by --overwrite")
+    return tuple(f"{key} was {before}, and is now {now}" for key, before, now in told)
+
+
+def remove_run(path: Path) -> None:
+    """Removes what a run left, and nothing else."""
+    for pattern in FILES:
+        for found in path.glob(pattern):
+            if found.is_dir() and not found.is_symlink():
+                shutil.rmtree(found)
+            else:
+                found.unlink()
+
+
+def fingerprint(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    """A hash of parameters' names and shapes."""
+    text = json.dumps(sorted((name, list(shape)) for name, shape in shapes))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

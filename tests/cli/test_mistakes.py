@@ -1,0 +1,133 @@
+"""Mistakes that people make: each is answered in a line or two, with what they typed and a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.cli import main
+
+from .conftest import Run
+
+MISTAKES: list[tuple[str, str, str]] = [
+    ("modells", "no such command 'modells'. Did you mean 'models'?", "see `stagewright --help`"),
+    ("models vg16", "no model is called 'vg16'", "did you mean vgg16"),
+    ("models --layer", "no such option: --layer", "see `stagewright models --help`"),
+    ("models vgg16 --json=1", "option '--json' does not take a value", "see `stagewright models --help`"),
+    ("simulate", "missing argument 'PLAN|MODEL'", "see `stagewright simulate --help`"),
+    (
+        "simulate mlp --batch 8 --cluster titan-v-8 --placement 0:0-6.0:9",
+        "names device 9 of host 0, which has devices 0 to 7",
+        "--cluster",
+    ),
+    ("simulate mlp --batch 8 --cluster moon", "no cluster is named 'moon'", "give one of these names"),
+    ("simulate mlp --batch 8 --cluster titan-v-8 --devices 9", "--devices 9: titan-v-8 has 8", "another --cluster"),
+    ("simulate mlp --batch 8,x --cluster titan-v-8", "--batch '8,x': expected positive whole numbers, such as 8", ""),
+    (
+        "simulate plan.json --profile plan.json",
+        "plan.json: key format is 'stagewright.plan'",
+        "it holds a plan, and a profile is wanted",
+    ),
+    (
+        "simulate mlp --batch 8 --cluster plan.json",
+        "plan.json: key format is 'stagewright.plan'",
+        "it holds a plan, and a cluster is wanted",
+    ),
+    (
+        "plan plan.json --batch 8",
+        "plan.json: key format is 'stagewright.plan'",
+        "it holds a plan, and a profile is wanted",
+    ),
+    ("plan vgg16 --cluster titan-v-8", "the batch is not given", "add --batch ROWS"),
+    (
+        "plan vgg16 --cluster titan-v-8 --batch 8 --staleness spp",
+        "--staleness is 'spp': expected 0, ssp, 2bw, or versions of each stage such as 2,1",
+        "",
+    ),
+    (
+        "plan vgg16 --cluster titan-v-8 --batch 8 --schedule 1f2b",
+        "--schedule is '1f2b': expected one of gpipe, 1f1b",
+        "",
+    ),
+    ("plan vgg16 --cluster titan-v-8 --batch 8 --cut fc1,", "--cut 'fc1,' names no layer", "fc1,fc2"),
+    ("schedule nowhere.json", "nowhere.json: No such file or directory", ""),
+    ("schedule --replicas 3,1 --microbatches six", "invalid value for '--microbatches'", "--help"),
+    ("schedule --replicas 3,x", "--replicas 3,x: expected a number for each stage, such as 7,1", ""),
+    ("schedule plan.json --replicas 3,1", "2 of a plan file, --replicas and --placement were given", "for example"),
+    (
+        "profile vgg16 --batch 8 --device titanv",
+        "no kind of device is named 'titanv'; known: ",
+        "give one of these names",
+    ),
+    ("profile vgg16 --batch eight --device titan-v", "--batch eight: expected 1 row or more", ""),
+    ("cluster --workers 0", "--workers is 0: expected 1 or more", ""),
+    ("cluster titan-v-8 --workers 3", "--workers counts workers on this machine, not on titan-v-8", "leave one"),
+    ("calibrate nowhere.csv", "nowhere.csv: No such file or directory", "give a CSV file of measured runs"),
+    ("data make new --format zip", "--format is 'zip': expected one of folder, ofrecord, tar", ""),
+    ("train tiny-cn --device cpu --batch 8", "no model is called 'tiny-cn'", "did you mean tiny-cnn"),
+    ("train tiny-cnn --batch 8 --device gpu", "--device is 'gpu': expected 'cpu' or 'cuda'", ""),
+    (
+        "train tiny-cnn --device cpu --batch 8 --microbatches 9",
+        "--microbatches is 9, but the batch has 8 rows",
+        "fewer",
+    ),
+    (
+        "train tiny-cnn --device cpu --data nowhere",
+        "--data nowhere: nowhere is not a directory",
+        "a directory of images",
+    ),
+    (
+        "train tiny-cnn --device cpu --plan plan.json",
+        "plan.json is for vgg16 with layers conv1_1 … loss, not for tiny-cnn",
+        "`stagewright plan`",
+    ),
+    (
+        "train tiny-cnn --device cpu --placement 0:0,0:1 --nodes a,b",
+        "--nodes a,b names 2 hosts, but the placement uses 1",
+        "change --placement",
+    ),
+    ("train tiny-cnn --device cpu --decay-epochs 30,x", "--decay-epochs is '30,x': expected whole numbers", ""),
+    (
+        "train tiny-cnn --device cpu --recipe resnet",
+        "no recipe is named 'resnet'; ready-made: alexnet, resnet50, vgg16",
+        "give one of these names",
+    ),
+    ("rehearse tiny-cnn --batch 8", "a rehearsal is on the hosts of a file or on slices", "give --cluster or --slices"),
+    ("bench nothing --list", "no suite is named 'nothing'; ready-made: ", "give one of these names"),
+    ("bench compare A", "compare takes two folders, not 1", "stagewright bench compare A B"),
+    ("export nowhere -o model.bin", "model.bin: the ending '.bin' says no format", "use .safetensors"),
+    ("doctor nowhere", "nowhere is no folder of a run", "give the folder named by --out"),
+    ("report nowhere", "nowhere: no such folder", "give the folder"),
+]
+"""What is typed, what is said of it, and the way out; where that is empty, the first line has it."""
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plan of VGG16 in it."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    words = "plan vgg16 --cluster titan-v-8 --batch 64 --placement 0:0-6.0:7 --cut fc1 --no-simulate -o"
+    with pytest.raises(SystemExit):
+        main([*words.split(), str(folder / "plan.json")])
+    return folder
+
+
+INTERNAL = ("Traceback", "Error:", "RecipeFile", "Settings", "PlanOptions", "Errno", "NoneType", "fault of stagewright")
+
+
+@pytest.mark.parametrize(("line", "what", "todo"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
+def test_a_mistake_is_a_line_or_two_and_status_2(
+    line: str, what: str, todo: str, run: Run, where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(where)
+    status, out, err = run(*line.split())
+    first, *others = err.splitlines()
+    assert (status, out) == (2, "")
+    assert first.startswith("error: ")
+    assert what in first
+    assert len(others) <= 1
+    assert all(other.startswith("       ") for other in others)
+    assert todo in "".join(others)
+    assert not [word for word in INTERNAL if word in err]
+    assert [path.name for path in where.iterdir()] == ["plan.json"], "nothing was begun"

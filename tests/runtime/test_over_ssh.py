@@ -1,0 +1,138 @@
+"""Runs that are started on other hosts over a real ssh: they end with their launcher, however it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stagewright.runtime.resuming import checkpoints_in, find_checkpoint
+from tests.runtime.running import ROOT
+
+HOSTS = "127.0.0.2,127.0.0.3"
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+pytestmark = [
+    pytest.mark.skipif(SSHD is None or os.geteuid() != 0, reason="needs sshd and root"),
+    pytest.mark.timeout(240),
+]
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def path_with_ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A PATH whose ssh reaches every address of loopback, where a server of its own listens."""
+    folder = tmp_path_factory.mktemp("ssh")
+    for name in ("host_key", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    port = 20_000 + os.getpid() % 10_000
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nListenAddress 127.0.0.2\nListenAddress 127.0.0.3\n"
+        f"HostKey {folder / 'host_key'}\nAuthorizedKeysFile {folder / 'key.pub'}\nStrictModes no\n"
+        "PermitRootLogin yes\nUsePAM no\nPidFile none\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"Host *\nPort {port}\nIdentityFile {folder / 'key'}\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
+        "LogLevel ERROR\n"
+    )
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder / "ssh_config"} "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([str(SSHD), "-D", "-f", str(folder / "sshd_config")])
+    yield f"{folder}:{os.environ['PATH']}"
+    server.terminate()
+    server.wait(10)
+
+
+def start(folder: Path, path: str, *options: str) -> subprocess.Popen[str]:
+    """Starts a run of two hosts with one worker each, in a session of its own as a terminal would."""
+    words = ["train", "tiny-cnn", "--device", "cpu", "--batch", "8", "--placement", "0:0.1:0", "--cut", "fc1"]
+    words += ["--steps", "1000000", "--checkpoint-every", "5", "--timeout", str(LIMIT_S), "--threads", "1"]
+    words += ["--nodes", HOSTS, "-o", str(folder), *options]
+    return subprocess.Popen(
+        [sys.executable, "-m", "stagewright", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env={**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+    )  # fmt: skip
+
+
+def left_of(folder: Path) -> list[int]:
+    """The torchruns and workers of a run, on any host: their command names its folder, and ssh started them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if str(folder).encode() in words and b"SSH_CONNECTION=" in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < until, "it took too long"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_saves_and_ends_every_host(
+    how: signal.Signals, status: int, tmp_path: Path, path_with_ssh: str
+) -> None:
+    """The whole process group gets it, as from Ctrl-C in a terminal. Progress is shown meanwhile."""
+    run = start(tmp_path / "run", path_with_ssh)
+    try:
+        wait_until(lambda: bool(checkpoints_in(tmp_path / "run")) or run.poll() is not None, 120)
+        assert len(left_of(tmp_path / "run")) >= 4, "two torchruns, two workers"
+        before = find_checkpoint(tmp_path / "run", print)
+        os.killpg(run.pid, how)
+        said = run.communicate(timeout=60)[0]
+    finally:
+        run.kill()
+    assert run.returncode == status, said
+    assert "train: epoch 0, iter 10, loss: " in said
+    assert f"stopped: by {how.name} after step " in said
+    assert "Traceback" not in said
+    found = find_checkpoint(tmp_path / "run", print)
+    assert before is not None
+    assert found is not None
+    assert found[1]["step"] > before[1]["step"]
+    wait_until(lambda: left_of(tmp_path / "run") == [], 5)
+
+
+def test_a_launcher_that_is_killed_takes_every_host_along(tmp_path: Path, path_with_ssh: str) -> None:
+    run = start(tmp_path / "run", path_with_ssh)
+    try:
+        wait_until(lambda: bool(checkpoints_in(tmp_path / "run")) or run.poll() is not None, 120)
+        assert len(left_of(tmp_path / "run")) >= 4
+    finally:
+        run.kill()
+        run.communicate(timeout=10)
+    wait_until(lambda: left_of(tmp_path / "run") == [], LIMIT_S)
+
+
+def test_the_cause_comes_from_the_host_where_it_is(tmp_path: Path, path_with_ssh: str) -> None:
+    """A worker on another host that is killed: named with its device, and gone on without it being asked twice."""
+    run = start(tmp_path / "run", path_with_ssh, "--max-restarts", "1", "--steps", "400")
+    try:
+        wait_until(lambda: bool(checkpoints_in(tmp_path / "run")) or run.poll() is not None, 120)
+        victim = next(pid for pid in left_of(tmp_path / "run") if rank_of(pid) == 1)
+        os.kill(victim, signal.SIGKILL)
+        said = run.communicate(timeout=150)[0]
+    finally:
+        run.kill()
+    assert run.returncode == 0, said
+    assert "restart: worker 1 (stage 1, device 1:0) " in said
+    assert "resume: going on after step " in said
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank in a process's environment."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
