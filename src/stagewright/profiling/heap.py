@@ -15,9 +15,9 @@ import os
 import sys
 from typing import Any
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Of mallopt, as malloc.h numbers them."""
-MOST = 2**31 - 1
+_MOST = 2**31 - 1
 KEPT_LONGER = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ARENA_PURGE_MULT": "1"}
 """Variables of workers: how many milliseconds mimalloc keeps what is free, and how many times as long what is large. It
 reads them when torch is loaded, and not again."""
@@ -32,7 +32,7 @@ def keep_longer() -> None:
 def keep_freed_memory() -> bool:
     """Asks glibc to keep freed memory, and to take all of it from the heap; whether it does."""
     mallopt = glibc("mallopt")
-    return mallopt is not None and bool(mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, MOST))
+    return mallopt is not None and bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, _MOST))
 
 
 def give_back_freed_memory() -> None:

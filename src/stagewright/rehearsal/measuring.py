@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from stagewright.cluster import Cluster, Host
 from stagewright.profile import Profile
+from stagewright.profiling.detect import num_cores
 from stagewright.profiling.links import Pair, with_pairs
 from stagewright.profiling.measured import layers_against_model
 from stagewright.rehearsal.forks import wait_for_all, workers_in_hosts
@@ -56,7 +56,7 @@ def _profiled(cluster: Cluster, hosts: EmulatedHosts | Slices, threads: int) -> 
 
 
 def _num_cores(cluster: Cluster) -> float:
-    return cluster.cores or float(len(os.sched_getaffinity(0)))
+    return cluster.cores or float(num_cores())
 
 
 def _with_cores(cluster: Cluster, spent_s: Sequence[float], threads: int) -> Cluster:
