@@ -28,7 +28,7 @@ from stagewright.runtime.preflight import check_hosts
 from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.checks import check_counts, check_hosts_here, check_packages
+from stagewright.training.checks import check_counts, check_device, check_hosts_here, check_packages
 from stagewright.training.display import nothing_left, plan_lines
 from stagewright.training.job import Job
 from stagewright.training.optimizers import Recipe
@@ -68,6 +68,8 @@ def run_command(
     check_packages(options)
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
+    if not options["nodes"]:
+        check_device(settings)
     dataset, evaluation_set = dataset_of("data", options), dataset_of("evaluation_data", options)
     model = model_of(options, recipe, dataset)
     cluster = cluster or local_cluster(options, settings)

@@ -23,6 +23,7 @@ from stagewright.runtime.run_folder import fingerprint, held
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stem import Stem, follow_parent
 from stagewright.schedule import Schedule
+from stagewright.training.checks import check_device
 from stagewright.training.job import Job
 from stagewright.training.loop import MakeOptimizer, Rows, work
 from stagewright.training.optimizers import Recipe
@@ -60,6 +61,8 @@ def train(
     """
     job, settings = job or Job(), settings or Settings()
     schedule = schedule_now(schedule)
+    if not is_remote(hosts):
+        check_device(settings)
     check_agreement(schedule, settings)
     check_smoothing(recipe, model)
     check_sinks(job.sinks)
