@@ -37,9 +37,10 @@ from stagewright.cluster import parse_placement
 from stagewright.errors import StagewrightError
 from stagewright.models import Layered
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.checkpoint import Checkpointer, find_checkpoint, restore
+from stagewright.runtime.checkpoint import Checkpointer
 from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import FunctionFeed
+from stagewright.runtime.resuming import find_checkpoint, restore
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
@@ -146,7 +147,8 @@ def run_case(case: Case, world: World) -> dict[str, Any]:
         except StagewrightError as fault:
             return {**about, "kind": "refused", "why": fault.what}
     words = [str(each.message) for each in told] + ["batch norm"] * ("batch_norm" in odd.parts)
-    if case.divides and any(word in text for text in words for word in ("rows", "linear", "batch norm")):
+    matters = (("rows", "batch norm") if case.divides else ()) + (("linear",) if case.divides or case.scaled else ())
+    if any(word in text for text in words for word in matters):
         return {**about, "kind": "told", "why": words[0]}
     try:
         plan = plan_of(case, layered)

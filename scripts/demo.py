@@ -92,7 +92,7 @@ def train(plan: sw.Plan, model: sw.Layered, name: str, folder: Path) -> sw.Recor
     """The record of a real run: four processes, each with its replicas."""
     from stagewright.training import Job
 
-    job = Job(name=name, steps=STEPS, warm_up=WARM_UP, log_every=STEPS // 5, overwrite=True)
+    job = Job(name=name, steps=STEPS, warm_up=WARM_UP, log_every=STEPS // 5, overwrite=True, save_final=False)
     os.environ[PLAN] = str(plan.save(folder / "plan.json"))
     record = sw.train(sw.make_schedule(plan), model, job=job, cluster="this-machine", folder=folder, console=console)
     return replace(record, name=name, command="make demo")

@@ -78,7 +78,7 @@ def all_cases() -> list[Case]:
     sync = [Case(place, policy, route, many, rows, opt) for place, policy, route, (many, rows), opt in grid]
     stale = [
         Case(place, policy, route, many, 21, "sgd", staleness, 20)
-        for place in ("1", "4", "3-1", "7-1", "5-2-1", "shared")
+        for place in ("1", "4", "3-1", "7-1", "5-2-1", "shared", "loop")
         for policy in ("1f1b", "dynamic")
         for route in ("split", "rotate")
         for many in (1, 3)
@@ -89,7 +89,9 @@ def all_cases() -> list[Case]:
         Case("7-1", staleness="2bw", steps=20, hold=2),
     ]
     clipped = [
-        Case(place, clip_norm=0.05, staleness=stale) for place in ("4", "3-1", "5-2-1") for stale in ("0", "ssp")
+        Case(place, clip_norm=0.05, staleness=stale)
+        for place in ("4", "3-1", "5-2-1", "shared", "loop")
+        for stale in ("0", "ssp")
     ]
     again = [Case("3-1", recompute=True), Case("5-2-1", "zero-bubble", recompute=False, num_buckets=1)]
     # A send that comes after the window of what it sends is over.

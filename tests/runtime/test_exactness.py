@@ -43,6 +43,13 @@ def test_a_part_of_the_matrix_equals_the_reference(tmp_path: Path, capsys: pytes
         print(f"\n{len(cases)} of {len(all_cases())} exactness cases, worst {max(r['worst'] for r in results):.1e}")
 
 
+@pytest.mark.timeout(200)
+def test_stages_of_one_worker_that_are_updated_at_different_times_share_a_verdict(tmp_path: Path) -> None:
+    """Stage 0 of two on the same workers is updated a batch later than stage 1, and clipped by the same norm."""
+    cases = [Case(place, clip_norm=0.05, staleness="ssp", steps=8) for place in ("shared", "loop")]
+    check(run_cases(cases, tmp_path, 100), len(cases))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_whole_matrix_equals_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +65,7 @@ def test_the_default_part_touches_everything() -> None:
     assert {case.placement for case in cases} == {case.placement for case in all_cases()}
     assert {case.policy for case in cases} == {case.policy for case in all_cases()}
     assert {case.route for case in cases} == {"split", "rotate"}
-    assert {case.optimizer for case in cases} == {"sgd", "adamw"}
+    assert {case.optimizer for case in cases} == {"sgd", "adamw", "scheduled"}
     assert {"0", "ssp", "2bw"} <= {case.staleness for case in cases}
     assert any(case.clip_norm for case in cases)
     assert {case.batch % case.microbatches == 0 for case in cases} == {True, False}

@@ -132,7 +132,8 @@ def test_a_run_logs_and_evaluates_made_up_images(tmp_path: Path, capsys: pytest.
         "train: epoch 1, iter 3", "train: epoch 1, iter 4", "validation: epoch 1, iter 4",
     ]  # fmt: skip
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert all(event["memory_bytes"] > 1 << 20 for event in events)
+    assert all(event["memory_bytes"] > 1 << 20 for event in events if event["event"] in ("train", "validation"))
+    assert [event["event"] for event in events][-1] == "checkpoint", "the last step is saved"
     with (tmp_path / "summary.csv").open() as file:
         legends = [row["legend"] for row in csv.DictReader(file)]
     assert legends.count("train_loss") == 4

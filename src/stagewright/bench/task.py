@@ -224,6 +224,7 @@ def _train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[s
     words += ["--steps", str(case.steps), "--warm-up", str(case.warm_up)]
     words += [] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]
     if verb == "train":
+        words += ["--no-save-final"]
         words += [] if case.device is None else ["--device", case.device]
         words += ["--share", str(case.share)] if case.share > 1 else []
         words += ["--nodes", ",".join(choices.nodes[: case.num_hosts])] if case.num_hosts > 1 else []

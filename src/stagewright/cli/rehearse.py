@@ -23,7 +23,7 @@ from stagewright.record import Record
 if TYPE_CHECKING:
     from stagewright.rehearsal import EmulatedHosts
 
-NOT_HERE = ("nodes", "remote_python", "dry_run", "devices", "share")
+NOT_HERE = ("nodes", "remote_python", "save_final", "dry_run", "devices", "share")
 """Options of `train` that say where workers run: the cluster file does that here."""
 
 
@@ -66,7 +66,14 @@ def rehearse(**options: Any) -> None:
     Example: stagewright rehearse alexnet --cluster hosts-4 --batch 64 --placement 0:0,1:0,2:0.3:0 --cut fc1
     """
     own = {name: options.pop(name) for name in inspect.signature(own_options).parameters}
-    options |= {"nodes": None, "remote_python": None, "dry_run": False, "devices": None, "share": 1}
+    options |= {
+        "nodes": None,
+        "remote_python": None,
+        "dry_run": False,
+        "devices": None,
+        "share": 1,
+        "save_final": False,
+    }
     console = Console(stderr=options["as_json"])
     if (own["cluster"] is None) == (own["slices"] is None):
         raise UsageError("a rehearsal is on the hosts of a file or on slices of a card", "give --cluster or --slices")

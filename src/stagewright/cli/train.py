@@ -96,6 +96,9 @@ def train(
         int | None, typer.Option(help="steps between checkpoints, in the folder of --out")
     ] = None,
     keep: Annotated[int, typer.Option(help="checkpoints that are kept, the newest ones")] = 3,
+    save_final: Annotated[
+        bool, typer.Option("--save-final/--no-save-final", help="save the last step, even where no other is saved")
+    ] = True,
     resume: Annotated[str | None, typer.Option(help="auto, or the folder of a run or of a checkpoint")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="remove the run that is in the folder first")] = False,
     max_restarts: Annotated[int, typer.Option(help="times that a run whose worker died starts again by itself")] = 0,

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from stagewright.plan import Plan
 from stagewright.runtime.confession import Confession, read_confessions
-from stagewright.runtime.flight import read_beat, read_flight
+from stagewright.runtime.flight import STATUSES, read_beat, read_flight, write_json
 from stagewright.schedule import RECEIVES, Action, Kind, Schedule
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -167,11 +168,12 @@ class Blame:
 
 def blame(schedule: Schedule, folder: Path, exit_codes: Mapping[int, int] | None = None) -> Blame:
     """The first cause: a worker's own fault, else one that was killed or stopped, else one that others waited for."""
-    codes, number = exit_codes or {}, len(schedule.plan.devices)
+    kept, memory = read_statuses(folder)
+    codes, number = kept if exit_codes is None else exit_codes, len(schedule.plan.devices)
     stands, told = where_all_stand(folder, number), read_confessions(folder, number)
     return (
         by_confession(stands, told, codes)
-        or by_signal(stands, codes)
+        or by_signal(stands, codes, memory)
         or without_a_word(stands, told, {worker: code for worker, code in codes.items() if code > 0})
         or by_loss(told)
         or by_silence(stands, silent(folder, number, told))
@@ -194,13 +196,28 @@ def by_confession(
     return Blame(worker, f"failed{status}{at(stands, worker)}", lines)
 
 
-def by_signal(stands: Mapping[int, Stand], codes: Mapping[int, int]) -> Blame | None:
+def keep_statuses(folder: Path, codes: Mapping[int, int], memory: str | None) -> None:
+    """Writes down how workers ended, for those who ask later."""
+    write_json(folder / STATUSES, {"statuses": {str(worker): code for worker, code in codes.items()}, "memory": memory})
+
+
+def read_statuses(folder: Path) -> tuple[dict[int, int], str | None]:
+    """How workers ended, and what is known of the memory then."""
+    try:
+        kept = json.loads((folder / STATUSES).read_text(encoding="utf-8"))
+        return {int(worker): int(code) for worker, code in kept["statuses"].items()}, kept["memory"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}, None
+
+
+def by_signal(stands: Mapping[int, Stand], codes: Mapping[int, int], memory: str | None) -> Blame | None:
     """A worker that was killed or is stopped; what others abort with, or are ended with, says nothing."""
     for worker, code in sorted(codes.items()):
         if code == -signal.SIGSTOP:
             return Blame(worker, f"was stopped (SIGSTOP){at(stands, worker)}")
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT):
-            return Blame(worker, f"stopped with signal {-code}{at(stands, worker)}")
+            said = (memory,) if memory and -code == signal.SIGKILL else ()
+            return Blame(worker, f"stopped with signal {-code}{at(stands, worker)}", said)
     return None
 
 

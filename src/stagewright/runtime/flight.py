@@ -18,6 +18,7 @@ ENTRY = struct.Struct("<dBhiih")
 """time, kind, stage, batch, microbatch, peer"""
 NUM_ENTRIES = 64
 SCHEDULE_FILE = "schedule.json"
+STATUSES = "statuses.json"
 """The file in a run's folder that holds what its workers do, for those who read their recorders."""
 STOP_FILE = "stop"
 """The file in a run's folder by which the launcher asks workers to save and stop."""

@@ -19,8 +19,9 @@ from types import FrameType
 from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.profiling.heap import KEPT_LONGER
-from stagewright.runtime.diagnosis import blame, name_of
-from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE, write_text
+from stagewright.runtime.diagnosis import blame, keep_statuses, name_of
+from stagewright.runtime.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_text
+from stagewright.runtime.out_of_memory import MemoryWatch
 from stagewright.runtime.run_folder import LOGS, RunFolder
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stem import Stem
@@ -137,15 +138,17 @@ def launch(
 
     clear_words(folder)
     kept = nullcontext(stem) if stem is not None else Stem()
+    memory = MemoryWatch()
     with kept as stem:
-        codes = run_agent(stem, command, len(plan.devices), folder / LOGS, environment, timeout_s)
+        codes = run_agent(stem, command, len(plan.devices), folder / LOGS, environment, timeout_s, memory.look)
     if codes:
+        keep_statuses(folder, codes, memory.says())
         raise explain(plan, folder, codes)
 
 
 def clear_words(folder: Path) -> None:
     """Removes what workers that ran before said about their end."""
-    for path in (*folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight")):
+    for path in (*folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight"), folder / STATUSES):
         path.unlink(missing_ok=True)
 
 

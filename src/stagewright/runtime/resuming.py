@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from stagewright.errors import CheckpointError
 from stagewright.runtime.run_folder import CHECKPOINTS, read_identity
 from stagewright.runtime.snapshot import optimizer_name, restore_random, restore_stage, wanted_keys
@@ -118,9 +121,25 @@ def check_fits(worker: Worker, manifest: Mapping[str, Any]) -> None:
             )
 
 
+def give_back(model: nn.Module, run_folder: Path) -> bool:
+    """Copies the weights of a run's newest checkpoint, which it has just written, into the caller's model."""
+    newest = next((path for path in checkpoints_in(run_folder) if is_of_run(path, run_of(run_folder))), None)
+    if newest is None:
+        return False
+    named, _ = _named_tensors(newest, json.loads((newest / MANIFEST).read_text(encoding="utf-8")))
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in named and not tensor.is_meta:
+                tensor.copy_(named[name])
+    return True
+
+
 def whole_model(folder: Path) -> tuple[Tensors, dict[str, Any]]:
     """The unsplit model's tensors under its own names, of a good checkpoint, and the manifest."""
-    manifest = read_manifest(folder)
+    return _named_tensors(folder, read_manifest(folder))
+
+
+def _named_tensors(folder: Path, manifest: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
     keys = [key for key in manifest["tensors"] if key.startswith("model/")]
     named = {
         key.removeprefix("model/"): tensor.contiguous() for key, tensor in read_tensors(folder, manifest, keys).items()

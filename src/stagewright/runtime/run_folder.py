@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UsageError
-from stagewright.runtime.flight import SCHEDULE_FILE, STOP_FILE, write_json
+from stagewright.runtime.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_json
 
 IDENTITY, LOCK, SECRET = "run.json", "run.lock", "secret"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 EVENTS, RECORD = "events.jsonl", "record.json"
 FILES = (
-    IDENTITY, SECRET, EVENTS, RECORD, "summary.csv", SCHEDULE_FILE, STOP_FILE, "worker-*.flight", "worker-*.error.json",
-    CHECKPOINTS, LOGS, "tensorboard",
+    IDENTITY, SECRET, EVENTS, RECORD, "summary.csv", SCHEDULE_FILE, STATUSES, STOP_FILE, "worker-*.flight",
+    "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
 )  # fmt: skip
 """What a run leaves in its folder."""
 TRACES = (IDENTITY, EVENTS, RECORD, f"{CHECKPOINTS}/step-*")

@@ -61,6 +61,13 @@ class Weights:
         return self.modules[self.slot(batch)]
 
     @torch.no_grad()
+    def end_in_first_slot(self) -> None:
+        """Copies the newest weights to where the caller's model has its own."""
+        newest = self.parameters[self.slot(self.num_updates - 1)]
+        if newest is not self.parameters[0] and newest:
+            torch._foreach_copy_([*self.parameters[0]], [*newest])
+
+    @torch.no_grad()
     def update(
         self,
         batch: int,

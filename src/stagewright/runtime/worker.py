@@ -58,6 +58,7 @@ class Worker:
         self.is_mean_of_rows = isinstance(layered.loss, MeanLoss) and self.count is None
         self._figures: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
+        self._updates: dict[int, int] = {}
         self.on_update: Callable[[int], None] | None = None
         """Called after a worker's last update of a batch."""
         self.on_stage_update: Callable[[int, int], None] | None = None
@@ -374,11 +375,14 @@ class Worker:
         here.weights.update(batch, gradients, skip=skip, divisor=None if verdict is None else verdict.divisor)
         if self.on_stage_update is not None:
             self.on_stage_update(action.stage, batch)
-        if action.stage == max(self.hosted):
+        # Stages with more versions are updated later: the batch is over when all of this worker's have been.
+        self._updates[batch] = self._updates.get(batch, 0) + 1
+        if self._updates[batch] == len(self.hosted):
             self._close(batch, verdict)
 
     def _close(self, batch: int, verdict: Verdict | None) -> None:
         """What follows a worker's last update of a batch."""
+        del self._updates[batch]
         self._counts.pop(batch, None)
         if verdict is not None:
             del self.verdicts[batch]

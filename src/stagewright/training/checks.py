@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from stagewright.data.needs import need
 from stagewright.errors import PlacementError, UsageError
 from stagewright.plan import Plan
 from stagewright.planning.options import spelled
 from stagewright.runtime.launch import is_worker
+from stagewright.runtime.settings import Settings
 from stagewright.training.sinks import check_sinks, chosen_sinks
 
 
@@ -39,4 +42,13 @@ def check_hosts_here(plan: Plan, options: Mapping[str, Any]) -> None:
         raise PlacementError(
             f"{what} names host {others[0]}, and only host 0, this machine, is here",
             "name the hosts with --nodes host1,host2, start it under torchrun on each of them, or place all on host 0",
+        )
+
+
+def check_device(settings: Settings) -> None:
+    """Refuses cards where torch sees none."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"--device is cuda, but torch {torch.__version__} sees no card here",
+            "use --device cpu, or look at nvidia-smi and at how torch was installed",
         )

@@ -25,9 +25,10 @@ from stagewright.runtime.feed import Feed
 from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands
 from stagewright.runtime.launch import expand_hosts, is_main, is_worker
 from stagewright.runtime.preflight import check_hosts
+from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.checks import check_counts, check_hosts_here, check_packages
+from stagewright.training.checks import check_counts, check_device, check_hosts_here, check_packages
 from stagewright.training.display import nothing_left, plan_lines
 from stagewright.training.job import Job
 from stagewright.training.optimizers import Recipe
@@ -67,6 +68,8 @@ def run_command(
     check_packages(options)
     recipe = recipe_of(options)
     settings = settings_of(options, recipe)
+    if not options["nodes"]:
+        check_device(settings)
     dataset, evaluation_set = dataset_of("data", options), dataset_of("evaluation_data", options)
     model = model_of(options, recipe, dataset)
     cluster = cluster or local_cluster(options, settings)
@@ -104,7 +107,9 @@ def steps_done(job: Job, folder: Path | None) -> int:
     from stagewright.runtime.resuming import find_checkpoint
 
     source = folder if job.resume == "auto" else Path(job.resume)
-    found = find_checkpoint(source, lambda text: None) if source is not None else None
+    if source is None or is_held(source):
+        return 0
+    found = find_checkpoint(source, lambda text: None)
     return 0 if found is None else int(found[1]["step"])
 
 
@@ -268,7 +273,8 @@ def job_of(
         epoch_images=per_epoch * plan.batch if per_epoch else None,
         evaluate_every=(recipe.evaluate_every or 1) if rows else None, evaluation_rows=rows,
         sinks=chosen_sinks(options),
-        **{key: options[key] for key in ("checkpoint_every", "keep", "resume", "overwrite", "max_restarts", "replan")},
+        **{key: options[key] for key in ("checkpoint_every", "keep", "save_final", "resume", "overwrite")},
+        **{key: options[key] for key in ("max_restarts", "replan")},
     )  # fmt: skip
 
 

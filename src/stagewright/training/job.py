@@ -36,6 +36,8 @@ class Job:
     """Steps between checkpoints; None saves only when a signal ends the run."""
     keep: int = Field(default=3, ge=1)
     """How many checkpoints are kept, the newest ones."""
+    save_final: bool = True
+    """Whether the last step is saved even where no other is: without it the trained weights end with the workers."""
     resume: str | None = None
     """`auto`: from the newest good checkpoint of the run's folder; else a folder of a run or of one checkpoint."""
     overwrite: bool = False

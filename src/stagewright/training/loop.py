@@ -141,8 +141,11 @@ def run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words | 
             listener.announce("stopped", f"by {cause} after step {step}; {where}")
             if run.own is not None and run.own.held is not None:
                 run.own.held.state = "stopped"
-        elif checkpointer is not None:
-            save_last(run, checkpointer, listener, step, "all steps are done")
+        elif checkpointer is not None or run.job.save_final:
+            save_last(run, checkpointer or checkpointer_of(run, worker), listener, step, "all steps are done")
+        if RUN_FOLDER not in os.environ:  # else the one who started this worker does it
+            with run.dog.patience(run.settings.save_timeout_s):
+                bring_back(run, worker)
         run.dog.get_on()
         return finish(run, worker, listener)
 
@@ -157,6 +160,15 @@ def save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: in
     faults = listener.tell_news(step)
     if faults:
         raise RunError(f"{after}, but {faults[0]}", "free the disk, or save elsewhere")
+
+
+def bring_back(run: Run, worker: Worker) -> None:
+    """Puts the trained weights into the caller's model, those of other workers' stages too."""
+    from stagewright.runtime.resuming import give_back
+
+    if not give_back(run.layered.model, run.folder):
+        for here in worker.hosted.values():
+            here.weights.end_in_first_slot()
 
 
 def run_all(run: Run, worker: Worker, listener: Listener) -> int:

@@ -18,10 +18,12 @@ from stagewright.runtime.feed import Feed
 from stagewright.runtime.hosts import Hosts
 from stagewright.runtime.launch import RUN_FOLDER, SCHEDULE, is_worker, stop_on_signals
 from stagewright.runtime.preflight import check_before_launch
+from stagewright.runtime.resuming import give_back
 from stagewright.runtime.run_folder import fingerprint, held
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stem import Stem, follow_parent
 from stagewright.schedule import Schedule
+from stagewright.training.checks import check_device
 from stagewright.training.job import Job
 from stagewright.training.loop import MakeOptimizer, Rows, work
 from stagewright.training.optimizers import Recipe
@@ -59,6 +61,8 @@ def train(
     """
     job, settings = job or Job(), settings or Settings()
     schedule = schedule_now(schedule)
+    if not is_remote(hosts):
+        check_device(settings)
     check_agreement(schedule, settings)
     check_smoothing(recipe, model)
     check_sinks(job.sinks)
@@ -75,11 +79,13 @@ def train(
     with held(folder, job.name, about, **how) as run, stop_on_signals(run):
         if len(schedule.plan.devices) == 1 and hosts is None:
             return work(lambda again: nullcontext(run), shown, *rest)
-        keep = job.keep if job.checkpoint_every else None
+        keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
         if not is_remote(hosts):
             check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
         with starting(settings, command, hosts, share, stem) as starter:
-            return start_workers(schedule, job, run.path, console or Console(), starter)
+            record = start_workers(schedule, job, run.path, console or Console(), starter)
+        give_back(model.model, run.path)
+        return record
 
 
 def about_run(
