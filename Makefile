@@ -32,13 +32,13 @@ test-all: lint types
 	$(PYTEST)
 
 rehearsal: $(VENV)/.for-use
-	$(BIN)/python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out $(OUT) --results docs/results.md
+	$(BIN)/python -m benchmarks.rehearsal suites/rehearsal.yaml --out $(OUT) --results docs/results.md
 
 rehearsal-short: $(VENV)/.for-use
-	$(BIN)/python -m stagewright.bench.rehearsed suites/rehearsal.yaml --out $(OUT)-short --short
+	$(BIN)/python -m benchmarks.rehearsal suites/rehearsal.yaml --out $(OUT)-short --short
 
 rehearsal-slices: $(VENV)/.for-use
-	$(BIN)/python -m stagewright.bench.rehearsed suites/slices.yaml --out $(OUT)-slices
+	$(BIN)/python -m benchmarks.rehearsal suites/slices.yaml --out $(OUT)-slices
 
 lint: $(VENV)/.for-tests
 	$(BIN)/ruff format --check .

@@ -32,7 +32,10 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from stagewright.bench.baselines import mean_loss
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.baselines import mean_loss
+
 from stagewright.cluster import DeviceId
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage

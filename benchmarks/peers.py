@@ -19,12 +19,16 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stagewright.bench.baselines import Rows, Step, data_parallel, make_optimizer, pipelining, plain_loop
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.baselines import Rows, Step, data_parallel, make_optimizer, pipelining, plain_loop
+
 from stagewright.cluster import DeviceId
 from stagewright.cost import num_buckets
 from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered

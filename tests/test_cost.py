@@ -21,7 +21,6 @@ from stagewright.cost import (
     num_buckets,
 )
 from stagewright.profile import LayerProfile
-from stagewright.rehearsal.slices import slice_cluster
 from stagewright.wires import Wires, ring_s
 from tests.simulation.cases import even_profile, layer, profile, star
 
@@ -211,22 +210,6 @@ def test_transfers_that_start_together_take_as_long_as_the_fullest_link():
     moves = [(DeviceId(0, number), DeviceId(0, 7), 50.0) for number in range(7)]
     assert costs.exchange_s(moves) == pytest.approx(35.0)
     assert costs.transfer_s(50.0, *moves[0][:2]) == pytest.approx(5.0)
-
-
-def test_connections_and_the_machine_bound_what_emulated_hosts_move():
-    """Links of 30 B/s, connections of 10, 40 for all together: 7 → 1 is bound by the link, a sum by the machine."""
-    cluster = slice_cluster(8, 30.0)
-    bounded = replace(cluster, connection_bytes_per_s=10.0, machine_bytes_per_s=40.0)
-    wires, hosts = Wires(bounded), bounded.device_ids
-    assert wires.rate(hosts[0], hosts[7]) == 10.0
-    assert Wires(cluster).rate(hosts[0], hosts[7]) == 30.0
-    assert wires.exchange_s([(hosts[0], hosts[7], 60.0)]) == pytest.approx(6.0)
-    assert wires.exchange_s([(host, hosts[7], 60.0) for host in hosts[:7]]) == pytest.approx(7 * 60 / 30)
-    pairs = [(hosts[n], hosts[n ^ 1], 60.0) for n in range(8)]
-    assert wires.exchange_s(pairs) == pytest.approx(8 * 60 / 40)
-    assert wires.collective(hosts, 1e6).bytes_per_s == pytest.approx(40 / 8)
-    assert wires.collective(hosts[:2], 1e6).bytes_per_s == pytest.approx(40 / 2), "a sum has several connections"
-    assert wires.exchange_s([(hosts[0], hosts[0], 60.0)]) == 0.0
 
 
 def test_bytes_of_a_stage_by_kind():

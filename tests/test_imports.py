@@ -152,6 +152,27 @@ def test_planning_and_simulating_start_without_torch(statement: str) -> None:
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 
 
+ALL_THAT_IS_SHARED = """
+import os, signal, sys, threading, warnings
+def seen():
+    handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    open_files = sorted(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else []
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else 0
+    return (dict(os.environ), os.getcwd(), list(sys.path), sys.excepthook, sys.getswitchinterval(), handlers,
+            threading.active_count(), list(warnings.filters), open_files, cores)
+before = seen()
+import stagewright
+import stagewright.cli
+for one, other in zip(before, seen()):
+    assert one == other, (one, other)
+"""
+
+
+def test_importing_changes_nothing_outside_itself() -> None:
+    """Not the environment, signals, warnings, paths, files or threads of whoever imports it."""
+    subprocess.run([sys.executable, "-c", ALL_THAT_IS_SHARED], check=True, timeout=60)
+
+
 def import_seconds(statement: str) -> float:
     """The processor's seconds that an import took, the best of three processes: what others do does not count."""
     check = (

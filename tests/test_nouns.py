@@ -121,7 +121,7 @@ def test_what_is_saved_is_loaded(
 @every_noun
 def test_a_file_begins_with_its_format_and_version(noun: type[Saved], tmp_path: Path) -> None:
     text = SMALL[noun].save(tmp_path / "noun.yaml").read_text()
-    assert text.startswith(f"format: stagewright.{noun.__name__.lower()}\nversion: 1\n")
+    assert text.startswith(f"format: stagewright.{noun.__name__.lower()}\nversion: {noun.VERSION}\n")
 
 
 def test_files_are_short_enough_to_read(tmp_path: Path) -> None:
@@ -177,6 +177,16 @@ def test_a_yaml_file_may_repeat_a_part_by_its_name(tmp_path: Path) -> None:
         "hosts:\n- devices: [&card {kind: titan-v, memory_bytes: 100}, *card]\n"
     )
     assert [device.memory_bytes for device in Cluster.load(path).hosts[0].devices] == [100, 100]
+
+
+def test_clusters_of_the_first_version_are_read_without_what_they_no_longer_have() -> None:
+    new = SMALL[Cluster].to_dict()
+    old = {**new, "version": 1, "crowding": 1.2, "core_loss": 0.03, "machine_bytes_per_s": None}
+    assert Cluster.from_dict(old) == SMALL[Cluster]
+    with pytest.raises(StagewrightError, match="key crowding is unknown"):
+        Cluster.from_dict({**new, "crowding": 1.2})
+    with pytest.raises(StagewrightError, match="key colour is unknown"):
+        Cluster.from_dict({**old, "colour": "red"})
 
 
 def test_saving_leaves_no_half_file(tmp_path: Path) -> None:
@@ -291,9 +301,10 @@ def test_wrong_values_are_refused_by_name(
 
 @every_noun
 def test_other_formats_and_newer_versions_are_refused(noun: type[Saved]) -> None:
-    name = noun.FORMAT
-    with pytest.raises(FileError, match=rf"here.json: version 2 of {name} is newer than 1.*\nupdate stagewright"):
-        noun.from_dict(changed(noun, "version", to=2), where="here.json")
+    name, newer = noun.FORMAT, noun.VERSION + 1
+    told = rf"here.json: version {newer} of {name} is newer than {noun.VERSION}.*\nupdate stagewright"
+    with pytest.raises(FileError, match=told):
+        noun.from_dict(changed(noun, "version", to=newer), where="here.json")
     with pytest.raises(FileError, match=f"key format is 'stagewright.song': expected '{name}'"):
         noun.from_dict(changed(noun, "format", to="stagewright.song"))
     for version in (0, -1, "1", 1.0, True, None):

@@ -19,8 +19,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stagewright.profiling.heap import keep_longer
-
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, find_cluster, make_cluster, parse_devices
     from stagewright.errors import (
@@ -127,8 +125,6 @@ _HOMES = {
     "training": "Job Recipe train",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-keep_longer()
 
 
 def __getattr__(name: str) -> object:

@@ -97,6 +97,10 @@ class Cluster(Saved):
     """Hosts and the links between them."""
 
     FORMAT: ClassVar[str] = "stagewright.cluster"
+    VERSION: ClassVar[int] = 2
+    DROPPED: ClassVar[frozenset[str]] = frozenset(
+        {"core_loss", "crowding", "connection_bytes_per_s", "machine_bytes_per_s"}
+    )
     ERROR: ClassVar[type[StagewrightError]] = ClusterError
 
     name: str
@@ -110,17 +114,6 @@ class Cluster(Saved):
     sum_core_s_per_byte: float = Field(default=0.0, ge=0)
     """What a core spends on a byte of gradients for each replica, where replicas of one host add them up in memory that
     they have in common; 0: they do so over wires."""
-    core_loss: float = Field(default=0.0, ge=0, lt=0.5)
-    """The part of their work that shared cores lose while each has several devices to run; twice as much is lost while
-    some have only one, for nobody fills its core when it waits for another."""
-    crowding: float = Field(default=1.0, ge=1)
-    """How many times as long a device computes while all shared cores are busy, as it is for a profile, as it does
-    alone: cores share caches and memory too."""
-    connection_bytes_per_s: float | None = Field(default=None, gt=0)
-    """What one connection between two hosts carries at most, however fast their links are: a transfer has one, a
-    collective several."""
-    machine_bytes_per_s: float | None = Field(default=None, gt=0)
-    """What all hosts together send at most, where one machine emulates them."""
     notes: tuple[str, ...] = ()
     """Where the figures come from: one sentence a fact."""
 

@@ -97,6 +97,8 @@ class Saved:
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int] = 1
+    DROPPED: ClassVar[frozenset[str]] = frozenset()
+    """Keys that older versions wrote and this one does without."""
     ERROR: ClassVar[type[StagewrightError]] = FileError
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,6 +129,8 @@ class Saved:
     def from_dict(cls, plain: object, *, where: str = "the data") -> Self:
         """The noun that `to_dict` gave, checked key by key."""
         body = check_head(plain, cls.FORMAT, cls.VERSION, where)
+        if isinstance(plain, dict) and plain["version"] < cls.VERSION:
+            body = {key: value for key, value in body.items() if key not in cls.DROPPED}
         try:
             text = json.dumps(body, allow_nan=True, ensure_ascii=False)
             made: Self = adapter(cast(Any, cls)).validate_json(text)

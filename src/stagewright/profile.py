@@ -14,8 +14,6 @@ from stagewright.errors import ProfileError, StagewrightError
 from stagewright.noun import Saved, noun
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-Kernels = Literal["onednn", "plain"]
-"""What a CPU computes with: oneDNN, which torch takes by default, or plain products of matrices."""
 ROW_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 

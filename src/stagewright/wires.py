@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean
 from typing import NamedTuple
 
 from stagewright.cluster import Cluster, DeviceId
@@ -115,24 +114,7 @@ class Cores:
             if want > level:
                 break
             left, level = left - want, want
-        return min(1.0, level * self.kept(len(wants)) / self.wanted(id)) * self.sped(len(wants))
-
-    def kept(self, computing: int) -> float:
-        """What the machine's cores get done while so many devices compute, against what they could."""
-        if self.cluster.cores is None or self.of_host or computing < 2:
-            return 1.0
-        return 1 - self.cluster.core_loss * (1 if computing >= 2 * self.cluster.cores else 2)
-
-    def sped(self, computing: int) -> float:
-        """How many times as fast as for their profile devices compute on their cores while so many do.
-
-        A profile is taken while all cores are busy, and a device alone has caches and memory to itself.
-        """
-        if self.cluster.cores is None or self.cluster.crowding == 1.0:
-            return 1.0
-        full = self.cluster.cores / mean(map(self.wanted, self.cluster.device_ids))
-        others = min(1.0, (computing - 1) / (full - 1)) if full > 1 else 1.0
-        return 1 + (self.cluster.crowding - 1) * (1 - others)
+        return min(1.0, level / self.wanted(id))
 
     def share(self, computing: Sequence[DeviceId]) -> float:
         """The share of the machine's cores that some devices keep busy, at most 1; 0 where no cores are shared."""
@@ -144,19 +126,13 @@ class Cores:
 class Wires:
     """Paths, rings and trees of a cluster, over directed links: link 2 w is wire w along its ends, 2 w + 1 against.
 
-    After the wires come the cores that hosts share, where they do, and the memory of the machine that emulates them,
-    through which everything goes that they send to each other.
+    After the wires come the cores that hosts share, where they do.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.cores = Cores(cluster, first=2 * len(cluster.wires))
         self.rates = (*(link.bytes_per_s for link in cluster.wires for _ in range(2)), *self.cores.rates)
-        self._machine: tuple[tuple[int, int], ...] = ()
-        if cluster.machine_bytes_per_s is not None:
-            self._machine = ((len(self.rates), 1),)
-            self.rates = (*self.rates, cluster.machine_bytes_per_s)
-        self._connection = cluster.connection_bytes_per_s or math.inf
         self.latencies = tuple(link.latency_s for link in cluster.wires for _ in range(2))
         self._paths: dict[tuple[DeviceId, DeviceId], tuple[int, ...]] = {}
         self._collectives: dict[tuple[DeviceId, ...], tuple[Collective, ...]] = {}
@@ -176,31 +152,21 @@ class Wires:
 
     def loads(self, source: DeviceId, target: DeviceId) -> tuple[tuple[int, int], ...]:
         """What a transfer loads, as (link, how often): the links on its path, and the cores at its ends."""
-        machine = self._machine if source.host != target.host else ()
-        return (*((link, 1) for link in self.path(source, target)), *self.cores.transfer(source, target), *machine)
+        return (*((link, 1) for link in self.path(source, target)), *self.cores.transfer(source, target))
 
     def rate(self, source: DeviceId, target: DeviceId) -> float:
-        """The rate of the slowest link on the path, or of a connection; infinite inside one device."""
-        slowest = min((self.rates[link] / times for link, times in self.loads(source, target)), default=math.inf)
-        return min(slowest, self._connection) if source.host != target.host else slowest
+        """The rate of the slowest link on the path; infinite inside one device."""
+        return min((self.rates[link] / times for link, times in self.loads(source, target)), default=math.inf)
 
     def exchange_s(self, moves: Iterable[tuple[DeviceId, DeviceId, float]]) -> float:
-        """Transfers that start together, as (source, target, bytes): the fullest link decides, max Σ bytes / rate.
-
-        Or the fullest connection: two hosts have one between them.
-        """
+        """Transfers that start together, as (source, target, bytes): the fullest link decides, max Σ bytes / rate."""
         loads: dict[int, float] = {}
-        between: dict[tuple[int, int], float] = {}
         latency = 0.0
         for source, target, num_bytes in moves:
             latency = max(latency, self.latency_s(source, target))
-            if self._connection < math.inf and source.host != target.host:
-                pair = (source.host, target.host)
-                between[pair] = between.get(pair, 0.0) + num_bytes
             for link, times in self.loads(source, target):
                 loads[link] = loads.get(link, 0.0) + times * num_bytes
-        connected = max(between.values(), default=0.0) / self._connection
-        return latency + max(connected, *(load / self.rates[link] for link, load in loads.items()), 0.0)
+        return latency + max((load / self.rates[link] for link, load in loads.items()), default=0.0)
 
     def collective(self, devices: Sequence[DeviceId], num_bytes: float) -> Collective | None:
         """A ring, or a tree where latency is most of the ring's time and the tree is faster; None for one device."""

@@ -68,10 +68,10 @@ def test_a_wrong_option_is_told_before_anything_is_measured(tmp_path: Path) -> N
     star(12.5e6, 12.5e6).save(tmp_path / "two.yaml")
     done = run(
         "tiny-cnn", "--cluster", str(tmp_path / "two.yaml"), "--batch", "16", "--steps", "4", "--measure",
-        "--kernels", "fast", "-o", str(tmp_path / "run"),
+        "--on-nan", "wait", "-o", str(tmp_path / "run"),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "kernels is 'fast': expected 'onednn' or 'plain'" in done.stderr
+    assert "on_nan is 'wait': expected 'stop' or 'skip'" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -36,14 +36,6 @@ def test_a_model_is_measured_and_saved(tmp_path: Path) -> None:
     assert Profile.load(tmp_path / "p.json").batch_sizes == (2, 4, 8)
 
 
-def test_a_model_is_measured_with_plain_kernels(tmp_path: Path) -> None:
-    words = ("--batch", "2,4", "--device", "cpu", "--repeats", 1, "--kernels", "plain", "-o", tmp_path / "p.json")
-    run(profile, "tiny-cnn", *words)
-    assert "with plain kernels" in Profile.load(tmp_path / "p.json").notes[0]
-    with pytest.raises(StagewrightError, match="--kernels is 'fast': expected onednn or plain"):
-        run(profile, "tiny-cnn", "--batch", 2, "--kernels", "fast")
-
-
 def test_a_model_is_worked_out_for_hardware_that_is_not_here(tmp_path: Path) -> None:
     text = run(profile, "vgg16", "--batch", "16,32", "--device", "titan-v", "-o", tmp_path / "p.json")
     assert "vgg16 on titan-v, fp32, 32 rows, analytic" in text

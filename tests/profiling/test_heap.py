@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from stagewright.profiling.heap import KEPT_10_S
+from stagewright.cluster import DeviceId
+from stagewright.plan import Plan, Stage
+from stagewright.profiling.heap import KEPT_LONGER
+from stagewright.runtime.launch import worker_environment
 from tests.runtime.running import ROOT
 
 
@@ -18,13 +22,29 @@ def run(*words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_allocators_are_told_before_torch_is_loaded_unless_the_user_has() -> None:
-    told = "import os, stagewright; print([os.environ[name] for name in stagewright.profiling.heap.KEPT_10_S])"
-    without = {name: value for name, value in os.environ.items() if name not in KEPT_10_S}
+def test_workers_allocators_are_told_unless_the_user_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEPT_LONGER:
+        monkeypatch.delenv(name, raising=False)
+    plan = Plan(model="any", batch=4, stages=(Stage(layers=("a",), devices=(DeviceId(0, 0),)),))
+    made = worker_environment(plan, tmp_path, threads=1, device="cpu")
+    assert [made[name] for name in KEPT_LONGER] == ["10000", "1"]
+    monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "5")
+    made = worker_environment(plan, tmp_path, threads=1, device="cpu")
+    assert [made[name] for name in KEPT_LONGER] == ["5", "1"]
+
+
+def test_the_commands_allocator_is_told_before_torch_is_loaded() -> None:
+    """The command is asked for a verb that fails, and looked at from outside when it is over."""
+    told = (
+        "import atexit, os, sys; from stagewright.cli import main; assert 'torch' not in sys.modules;"
+        "atexit.register(lambda: print([os.environ[name] for name in sorted(os.environ) if 'MIMALLOC' in name]));"
+        "main(['nothing'])"
+    )
+    without = {name: value for name, value in os.environ.items() if name not in KEPT_LONGER}
     for given, expected in (({}, "10000"), ({"MIMALLOC_PURGE_DELAY": "5"}, "5")):
         command, environment = [sys.executable, "-c", told], {**without, **given}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        assert done.stdout == f"['{expected}', '1']\n", done.stderr
+        assert done.stdout == f"['1', '{expected}']\n", done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has mallopt")

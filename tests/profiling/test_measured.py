@@ -49,11 +49,6 @@ def wide_model() -> Layered:
     return make_layered(layers, (torch.zeros(2, 8),), loss=cross_entropy_sum(), targets=(labels,))
 
 
-def test_who_times_the_model_in_one_piece_himself_gets_the_sum_of_its_layers() -> None:
-    profile = make_profile(build_model("tiny-cnn"), batch_sizes=(4, 16), repeats=1, in_one_piece=False)
-    assert layers_against_model(profile) == pytest.approx((1.0, 1.0))
-
-
 def test_the_part_of_backward_that_only_weights_need_is_all_of_the_firsts_and_none_without_weights() -> None:
     made = make_profile(wide_model(), batch_sizes=(4, 64), repeats=3)
     first, relu, middle, loss = made.layers

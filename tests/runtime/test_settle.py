@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+from benchmarks.baselines import make_rows, mean_loss
 from torch import Tensor, nn
 
-from stagewright.bench.baselines import make_rows, mean_loss
 from stagewright.cluster import DeviceId
 from stagewright.models import build_model, make_layered
 from stagewright.plan import Plan, Stage

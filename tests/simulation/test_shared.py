@@ -107,35 +107,6 @@ def test_buckets_are_ready_while_backward_runs_at_half_speed() -> None:
     assert cut == pytest.approx(12.0 + 2.0)
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (2, 0.9), (3, 0.9), (4, 0.95), (6, 0.95)])
-def test_crowded_cores_lose_some_of_their_work(count: int, expected: float) -> None:
-    """Twice as much while some of two cores have one device alone; one device waits for nobody."""
-    free, limited = hosts(count, 2.0), hosts(count, 2.0, share=0.25)
-    cluster, of = replace(free, core_loss=0.05), profile()
-    assert step_s(data_parallel(free), cluster, of) == pytest.approx(step_s(data_parallel(free), free, of) / expected)
-    speed = Costs(of, cluster).speed(cluster.device_ids[0], cluster.device_ids)
-    assert speed == pytest.approx(expected * min(1.0, 2 / count))
-    alone = step_s(data_parallel(limited), limited, of)
-    assert step_s(data_parallel(limited), replace(limited, core_loss=0.05), of) == alone, "a share is a share"
-
-
-@pytest.mark.parametrize("share", [None, 0.25])
-def test_whoever_computes_alone_has_caches_and_memory_to_itself(share: float | None) -> None:
-    """Of two cores: both busy, as for the profile; then one after the other, 1.5 times as fast each."""
-    crowded = replace(hosts(8, 2.0, share=share), crowding=1.5)
-    of = profile()
-    cores = Costs(of, crowded).wires.cores
-    full = 2 if share is None else 8
-    assert [cores.sped(computing) for computing in (1, full, full + 3)] == [1.5, 1.0, 1.0]
-    assert cores.sped((1 + full) // 2) == pytest.approx(1.5 if full == 2 else 1 + 0.5 * (8 - 4) / 7)
-    everyone, alone = data_parallel(crowded), data_parallel(hosts(1, 2.0, share=share))
-    usual = replace(crowded, crowding=1.0)
-    assert step_s(everyone, crowded, of) == pytest.approx(step_s(everyone, usual, of))
-    assert step_s(alone, crowded, of) == pytest.approx(step_s(alone, usual, of) / 1.5)
-    ids = crowded.device_ids
-    assert Costs(of, crowded).speed(ids[0], ids[:1]) == pytest.approx(1.5 * Costs(of, usual).speed(ids[0], ids[:1]))
-
-
 def test_hosts_with_a_share_of_a_core_reduce_and_compute_in_turns() -> None:
     """The first of two buckets, a second on the wire, is ready in the middle of 4 s of backward: 0.4 s of it hide."""
     small = profile(parameter_bytes=10**9)

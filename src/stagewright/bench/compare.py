@@ -19,14 +19,14 @@ import numpy as np
 from stagewright.report.cases import Case, plan_key, read_results
 from stagewright.report.comparison import differences
 
-Verdict = Literal["faster", "slower", "noise", "same", "too few runs", "not the same work", "only in A", "only in B"]
-LEVEL = 0.05
+_Verdict = Literal["faster", "slower", "noise", "same", "too few runs", "not the same work", "only in A", "only in B"]
+_LEVEL = 0.05
 """How often, of all cases that did not change, one may be called changed (Benjamini and Hochberg 1995: of those called
 changed, how many may not have)."""
-MAX_ARRANGEMENTS = 200_000
+_MAX_ARRANGEMENTS = 200_000
 """Up to so many ways to deal the ranks out, all are counted; beyond, the normal distribution is near enough."""
-DRAWS = 4000
-SAME = 1e-9
+_DRAWS = 4000
+_SAME = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Comparison:
 
     name: str
     source: str
-    verdict: Verdict
+    verdict: _Verdict
     before: float | None = None
     after: float | None = None
     """Median images a second."""
@@ -54,23 +54,23 @@ class Comparison:
 
 def compare(before: Path, after: Path) -> list[Comparison]:
     """Every case that is in either folder; verdicts take account of how many cases were looked at."""
-    first, second = by_name(before), by_name(after)
+    first, second = _by_name(before), _by_name(after)
     made = []
     for key in dict.fromkeys((*first, *second)):
         name, source = key
         if key not in second or key not in first:
             made.append(Comparison(name=name, source=source, verdict="only in A" if key in first else "only in B"))
         else:
-            made.append(compare_cases(first[key], second[key]))
+            made.append(_compare_cases(first[key], second[key]))
     return judge(made)
 
 
-def by_name(folder: Path) -> dict[tuple[str, str], Case]:
+def _by_name(folder: Path) -> dict[tuple[str, str], Case]:
     """The cases of a folder by name and source."""
     return {(case.name, case.source): case for case in read_results(folder).cases}
 
 
-def compare_cases(one: Case, two: Case) -> Comparison:
+def _compare_cases(one: Case, two: Case) -> Comparison:
     """One case before and after; no verdict yet where chance may explain the difference."""
     told: dict[str, Any] = {"name": one.name, "source": one.source, "runs": (len(one.rates), len(two.rates))}
     # Another machine is what may be compared; other work is not.
@@ -86,9 +86,9 @@ def compare_cases(one: Case, two: Case) -> Comparison:
     if one.source == "simulated":
         # Nothing wavers in a simulation: any difference is a change.
         ratio = figures["ratio"]
-        verdict: Verdict = "same" if abs(ratio - 1) <= SAME else "faster" if ratio > 1 else "slower"
+        verdict: _Verdict = "same" if abs(ratio - 1) <= _SAME else "faster" if ratio > 1 else "slower"
         return Comparison(**told, **figures, verdict=verdict)
-    if smallest_p(len(one.rates), len(two.rates)) > LEVEL:
+    if smallest_p(len(one.rates), len(two.rates)) > _LEVEL:
         why = "no result could tell so few runs from chance: 4 on either side can"
         return Comparison(**told, **figures, verdict="too few runs", why=why)
     low, high = ratio_interval(one.rates, two.rates)
@@ -97,9 +97,9 @@ def compare_cases(one: Case, two: Case) -> Comparison:
 
 
 def judge(made: Sequence[Comparison]) -> list[Comparison]:
-    """The verdicts: of m tested cases those k with the smallest p are changes, k the largest with p ≤ LEVEL · k / m."""
+    """The verdicts: of m tested cases those k with the smallest p are changes, k the largest with p ≤ 0.05 · k / m."""
     ranked = sorted(one.p for one in made if one.p is not None)
-    passing = [p for place, p in enumerate(ranked, 1) if p <= LEVEL * place / len(ranked)]
+    passing = [p for place, p in enumerate(ranked, 1) if p <= _LEVEL * place / len(ranked)]
     limit = max(passing, default=-1.0)
 
     def judged(one: Comparison) -> Comparison:
@@ -124,7 +124,7 @@ def rank_test(first: Sequence[float], second: Sequence[float]) -> float:
     number, total = len(first), len(ranks)
     expected = number * sum(ranks) / total
     found = abs(sum(ranks[:number]) - expected)
-    if comb(total, number) <= MAX_ARRANGEMENTS:
+    if comb(total, number) <= _MAX_ARRANGEMENTS:
         sums = (sum(chosen) for chosen in combinations(ranks, number))
         far = [abs(each - expected) >= found - 1e-9 for each in sums]
         return sum(far) / len(far)
@@ -145,20 +145,20 @@ def middle_ranks(values: Sequence[float]) -> list[float]:
 def ratio_interval(first: Sequence[float], second: Sequence[float], share: float = 0.95) -> tuple[float, float]:
     """Where the ratio of the medians lies, by drawing from each side's observations over and over; seed fixed."""
     dice = np.random.default_rng(0)
-    one = np.median(dice.choice(np.array(first), (DRAWS, len(first))), axis=1)
-    two = np.median(dice.choice(np.array(second), (DRAWS, len(second))), axis=1)
+    one = np.median(dice.choice(np.array(first), (_DRAWS, len(first))), axis=1)
+    two = np.median(dice.choice(np.array(second), (_DRAWS, len(second))), axis=1)
     low, high = np.quantile(two / one, ((1 - share) / 2, (1 + share) / 2))
     return float(low), float(high)
 
 
 def changed_facts(before: Path, after: Path) -> list[tuple[str, str, str]]:
     """What differs between the environments of two folders: (fact, before, after)."""
-    first, second = facts_of(before), facts_of(after)
+    first, second = _facts_of(before), _facts_of(after)
     keys = sorted(first.keys() | second.keys())
     return [(key, first.get(key, ""), second.get(key, "")) for key in keys if first.get(key) != second.get(key)]
 
 
-def facts_of(folder: Path) -> dict[str, str]:
+def _facts_of(folder: Path) -> dict[str, str]:
     """The facts of a folder's records; several values of one fact stand side by side."""
     found: dict[str, dict[str, None]] = {}
     for case in read_results(folder).cases:

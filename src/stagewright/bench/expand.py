@@ -25,22 +25,22 @@ from typing import Any
 from stagewright.errors import UsageError
 from stagewright.noun import shown
 
-Keys = Mapping[str, Any]
-OWN_KEYS = ("like", "matrix", "without")
+_Keys = Mapping[str, Any]
+_OWN_KEYS = ("like", "matrix", "without")
 
 
-def expand(defaults: Keys, settings: Mapping[str, Keys], cases: Sequence[Keys]) -> list[dict[str, Any]]:
+def expand(defaults: _Keys, settings: Mapping[str, _Keys], cases: Sequence[_Keys]) -> list[dict[str, Any]]:
     """The keys of every case, matrices and inheritance written out."""
     made = []
     for number, case in enumerate(cases):
         if not isinstance(case.get("name"), str) or not case["name"]:
             raise UsageError(f"case number {number + 1} has no name", "give it one: name: vgg16-dp")
-        for chosen in combinations(case):
-            made.append(inherit(defaults, settings, case, chosen))
+        for chosen in _combinations(case):
+            made.append(_inherit(defaults, settings, case, chosen))
     return made
 
 
-def combinations(case: Keys) -> Iterator[dict[str, Any]]:
+def _combinations(case: _Keys) -> Iterator[dict[str, Any]]:
     """One value of every axis of a case's matrix, in the order in which they are written; but those left out."""
     matrix = case.get("matrix", {})
     where = f"case {case['name']!r}: key matrix"
@@ -51,14 +51,14 @@ def combinations(case: Keys) -> Iterator[dict[str, Any]]:
             raise UsageError(f"{where}.{key} is {shown(values)}: expected a list of values")
         if key in case and key != "like":
             raise UsageError(f"case {case['name']!r}: key {key} is given and is in the matrix", "leave one of them out")
-    excluded = left_out(case)
+    excluded = _left_out(case)
     for values in product(*matrix.values()):
         chosen = dict(zip(matrix, values))
         if not any(all(chosen.get(key) == value for key, value in some.items()) for some in excluded):
             yield chosen
 
 
-def left_out(case: Keys) -> Sequence[Keys]:
+def _left_out(case: _Keys) -> Sequence[_Keys]:
     """The combinations that a case goes without; each must name axes of its matrix."""
     excluded = case.get("without", [])
     for some in excluded if isinstance(excluded, list) else [excluded]:
@@ -69,20 +69,20 @@ def left_out(case: Keys) -> Sequence[Keys]:
     return excluded  # type: ignore[no-any-return]
 
 
-def inherit(defaults: Keys, settings: Mapping[str, Keys], case: Keys, chosen: Keys) -> dict[str, Any]:
+def _inherit(defaults: _Keys, settings: Mapping[str, _Keys], case: _Keys, chosen: _Keys) -> dict[str, Any]:
     """The keys of one case of a matrix, and its name."""
-    own = {key: value for key, value in case.items() if key not in (*OWN_KEYS, "name")}
+    own = {key: value for key, value in case.items() if key not in (*_OWN_KEYS, "name")}
     direct = {key: value for key, value in chosen.items() if not isinstance(value, Mapping) and key != "like"}
     bundles = [dict(value) for value in chosen.values() if isinstance(value, Mapping)]
-    likes = [*names_of(case.get("like"), case["name"]), *names_of(chosen.get("like"), case["name"])]
+    likes = [*_names_of(case.get("like"), case["name"]), *_names_of(chosen.get("like"), case["name"])]
     made = dict(defaults)
-    for keys in (*(inherited(name, settings, ()) for name in likes), own, *bundles, direct):
+    for keys in (*(_inherited(name, settings, ()) for name in likes), own, *bundles, direct):
         made.update({key: value for key, value in keys.items() if key != "name"})
-    made["name"] = name_of(case["name"], made, chosen)
+    made["name"] = _name_of(case["name"], made, chosen)
     return made
 
 
-def names_of(like: object, case: str) -> list[str]:
+def _names_of(like: object, case: str) -> list[str]:
     """The settings that a `like` names: one, or a list."""
     names = like if isinstance(like, list) else [] if like is None else [like]
     if not all(isinstance(name, str) for name in names):
@@ -90,7 +90,7 @@ def names_of(like: object, case: str) -> list[str]:
     return list(names)
 
 
-def inherited(name: str, settings: Mapping[str, Keys], below: tuple[str, ...]) -> dict[str, Any]:
+def _inherited(name: str, settings: Mapping[str, _Keys], below: tuple[str, ...]) -> dict[str, Any]:
     """The keys of a setting and of those it is itself like."""
     if name not in settings:
         known = ", ".join(settings) or "none"
@@ -99,27 +99,27 @@ def inherited(name: str, settings: Mapping[str, Keys], below: tuple[str, ...]) -
         raise UsageError(f"setting {name!r} is like itself, by way of {' → '.join((*below, name))}")
     own = settings[name]
     made: dict[str, Any] = {}
-    for base in names_of(own.get("like"), name):
-        made.update(inherited(base, settings, (*below, name)))
+    for base in _names_of(own.get("like"), name):
+        made.update(_inherited(base, settings, (*below, name)))
     made.update({key: value for key, value in own.items() if key != "like"})
     return made
 
 
-def name_of(template: str, keys: Keys, chosen: Keys) -> str:
+def _name_of(template: str, keys: _Keys, chosen: _Keys) -> str:
     """The case's name: `{ratio}` stands for a value; a matrix whose values are not in the name is appended to it."""
     values = {**keys, **chosen}
     names = re.findall(r"\{(\w+)\}", template)
     for name in names:
         if name not in values:
             raise UsageError(f"case {template!r}: its name has {{{name}}}, which is no key of it")
-    made = re.sub(r"\{(\w+)\}", lambda found: label(values[found[1]]), template)
-    return "-".join([made, *(label(value) for key, value in chosen.items() if not names)])
+    made = re.sub(r"\{(\w+)\}", lambda found: _label(values[found[1]]), template)
+    return "-".join([made, *(_label(value) for key, value in chosen.items() if not names)])
 
 
-def label(value: object) -> str:
+def _label(value: object) -> str:
     """A value as a part of a file's name: `3:1` is 3-1; a mapping goes by its `name`."""
     if isinstance(value, Mapping):
-        value = value.get("name", "-".join(map(label, value.values())))
+        value = value.get("name", "-".join(map(_label, value.values())))
     if isinstance(value, list):
-        value = "-".join(map(label, value))
+        value = "-".join(map(_label, value))
     return re.sub(r"[^A-Za-z0-9._+]+", "-", str(value)).strip("-")

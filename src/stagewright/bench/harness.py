@@ -40,13 +40,13 @@ def run_suite(
     """Runs what is left of a suite, with `retry` also what failed, and tells of every run as it ends."""
     with locked(folder), Stem(session.loads, gives_stems=True) as stem:
         begin(folder, suite, tasks, repetitions, session.facts)
-        clock = Clock(tasks, folder, repetitions)
+        clock = _Clock(tasks, folder, repetitions)
         for place in clock.places() if retry else ():
             place.forget_failure()
         for number in range(1, repetitions + 1):
             for task in tasks:
                 place = Place(folder, task.case.name, number)
-                if is_due(task, place):
+                if _is_due(task, place):
                     started = time.monotonic()
                     result = run_once(task, place, session, stem)
                     yield clock.told(task, number, result, time.monotonic() - started)
@@ -54,7 +54,7 @@ def run_suite(
             pack(folder, task.case.name)
 
 
-def is_due(task: Task, place: Place) -> bool:
+def _is_due(task: Task, place: Place) -> bool:
     """Whether a repetition is still to be run: not what is counted, nothing twice that cannot vary, no failed case."""
     if place.is_done or (place.number > 1 and (task.skipped or task.mode == "simulate")):
         return False
@@ -64,7 +64,7 @@ def is_due(task: Task, place: Place) -> bool:
     return not has_failed or any(one.is_done and not one.has_failed for one in earlier)
 
 
-class Clock:
+class _Clock:
     """What is done, and how long the rest will take by what the same cases have taken so far."""
 
     def __init__(self, tasks: Sequence[Task], folder: Path, repetitions: int) -> None:
@@ -81,7 +81,7 @@ class Clock:
     def left(self) -> Iterator[Task]:
         """The task of every repetition that is still to be run."""
         each = (task for _ in range(self._repetitions) for task in self._tasks)
-        return (task for task, place in zip(each, self.places()) if is_due(task, place))
+        return (task for task, place in zip(each, self.places()) if _is_due(task, place))
 
     def estimate(self, left: Sequence[Task]) -> float | None:
         """Seconds for the rest: a case's own mean, or for a case not run yet that of the others of its mode."""
@@ -123,10 +123,10 @@ class Row:
 
 def rows_of(tasks: Sequence[Task], folder: Path) -> list[Row]:
     """Every case with what its repetitions came to, in the suite's order."""
-    return [row_of(task, folder / task.case.name) for task in tasks]
+    return [_row_of(task, folder / task.case.name) for task in tasks]
 
 
-def row_of(task: Task, home: Path) -> Row:
+def _row_of(task: Task, home: Path) -> Row:
     """The row of one case."""
     records = [Record.load(path) for path in sorted(home.glob(f"*{RECORD_END}"))]
     failures = [Failure.load(path) for path in sorted(home.glob(f"*{FAILURE_END}"))]
@@ -144,10 +144,10 @@ def row_of(task: Task, home: Path) -> Row:
         **told, repetitions=len(records), images_per_s=median(rates), low=min(rates), high=max(rates),
         step_images=records[0].step_images, step_s=median(record.median_step_s for record in records),
         peak_bytes=max((use.peak_bytes for record in records for use in record.devices), default=None),
-        reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *too_full(records)),
+        reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *_too_full(records)),
     )  # fmt: skip
 
 
-def too_full(records: Sequence[Record]) -> list[str]:
+def _too_full(records: Sequence[Record]) -> list[str]:
     """What the records say of memory that no device has."""
     return [note for note in records[0].notes if note.startswith(DOES_NOT_FIT)]

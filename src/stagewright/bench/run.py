@@ -26,11 +26,11 @@ from stagewright.runtime.stem import Stem, StemGoneError
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Setting
 
-PATIENCE_S = 10.0
+_PATIENCE_S = 10.0
 """How long a run that is told to end may take to do so."""
-LONGEST_REASON = 600
+_LONGEST_REASON = 600
 DOES_NOT_FIT = "does not fit"
-LAUNCHER = (
+_LAUNCHER = (
     "torch._dynamo",
     "stagewright.runtime.checkpoint",
     "stagewright.cli.train",
@@ -47,7 +47,7 @@ class Session:
     facts: Mapping[str, str]
     num_cards: int = 0
     program: tuple[str, ...] = (sys.executable, "-m", "stagewright")
-    loads: tuple[str, ...] = LAUNCHER
+    loads: tuple[str, ...] = _LAUNCHER
 
 
 def run_once(task: Task, place: Place, session: Session, stem: Stem) -> Record | Failure:
@@ -61,7 +61,7 @@ def run_once(task: Task, place: Place, session: Session, stem: Stem) -> Record |
         elif task.mode == "simulate":
             result = simulate(task, place, session)
         else:
-            result = run_process(task, place, run, session, stem)
+            result = _run_process(task, place, run, session, stem)
     except StagewrightError as fault:
         result = failure(task, f"{fault.what}: {fault.todo}" if fault.todo else fault.what)
     place.keep(result)
@@ -72,7 +72,7 @@ def failure(task: Task, reason: str) -> Failure:
     """The row of a case that gave no record."""
     case = task.case
     return Failure(
-        name=case.name, reason=reason[:LONGEST_REASON], model=case.model, placement=case.placement, source=task.source,
+        name=case.name, reason=reason[:_LONGEST_REASON], model=case.model, placement=case.placement, source=task.source,
         command=task.command,
     )  # fmt: skip
 
@@ -96,11 +96,11 @@ def simulate(task: Task, place: Place, session: Session) -> Record | Failure:
     log.write_text("\n".join((f"$ {task.command}", figures, *task.notes, *record.notes, "")), encoding="utf-8")
     # A simulation says nothing of the machine it was worked out on.
     facts = {key: session.facts[key] for key in ("stagewright", "commit") if key in session.facts}
-    notes = (*task.notes, *overflows(record, task.cluster), *record.notes)
+    notes = (*task.notes, *_overflows(record, task.cluster), *record.notes)
     return replace(record, command=task.command, environment=facts, notes=notes)
 
 
-def overflows(record: Record, cluster: Cluster) -> tuple[str, ...]:
+def _overflows(record: Record, cluster: Cluster) -> tuple[str, ...]:
     """What must be said of a simulation that no device could hold."""
     fullest = max(record.devices, key=lambda use: use.peak_bytes, default=None)
     room = 0 if fullest is None else cluster.device(DeviceId.parse(fullest.device)).memory_bytes
@@ -109,25 +109,25 @@ def overflows(record: Record, cluster: Cluster) -> tuple[str, ...]:
     return (f"{DOES_NOT_FIT}: {size(fullest.peak_bytes)} on {fullest.device}, which has {size(room)}",)
 
 
-def run_process(task: Task, place: Place, run: Path, session: Session, stem: Stem) -> Record | Failure:
+def _run_process(task: Task, place: Place, run: Path, session: Session, stem: Stem) -> Record | Failure:
     """The case as a process of its own, watched from outside while it runs; none outlives who started it."""
     words, log = [*session.program, *task.words, "-o", str(run), "--json"], place.path(".log")
     log.write_text(f"$ {task.command}\n", encoding="utf-8")
     try:
-        process = Process(stem, words, log)
-        with Watch(look_of(task, process.pid, session)) as watch:
+        process = _Process(stem, words, log)
+        with Watch(_look_of(task, process.pid, session)) as watch:
             status = ended(process, task.case.limit_s)
     except StemGoneError as fault:
         return failure(task, str(fault))
     place.path(".samples.csv").write_text(watch.table(), encoding="utf-8")
     saved = run / "record.json"
     if status == 0 and saved.exists():
-        return finish(Record.load(saved), task, session, watch.seen())
+        return _finish(Record.load(saved), task, session, watch.seen())
     said = log.read_text(encoding="utf-8", errors="replace")
-    return failure(task, reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
+    return failure(task, _reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
 
 
-class Process:
+class _Process:
     """A command that runs, forked of a stem, its output added to a log."""
 
     def __init__(self, stem: Stem, words: Sequence[str], log: Path) -> None:
@@ -153,13 +153,13 @@ class Process:
             yield from self._stem.hear(min(1.0, deadline - time.monotonic()))
 
 
-def look_of(task: Task, process: int, session: Session) -> Look:
+def _look_of(task: Task, process: int, session: Session) -> Look:
     """Cards where the case uses them, else its worker processes."""
     uses_cards = session.num_cards > 0 and task.case.device != "cpu" and task.mode == "train"
     return look_at_cards() if uses_cards else look_at_workers(process, alone=task.num_workers == 1)
 
 
-def ended(process: Process, limit_s: float) -> int | None:
+def ended(process: _Process, limit_s: float) -> int | None:
     """The exit status; None for a run that was ended because it took too long."""
     status = None
     try:
@@ -167,24 +167,24 @@ def ended(process: Process, limit_s: float) -> int | None:
     finally:
         if status is None:
             process.send(signal.SIGTERM)
-            if process.wait(PATIENCE_S) is None:
+            if process.wait(_PATIENCE_S) is None:
                 process.send(signal.SIGKILL)
-                process.wait(PATIENCE_S)
+                process.wait(_PATIENCE_S)
     return status
 
 
-def reason_of(status: int | None, limit_s: float, said: str, run: Path) -> str:
+def _reason_of(status: int | None, limit_s: float, said: str, run: Path) -> str:
     """Why a run gave no record, in its own words where it has any."""
     if status is None:
         return f"it did not end within {limit_s:g} s (limit_s)"
     if status == 0:
         return "it ended well but left no record.json: with --nodes its folder must be one that all hosts share"
-    words = own_words(said, run)
+    words = _own_words(said, run)
     ended = f"signal {-status} ended it" if status < 0 else f"it ended with status {status}"
     return words if words and status > 0 else f"{ended}{f': {words}' if words else ''}"
 
 
-def own_words(said: str, run: Path) -> str:
+def _own_words(said: str, run: Path) -> str:
     """The last `error: …` of a log with the lines that belong to it, or its last line."""
     lines = said.rstrip().splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
@@ -199,10 +199,10 @@ def own_words(said: str, run: Path) -> str:
     return "; ".join(line for line in block if str(run) not in line)
 
 
-def finish(record: Record, task: Task, session: Session, seen: Mapping[int, Seen]) -> Record:
+def _finish(record: Record, task: Task, session: Session, seen: Mapping[int, Seen]) -> Record:
     """The record under the case's name, with what was seen from outside and where it ran."""
     cards = session.num_cards if task.case.device != "cpu" else 0
-    devices = tuple(with_seen(use, seen.get(card_of(number, cards))) for number, use in enumerate(record.devices))
+    devices = tuple(_with_seen(use, seen.get(_card_of(number, cards))) for number, use in enumerate(record.devices))
     shared = f"{record.cluster}, {task.num_workers} workers on {cards}" if task.notes and cards else record.cluster
     facts = {**record.environment, **{key: value for key, value in session.facts.items() if key != "host"}}
     return replace(
@@ -211,7 +211,7 @@ def finish(record: Record, task: Task, session: Session, seen: Mapping[int, Seen
     )  # fmt: skip
 
 
-def card_of(worker: int, num_cards: int) -> int:
+def _card_of(worker: int, num_cards: int) -> int:
     """The card that a worker of one host uses, as the driver numbers them; without cards, the worker itself."""
     if not num_cards:
         return worker
@@ -220,7 +220,7 @@ def card_of(worker: int, num_cards: int) -> int:
     return int(visible[own]) if own < len(visible) and visible[own].isdecimal() else own
 
 
-def with_seen(use: DeviceUse, seen: Seen | None) -> DeviceUse:
+def _with_seen(use: DeviceUse, seen: Seen | None) -> DeviceUse:
     """What a device did, with what was seen of it from outside."""
     if seen is None:
         return use

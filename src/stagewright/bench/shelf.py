@@ -33,7 +33,7 @@ from stagewright.noun import Saved, noun
 from stagewright.record import Record
 from stagewright.report.cases import FAILURE_END, RECORD_END, Failure
 
-BEGUN, LOCK = "bench.json", ".lock"
+_BEGUN, _LOCK = "bench.json", ".lock"
 
 
 @noun(error=UsageError)
@@ -101,7 +101,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Holds the folder, so that no other process counts there meanwhile; the kernel lets go of it with the process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("w")
+        file = (folder / _LOCK).open("w")
     except OSError as fault:
         raise FileError(f"{folder}: {fault.strerror}", "give a folder that can be written with -o") from None
     with file:
@@ -116,10 +116,10 @@ def locked(folder: Path) -> Iterator[None]:
 def begin(folder: Path, suite: str, tasks: Sequence[Task], repetitions: int, facts: Mapping[str, str]) -> None:
     """Writes down what is measured here; refuses to add to results of other settings, machines or commits."""
     commands = {task.case.name: task.command for task in tasks}
-    path = folder / BEGUN
+    path = folder / _BEGUN
     before = Begun.load(path) if path.exists() else None
     if before is not None:
-        check_same(folder, before, suite, commands, identity(facts))
+        _check_same(folder, before, suite, commands, identity(facts))
         commands = {**before.commands, **commands}
         repetitions = max(repetitions, before.repetitions)
     Begun(suite=suite, repetitions=repetitions, commands=commands, identity=identity(facts)).save(path)
@@ -127,7 +127,7 @@ def begin(folder: Path, suite: str, tasks: Sequence[Task], repetitions: int, fac
         cluster.save(folder / f"{cluster.name}.cluster.yaml")
 
 
-def check_same(folder: Path, before: Begun, suite: str, commands: Mapping[str, str], now: Mapping[str, str]) -> None:
+def _check_same(folder: Path, before: Begun, suite: str, commands: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Refuses a folder whose results are not of the same suite, cases, machine and commit."""
     todo = "use another folder with -o; `stagewright bench compare` sets the two against one another"
     if before.suite != suite:

@@ -22,13 +22,13 @@ from stagewright.planning.options import PlanOptions, spelled
 from stagewright.profile import Precision
 
 Mode = Literal["train", "rehearse", "simulate"]
-Value = str | int | float | bool | tuple[str | int | float, ...]
+_Value = str | int | float | bool | tuple[str | int | float, ...]
 RECORDS = "records"
-REPETITIONS = 7
+_REPETITIONS = 7
 
-PLAN_KEYS = {spelled(field.name)[2:].replace("-", "_"): field.name for field in fields(PlanOptions)}
+_PLAN_KEYS = {spelled(field.name)[2:].replace("-", "_"): field.name for field in fields(PlanOptions)}
 """The keys of a case that shape its plan, as the command's options are spelled, and the fields they fill."""
-TEXT_KEYS = ("ratio", "staleness", "placement")
+_TEXT_KEYS = ("ratio", "staleness", "placement")
 """Text that YAML may take for a number."""
 
 
@@ -57,7 +57,7 @@ class Case:
     epoch_images: int | None = Field(default=None, ge=1)
     limit_s: float = Field(default=3600.0, gt=0)
     """The longest that one run may take."""
-    options: Mapping[str, Value] = Field(default_factory=dict)
+    options: Mapping[str, _Value] = Field(default_factory=dict)
     """Further options of `train` and `rehearse`, such as channels_last: true."""
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class SuiteFile(Saved):
     name: str
     about: str = ""
     cluster: str | None = None
-    repetitions: int = Field(default=REPETITIONS, ge=1)
+    repetitions: int = Field(default=_REPETITIONS, ge=1)
     defaults: Mapping[str, Any] = Field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
     cases: tuple[Mapping[str, Any], ...] = Field(min_length=1)
@@ -141,8 +141,8 @@ def make_suite(plain: object, *, where: str = "the suite") -> Suite:
     check_head(plain, SuiteFile.FORMAT, SuiteFile.VERSION, where)
     file = SuiteFile.from_dict(plain, where=where)
     try:
-        cases = tuple(make_case(keys) for keys in expand(file.defaults, file.settings, file.cases))
-        check_cases(cases)
+        cases = tuple(_make_case(keys) for keys in expand(file.defaults, file.settings, file.cases))
+        _check_cases(cases)
         if file.cluster is not None:
             find_cluster(file.cluster)
     except FileError as fault:
@@ -152,39 +152,39 @@ def make_suite(plain: object, *, where: str = "the suite") -> Suite:
     return Suite(name=file.name, about=file.about, cluster=file.cluster, repetitions=file.repetitions, cases=cases)
 
 
-def make_case(keys: Mapping[str, Any]) -> Case:
+def _make_case(keys: Mapping[str, Any]) -> Case:
     """The case with these keys, each of the right kind."""
-    plan = {PLAN_KEYS[key]: plan_value(key, value) for key, value in keys.items() if key in PLAN_KEYS}
-    rest = {key: value for key, value in keys.items() if key not in PLAN_KEYS}
+    plan = {_PLAN_KEYS[key]: _plan_value(key, value) for key, value in keys.items() if key in _PLAN_KEYS}
+    rest = {key: value for key, value in keys.items() if key not in _PLAN_KEYS}
     try:
         made: Case = adapter(Case).validate_json(json.dumps({**rest, "plan": plan}))
         return made
     except ValidationError as fault:
-        raise UsageError(f"case {keys['name']}: {as_written(describe(fault))}") from None
+        raise UsageError(f"case {keys['name']}: {_as_written(describe(fault))}") from None
     except (TypeError, ValueError) as fault:
         raise UsageError(f"case {keys['name']}: cannot be read: {fault}") from None
     except StagewrightError as fault:
         raise UsageError(f"case {keys['name']}: {fault.what}", fault.todo) from None
 
 
-def as_written(told: str) -> str:
+def _as_written(told: str) -> str:
     """What is told of a key, by the name that the file has for it."""
     found = re.match(r"key plan\.(\w+)", told)
     if found is None:
         return told
-    names = {field: key for key, field in PLAN_KEYS.items()}
+    names = {field: key for key, field in _PLAN_KEYS.items()}
     return f"key {names.get(found[1], found[1])}{told[found.end() :]}"
 
 
-def plan_value(key: str, value: object) -> object:
+def _plan_value(key: str, value: object) -> object:
     """A value as the plan's options have it: cuts in a list, ratios and the like as text."""
     if key == "cut" and isinstance(value, str):
         return value.split(",")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if key in TEXT_KEYS and is_number else value
+    return str(value) if key in _TEXT_KEYS and is_number else value
 
 
-def check_cases(cases: Sequence[Case]) -> None:
+def _check_cases(cases: Sequence[Case]) -> None:
     """Refuses a name that two cases have, and a case of which no plan can be made."""
     # On a file system that does not tell A from a, two such names would be one file.
     names = [case.name.lower() for case in cases]

@@ -16,8 +16,8 @@ from stagewright.planning.options import PlanOptions, spelled
 from stagewright.profiling.topology import join_hosts
 from stagewright.record import Source
 
-SOURCES: Mapping[Mode, Source] = {"train": "measured", "rehearse": "rehearsed", "simulate": "simulated"}
-CheckWords = Callable[[Sequence[str]], None]
+_SOURCES: Mapping[Mode, Source] = {"train": "measured", "rehearse": "rehearsed", "simulate": "simulated"}
+_CheckWords = Callable[[Sequence[str]], None]
 """Refuses words that the command would not understand."""
 
 
@@ -63,7 +63,7 @@ class Task:
     @property
     def source(self) -> Source:
         """What its record is, or was to be."""
-        return SOURCES[self.mode]
+        return _SOURCES[self.mode]
 
     @property
     def command(self) -> str:
@@ -77,10 +77,10 @@ class Task:
         return max(1, len({id for stage in stages for id in stage}))
 
 
-def make_tasks(suite: Suite, choices: Choices, here: Here, check: CheckWords) -> tuple[Task, ...]:
+def make_tasks(suite: Suite, choices: Choices, here: Here, check: _CheckWords) -> tuple[Task, ...]:
     """A task for each chosen case; raises for what no machine could run."""
-    cases = chosen_cases(suite, choices)
-    tasks = tuple(make_task(with_choices(case, choices), suite, choices, here) for case in cases)
+    cases = _chosen_cases(suite, choices)
+    tasks = tuple(_make_task(_with_choices(case, choices), suite, choices, here) for case in cases)
     for task in tasks:
         try:
             if task.words and task.words[0] in here.verbs:
@@ -90,7 +90,7 @@ def make_tasks(suite: Suite, choices: Choices, here: Here, check: CheckWords) ->
     return tasks
 
 
-def chosen_cases(suite: Suite, choices: Choices) -> tuple[Case, ...]:
+def _chosen_cases(suite: Suite, choices: Choices) -> tuple[Case, ...]:
     """The cases whose names match one of the patterns; all where none is given."""
     for pattern in choices.only:
         if not any(fnmatchcase(case.name, pattern) for case in suite.cases):
@@ -101,7 +101,7 @@ def chosen_cases(suite: Suite, choices: Choices) -> tuple[Case, ...]:
     return tuple(case for case in suite.cases if any(fnmatchcase(case.name, pattern) for pattern in patterns))
 
 
-def with_choices(case: Case, choices: Choices) -> Case:
+def _with_choices(case: Case, choices: Choices) -> Case:
     """The case with what the command line says in its place."""
     given = {key: getattr(choices, key) for key in ("device", "share", "steps", "warm_up")}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -112,23 +112,23 @@ def with_choices(case: Case, choices: Choices) -> Case:
     return replace(case, **changes)
 
 
-def make_task(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
+def _make_task(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
     """The task of one case: as it says, or as a simulation where it or its hardware cannot be had."""
     if choices.simulate or case.run == "simulate":
         return simulation(case, suite, choices, ())
     if case.run == "rehearse":
-        return rehearsal(case, suite, choices, here)
-    lack = missing_hardware(case, choices, here)
+        return _rehearsal(case, suite, choices, here)
+    lack = _missing_hardware(case, choices, here)
     if lack and (choices.cluster or suite.cluster):
         return simulation(case, suite, choices, (f"simulated, since {lack}",))
     if lack:
         return Task(case=case, mode="train", skipped=f"{lack}, and no cluster is named to simulate it on (--cluster)")
     if case.data == RECORDS:
         return Task(case=case, mode="train", skipped="its records are not here: name their folder with --data FOLDER")
-    return Task(case=case, mode="train", words=train_words("train", case, choices), notes=sharing(case, here))
+    return Task(case=case, mode="train", words=_train_words("train", case, choices), notes=_sharing(case, here))
 
 
-def missing_hardware(case: Case, choices: Choices, here: Here) -> str:
+def _missing_hardware(case: Case, choices: Choices, here: Here) -> str:
     """Why a case cannot run for real; nothing where it can."""
     if case.num_hosts > max(1, len(choices.nodes)):
         return f"it needs {count(case.num_hosts, 'host')} and --nodes names {len(choices.nodes) or 'none'}"
@@ -141,7 +141,7 @@ def missing_hardware(case: Case, choices: Choices, here: Here) -> str:
     return ""
 
 
-def sharing(case: Case, here: Here) -> tuple[str, ...]:
+def _sharing(case: Case, here: Here) -> tuple[str, ...]:
     """What must be said of workers that share a card."""
     workers = Task(case=case, mode="train").num_workers
     if case.device != "cuda" or workers <= here.num_cards:
@@ -149,7 +149,7 @@ def sharing(case: Case, here: Here) -> tuple[str, ...]:
     return (f"{workers} workers share {count(here.num_cards, 'card')}: speeds and memory are not those of {workers}",)
 
 
-def rehearsal(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
+def _rehearsal(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
     """The task of a case on emulated hosts."""
     name = choices.cluster or suite.cluster
     if "rehearse" not in here.verbs:
@@ -159,7 +159,7 @@ def rehearsal(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
     if not here.is_root:
         return Task(case=case, mode="rehearse", skipped="emulated hosts need root: run the suite with sudo")
     cluster = find_cluster(name)
-    words = train_words("rehearse", case, choices, "--cluster", name)
+    words = _train_words("rehearse", case, choices, "--cluster", name)
     try:
         case.make_plan(cluster)
     except StagewrightError as fault:
@@ -172,9 +172,9 @@ def simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ...
     name = choices.cluster or suite.cluster
     if name is None:
         return Task(case=case, mode="simulate", skipped="no cluster is named to simulate it on (--cluster)")
-    cluster, more = with_hosts(find_cluster(name), case.num_hosts)
+    cluster, more = _with_hosts(find_cluster(name), case.num_hosts)
     # The joined cluster lies beside the results, where the command finds it again.
-    words = simulate_words(case, f"{cluster.name}.cluster.yaml" if more else name)
+    words = _simulate_words(case, f"{cluster.name}.cluster.yaml" if more else name)
     # A folder of images is at hand only where a case runs for real; the simulator knows how fast hosts decode.
     shown = case if case.data in ("synthetic", RECORDS) else replace(case, data=RECORDS)
     try:
@@ -184,7 +184,7 @@ def simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ...
     return Task(case=shown, mode="simulate", words=words, cluster=cluster, notes=(*notes, *more))
 
 
-def with_hosts(cluster: Cluster, hosts: int) -> tuple[Cluster, tuple[str, ...]]:
+def _with_hosts(cluster: Cluster, hosts: int) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster with so many hosts at least, and what was assumed to get there."""
     if hosts <= len(cluster.hosts):
         return cluster, ()
@@ -193,7 +193,7 @@ def with_hosts(cluster: Cluster, hosts: int) -> tuple[Cluster, tuple[str, ...]]:
     return join_hosts((cluster.hosts[0],) * hosts, name, notes=(*cluster.notes, note)), (note,)
 
 
-def plan_words(case: Case) -> list[str]:
+def _plan_words(case: Case) -> list[str]:
     """The options that shape the plan."""
     made: list[str] = []
     default = PlanOptions()
@@ -204,11 +204,11 @@ def plan_words(case: Case) -> list[str]:
         if field.name == "cut":
             made += ["--cut", ",".join(value)]
         else:
-            made += option_words(spelled(field.name), value)
+            made += _option_words(spelled(field.name), value)
     return made
 
 
-def option_words(option: str, value: object) -> list[str]:
+def _option_words(option: str, value: object) -> list[str]:
     """`--steps 20`; a flag for true, nothing for false, and several words for several values."""
     if isinstance(value, bool):
         return [option] if value else []
@@ -217,9 +217,9 @@ def option_words(option: str, value: object) -> list[str]:
     return [option, str(value)]
 
 
-def train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[str, ...]:
+def _train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[str, ...]:
     """The command that runs the case for real, or on emulated hosts."""
-    words = [verb, case.model, *plan_words(case)]
+    words = [verb, case.model, *_plan_words(case)]
     words += ["--precision", case.precision, "--data", case.data]
     words += ["--steps", str(case.steps), "--warm-up", str(case.warm_up)]
     words += [] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]
@@ -229,13 +229,13 @@ def train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[st
         words += ["--share", str(case.share)] if case.share > 1 else []
         words += ["--nodes", ",".join(choices.nodes[: case.num_hosts])] if case.num_hosts > 1 else []
     for key, value in case.options.items():
-        words += option_words("--" + key.replace("_", "-"), value)
+        words += _option_words("--" + key.replace("_", "-"), value)
     return (*words, *more)
 
 
-def simulate_words(case: Case, cluster: str) -> tuple[str, ...]:
+def _simulate_words(case: Case, cluster: str) -> tuple[str, ...]:
     """The command that simulates the case."""
-    words = ["simulate", case.model, "--cluster", cluster, *plan_words(case)]
+    words = ["simulate", case.model, "--cluster", cluster, *_plan_words(case)]
     words += ["--precision", case.precision, "--data", "synthetic" if case.data == "synthetic" else RECORDS]
     return (*words, *([] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]))
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 from stagewright.profiling.detect import ask
 
-INTERVAL_S = 0.2
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_INTERVAL_S = 0.2
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
@@ -51,7 +51,7 @@ class Look(Protocol):
 class Watch:
     """Samples devices in a thread of its own, from `with` to its end."""
 
-    def __init__(self, look: Look, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, look: Look, interval_s: float = _INTERVAL_S) -> None:
         self.samples: list[Sample] = []
         self._look, self._interval_s, self._is_over = look, interval_s, threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -76,7 +76,7 @@ class Watch:
         groups: dict[int, list[Sample]] = defaultdict(list)
         for sample in self.samples:
             groups[sample.device].append(sample)
-        return {device: summary(samples) for device, samples in groups.items()}
+        return {device: _summary(samples) for device, samples in groups.items()}
 
     def table(self) -> str:
         """Every sample as a line of CSV."""
@@ -88,7 +88,7 @@ class Watch:
         return "\n".join(lines) + "\n"
 
 
-def summary(samples: list[Sample]) -> Seen:
+def _summary(samples: list[Sample]) -> Seen:
     """A device's samples in two figures."""
     shares = [sample.busy_share for sample in samples if sample.busy_share]
     return Seen(max(sample.memory_bytes for sample in samples), mean(shares) if shares else None)
@@ -101,17 +101,17 @@ def look_at_cards() -> Look:
 
         pynvml.nvmlInit()
     except Exception:  # no library, no driver, no permission: all the same here
-        return by_nvidia_smi
+        return _by_nvidia_smi
     cards = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def look() -> Iterator[tuple[int, int, float | None]]:
         for number, card in enumerate(cards):
-            yield number, *card_figures(pynvml, card)
+            yield number, *_card_figures(pynvml, card)
 
     return look
 
 
-def card_figures(library: Any, card: Any) -> tuple[int, float | None]:
+def _card_figures(library: Any, card: Any) -> tuple[int, float | None]:
     """Bytes in use and the share of time with a kernel running; 0 and None where the driver does not say."""
     try:
         used = int(library.nvmlDeviceGetMemoryInfo(card).used)
@@ -120,7 +120,7 @@ def card_figures(library: Any, card: Any) -> tuple[int, float | None]:
         return 0, None
 
 
-def by_nvidia_smi() -> Iterator[tuple[int, int, float | None]]:
+def _by_nvidia_smi() -> Iterator[tuple[int, int, float | None]]:
     """The same figures from nvidia-smi's own words; none where it is missing."""
     listing = ask(("nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits")) or ""
     for number, line in enumerate(listing.strip().splitlines()):
@@ -138,8 +138,8 @@ def look_at_workers(parent: int, *, alone: bool, clock: Callable[[], float] = ti
 
     def look() -> Iterator[tuple[int, int, float | None]]:
         now = clock()
-        for worker, process in ({0: parent} if alone else workers_of(parent)).items():
-            found = process_figures(process)
+        for worker, process in ({0: parent} if alone else _workers_of(parent)).items():
+            found = _process_figures(process)
             if found is None:
                 continue
             memory, used_s = found
@@ -151,16 +151,16 @@ def look_at_workers(parent: int, *, alone: bool, clock: Callable[[], float] = ti
     return look
 
 
-def workers_of(parent: int) -> dict[int, int]:
+def _workers_of(parent: int) -> dict[int, int]:
     """The process of each worker, by its rank."""
-    return {rank: process for process in descendants(parent) if (rank := rank_of(process)) is not None}
+    return {rank: process for process in descendants(parent) if (rank := _rank_of(process)) is not None}
 
 
 def descendants(parent: int) -> list[int]:
     """The processes that a process started, and those that they did."""
     children: dict[int, list[int]] = defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
-        text = read(path)
+        text = _read(path)
         # The name in brackets may hold anything, brackets too.
         after = text.rpartition(")")[2].split()
         if len(after) > 1:
@@ -172,26 +172,26 @@ def descendants(parent: int) -> list[int]:
     return found
 
 
-def rank_of(process: int) -> int | None:
+def _rank_of(process: int) -> int | None:
     """The rank that a launcher gave a process; forks of a stem have it in their names, and that stem's variables."""
-    name, _, rank = read(Path(f"/proc/{process}/comm")).strip().partition("-")
+    name, _, rank = _read(Path(f"/proc/{process}/comm")).strip().partition("-")
     if name in ("worker", "stem"):
         return int(rank) if rank.isdecimal() else None
-    variables = read(Path(f"/proc/{process}/environ")).split("\0")
+    variables = _read(Path(f"/proc/{process}/environ")).split("\0")
     ranks = [text.removeprefix("RANK=") for text in variables if text.startswith("RANK=")]
     return int(ranks[0]) if ranks and ranks[0].isdecimal() else None
 
 
-def process_figures(process: int) -> tuple[int, float] | None:
+def _process_figures(process: int) -> tuple[int, float] | None:
     """Resident bytes and processor seconds of a process; None where it is gone."""
-    pages = read(Path(f"/proc/{process}/statm")).split()
-    ticks = read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
+    pages = _read(Path(f"/proc/{process}/statm")).split()
+    ticks = _read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
     if len(pages) < 2 or len(ticks) < 13:
         return None
-    return int(pages[1]) * PAGE_BYTES, (int(ticks[11]) + int(ticks[12])) / TICKS_PER_S
+    return int(pages[1]) * _PAGE_BYTES, (int(ticks[11]) + int(ticks[12])) / _TICKS_PER_S
 
 
-def read(path: Path) -> str:
+def _read(path: Path) -> str:
     """What a file of /proc holds; nothing where its process is gone."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")

@@ -93,6 +93,9 @@ def about(
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command and ends the process with its status: 0, or 2 for a mistake of the user."""
+    from stagewright.profiling.heap import keep_longer
+
+    keep_longer()
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given
     try:

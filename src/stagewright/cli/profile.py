@@ -15,7 +15,7 @@ from rich.table import Table
 from stagewright.cluster import parse_ratio
 from stagewright.errors import UsageError
 from stagewright.noun import dump_json
-from stagewright.profile import Kernels, Precision, Profile
+from stagewright.profile import Precision, Profile
 from stagewright.report.figures import seconds, size
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def profile(
         str | None, typer.Option(help="cpu or cuda: measured. titan-v, v100, h200 … or a device file: worked out.")
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64.")] = "fp32",
-    kernels: Annotated[str, typer.Option(help="On a CPU: onednn, or plain, which are faster on some.")] = "onednn",
     repeats: Annotated[int, typer.Option(help="How often each layer is timed.")] = 7,
     from_pipedream: Annotated[Path | None, typer.Option(help="Import PipeDream's graph.txt.")] = None,
     calibrate: Annotated[
@@ -53,8 +52,6 @@ def profile(
     """
     if precision not in ("fp32", "bf16", "fp16", "fp64"):
         raise UsageError(f"--precision is {precision!r}: expected fp32, bf16, fp16 or fp64")
-    if kernels not in ("onednn", "plain"):
-        raise UsageError(f"--kernels is {kernels!r}: expected onednn or plain")
     sizes = read_sizes(batch, one=from_pipedream is not None)
     if from_pipedream is not None:
         from stagewright.profiling.pipedream import import_pipedream
@@ -65,9 +62,7 @@ def profile(
             raise UsageError("no model is given", "name one of `stagewright models`, or add --from-pipedream FILE")
         device = device or default_device()
         if re.fullmatch(r"cpu|cuda(:\d+)?", device) and not calibrate:
-            made = measured(
-                model, sizes, device, cast(Precision, precision), cast(Kernels, kernels), repeats, image_size
-            )
+            made = measured(model, sizes, device, cast(Precision, precision), repeats, image_size)
         else:
             made = worked_out(
                 model, sizes, device, cast(Precision, precision), image_size, calibrate or [], save_device
@@ -105,25 +100,20 @@ def measured(
     sizes: tuple[int, ...],
     device: str,
     precision: Precision,
-    kernels: Kernels,
     repeats: int,
     image_size: int | None,
 ) -> Profile:
     """The profile of a model that comes with the library, measured here."""
     from stagewright.models import build_model
-    from stagewright.profiling.kernels import computing_with, faster_kernels
     from stagewright.profiling.measured import has_cuda, make_profile
 
     if device != "cpu" and not has_cuda():
         raise UsageError(f"--device {device}: this machine has no such device", "use cpu, or a kind such as h200")
     built = build_model(model, device=device, image_size=image_size)
-    with progress_bar(f"timing {model}") as progress, computing_with(kernels):
-        made = make_profile(
+    with progress_bar(f"timing {model}") as progress:
+        return make_profile(
             built, batch_sizes=sizes, precision=precision, name=model, repeats=repeats, progress=progress
         )
-    if device == "cpu" and (faster := faster_kernels(built, sizes[0])) != kernels:
-        typer.echo(f"{model} takes less time on this machine with --kernels {faster}", err=True)
-    return made
 
 
 def worked_out(

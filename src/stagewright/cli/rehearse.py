@@ -115,7 +115,7 @@ def on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: 
 
 def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHosts, console: Console) -> Record | None:
     """The record of a run whose plan and prediction come from what the hosts themselves showed."""
-    from stagewright.rehearsal.measuring import Request, measure_hosts
+    from stagewright.rehearsal.measuring import measure_hosts
     from stagewright.runtime.run_folder import new_folder
     from stagewright.simulation import simulator
     from stagewright.training.command import plan_options, recipe_of, run_command, settings_of
@@ -127,13 +127,11 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
     wanted = plan_options(options, recipe)
     batch = wanted.rows(len(cluster.hosts))
     rows = tuple(sorted({max(batch // part, 2) for part in (16, 4, 1)}))
-    request = Request(
-        model=options["model"], options=sizes, batch_sizes=rows, threads=settings.threads or 1,
-        kernels=settings.kernels,
-    )  # fmt: skip
     console.print(f"measuring layers and links inside {len(cluster.hosts)} emulated hosts", style="dim")
-    profile, measured, _ = measure_hosts(cluster, hosts, request, folder / "measured")
-    assert profile is not None
+    profile, measured = measure_hosts(
+        cluster, hosts, folder / "measured", model=options["model"], options=sizes, batch_sizes=rows,
+        threads=settings.threads or 1,
+    )  # fmt: skip
     profile.save(folder / "profile.json")
     measured.save(folder / "cluster.yaml")
     plan = plan_of(options, replace(wanted, batch=batch, batch_per_device=None), profile, measured)

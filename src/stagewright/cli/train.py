@@ -54,7 +54,6 @@ def train(
     clip_norm: Annotated[float | None, typer.Option(help="largest norm of all gradients together")] = None,
     sync_batch_norm: Annotated[bool, typer.Option(help="batch norm over all replicas' rows")] = False,
     channels_last: Annotated[bool, typer.Option(help="images with their channels last in memory")] = False,
-    kernels: Annotated[str, typer.Option(help="of CPUs: onednn, or plain, which are faster on some")] = "onednn",
     compile: Annotated[bool, typer.Option(help="compile the stages with torch.compile")] = False,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw or rmsprop")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="the learning rate after warm-up")] = None,

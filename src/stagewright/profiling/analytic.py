@@ -17,7 +17,7 @@ from stagewright.profiling.kinds import DeviceKind, find_kind, known_kinds
 from stagewright.profiling.layers import make_pieces
 from stagewright.profiling.operators import UnitWork, Work, record_work
 
-OPTIMIZER_PASSES = 5
+_OPTIMIZER_PASSES = 5
 """SGD with momentum reads weight, gradient and momentum, and writes weight and momentum."""
 
 
@@ -43,7 +43,7 @@ def make_analytic_profile(
         batch_sizes=tuple(batch_sizes),
         layers=layer_profiles(model, facts, forward, backward),
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
-        optimizer_s=optimizer_seconds(sum(fact.parameter_bytes for fact in facts), kind),
+        optimizer_s=_optimizer_seconds(sum(fact.parameter_bytes for fact in facts), kind),
         versions={"torch": str(torch.__version__)},
         notes=(f"roofline of {kind.name}: {', '.join(f'{k} {v:g}' for k, v in kind.efficiency.items())}", *kind.notes),
     )
@@ -57,11 +57,11 @@ def profile_for(cluster: Cluster, model: str, sizes: tuple[int, ...], precision:
             f"{model} has to be measured on {kind}, the devices of {cluster.name}: no data sheet is known here",
             f"run `stagewright profile {model} --batch ROWS -o FILE` on such a device, and give that file",
         )
-    return profile_by_name(model, kind, sizes, precision)
+    return _profile_by_name(model, kind, sizes, precision)
 
 
 @cache
-def profile_by_name(model: str, device: str, sizes: tuple[int, ...], precision: Precision) -> Profile:
+def _profile_by_name(model: str, device: str, sizes: tuple[int, ...], precision: Precision) -> Profile:
     """The analytic profile of a model of the zoo on a kind of device, both by name; made once, however often asked."""
     built = build_model(model, device="meta")
     return make_analytic_profile(built, find_kind(device), batch_sizes=sizes, precision=precision, name=model)
@@ -85,12 +85,12 @@ def seconds(works: Sequence[Work], kind: DeviceKind, precision: Precision) -> fl
     return sum(operator_seconds(work, kind, precision) for work in works)
 
 
-def optimizer_seconds(parameter_bytes: int, kind: DeviceKind) -> float:
+def _optimizer_seconds(parameter_bytes: int, kind: DeviceKind) -> float:
     """The optimizer's passes over the weights' memory."""
-    return OPTIMIZER_PASSES * parameter_bytes / kind.rate("memory", "fp32") + kind.launch_s
+    return _OPTIMIZER_PASSES * parameter_bytes / kind.rate("memory", "fp32") + kind.launch_s
 
 
 def step_seconds(table: Sequence[UnitWork], parameter_bytes: int, kind: DeviceKind, precision: Precision) -> float:
     """One optimizer step of the whole model on one device."""
     works = [work for unit in table for work in (*unit.forward, *unit.backward)]
-    return seconds(works, kind, precision) + optimizer_seconds(parameter_bytes, kind) + kind.step_overhead_s
+    return seconds(works, kind, precision) + _optimizer_seconds(parameter_bytes, kind) + kind.step_overhead_s

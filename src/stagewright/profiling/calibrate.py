@@ -15,14 +15,14 @@ from stagewright.profiling.kinds import DeviceKind
 from stagewright.profiling.layers import make_pieces
 from stagewright.profiling.operators import UnitWork, record_work
 
-WORKS = ("conv", "matmul", "memory")
-RANGE = (0.05, 3.0)
+_WORKS = ("conv", "matmul", "memory")
+_RANGE = (0.05, 3.0)
 """Efficiencies outside of it mean that the peak rates are wrong."""
-PULL = 0.05
+_PULL = 0.05
 """How much an efficiency's distance from the file's own weighs against a measurement's error, both as logarithms:
 it decides only what the measurements leave open."""
-ROUNDS = 60
-HARDLY = 0.15
+_ROUNDS = 60
+_HARDLY = 0.15
 """A kind of work that takes a smaller share of every measurement than this cannot be told from them."""
 
 
@@ -44,7 +44,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Sample:
+class _Sample:
     """A measurement with what its operators do."""
 
     measurement: Measurement
@@ -65,13 +65,15 @@ class Sample:
 
 
 def calibrate_device(kind: DeviceKind, measurements: Sequence[Measurement]) -> DeviceKind:
-    """The kind with efficiencies that minimise Σ error² + PULL · Σ (log of change)², errors being logarithms."""
+    """The kind with efficiencies that minimise Σ error² + _PULL · Σ (log of change)², errors being logarithms."""
     if not measurements:
         raise ProfileError("nothing to calibrate with", "give at least one measured images/s")
     samples = [_sample(measurement) for measurement in measurements]
-    keys = sorted({_key(kind, work, s.measurement) for s in samples for work in WORKS if s.share(work, kind) > HARDLY})
+    keys = sorted(
+        {_key(kind, work, s.measurement) for s in samples for work in _WORKS if s.share(work, kind) > _HARDLY}
+    )
     fitted = dict(kind.efficiency)
-    for round_number in range(ROUNDS):
+    for round_number in range(_ROUNDS):
         step = 0.2 * 0.85**round_number
         fitted = min(_moves(fitted, keys, step), key=lambda efficiency: _loss(efficiency, kind, samples))
     return _changed(kind, {key: float(f"{value:.3g}") for key, value in fitted.items()}, _notes(kind, measurements))
@@ -81,13 +83,13 @@ def _moves(fitted: dict[str, float], keys: Sequence[str], step: float) -> Iterat
     """The point itself, and its neighbours in all directions, diagonals included."""
     for signs in product((0, -1, 1), repeat=len(keys)):
         moved = (fitted[key] * math.exp(sign * step) for key, sign in zip(keys, signs))
-        yield {**fitted, **{key: min(max(value, RANGE[0]), RANGE[1]) for key, value in zip(keys, moved)}}
+        yield {**fitted, **{key: min(max(value, _RANGE[0]), _RANGE[1]) for key, value in zip(keys, moved)}}
 
 
-def _sample(measurement: Measurement) -> Sample:
+def _sample(measurement: Measurement) -> _Sample:
     pieces = make_pieces(measurement.model, measurement.precision)
     sizes = [p.numel() * p.element_size() for p in measurement.model.model.parameters()]
-    return Sample(measurement, record_work(pieces, measurement.batch), sum(sizes))
+    return _Sample(measurement, record_work(pieces, measurement.batch), sum(sizes))
 
 
 def _key(kind: DeviceKind, work: str, measurement: Measurement) -> str:
@@ -95,10 +97,10 @@ def _key(kind: DeviceKind, work: str, measurement: Measurement) -> str:
     return narrow if narrow in kind.efficiency else work
 
 
-def _loss(efficiency: dict[str, float], kind: DeviceKind, samples: Sequence[Sample]) -> float:
+def _loss(efficiency: dict[str, float], kind: DeviceKind, samples: Sequence[_Sample]) -> float:
     changed = _changed(kind, efficiency, kind.notes)
     moved = (math.log(efficiency[key] / kind.efficiency[key]) ** 2 for key in efficiency)
-    return sum(sample.error(changed) ** 2 for sample in samples) + PULL**2 * sum(moved)
+    return sum(sample.error(changed) ** 2 for sample in samples) + _PULL**2 * sum(moved)
 
 
 def _changed(kind: DeviceKind, efficiency: dict[str, float], notes: tuple[str, ...]) -> DeviceKind:

@@ -21,7 +21,7 @@ def draw_cluster(cluster: Cluster) -> str:
     for first, last, host in alike(cluster.hosts):
         title = f"host {first}" if first == last else f"hosts {first} to {last}, each"
         lines += ["", f"{title}   {describe_devices(host.devices)}{_decoding(host)}"]
-        lines += [f"  {line}" for line in draw_host(host, first)]
+        lines += [f"  {line}" for line in _draw_host(host, first)]
     lines += _network(cluster.links)
     lines += ["", *cluster.notes] if cluster.notes else []
     return "\n".join(lines) + "\n"
@@ -49,7 +49,7 @@ def _decoding(host: Host) -> str:
     return "" if host.decode_images_per_s is None else f", decodes {host.decode_images_per_s:,.0f} images/s"
 
 
-def draw_host(host: Host, number: int) -> list[str]:
+def _draw_host(host: Host, number: int) -> list[str]:
     """The wires of a host as a tree from its first CPU, then the wires that the tree leaves out."""
     table: dict[str, list[tuple[str, Link]]] = {}
     for link in host.links:

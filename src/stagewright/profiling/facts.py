@@ -14,12 +14,12 @@ from stagewright.profile import LayerProfile, Precision
 from stagewright.profiling.layers import Pieces, Unit
 from stagewright.profiling.operators import UnitWork, Work, float_bytes, record_saved, record_work
 
-FEW, MANY = 2, 4
+_FEW, _MANY = 2, 4
 """Numbers of rows whose difference tells what grows with rows and what does not; batch norm refuses one row."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitFacts:
+class _UnitFacts:
     """One unit's figures; bytes and operations are for one row."""
 
     unit: Unit
@@ -33,22 +33,22 @@ class UnitFacts:
     inputs: tuple[str, ...] | None
 
 
-def find_facts(pieces: Pieces) -> tuple[UnitFacts, ...]:
+def find_facts(pieces: Pieces) -> tuple[_UnitFacts, ...]:
     """The facts of every unit of a model."""
-    few, many = record_work(pieces, FEW), record_work(pieces, MANY)
-    outputs, inputs = read_crossings(pieces)
+    few, many = record_work(pieces, _FEW), record_work(pieces, _MANY)
+    outputs, inputs = _read_crossings(pieces)
     seen: set[int] = set()
     facts = []
     for number, unit in enumerate(pieces.units):
         own = [parameter for parameter in unit.module.parameters() if id(parameter) not in seen]
         seen.update(map(id, own))
-        flops = sum(work.flops for work in many[number].forward) / MANY
+        flops = sum(work.flops for work in many[number].forward) / _MANY
         facts.append(
-            UnitFacts(
+            _UnitFacts(
                 unit=unit,
-                kind="loss" if unit.module.has_loss and unit.last - unit.first == 1 else kind_of(many[number].forward),
+                kind="loss" if unit.module.has_loss and unit.last - unit.first == 1 else _kind_of(many[number].forward),
                 output_bytes=outputs[number],
-                saved_bytes=max(0.0, (many[number].saved_bytes - few[number].saved_bytes) / (MANY - FEW)),
+                saved_bytes=max(0.0, (many[number].saved_bytes - few[number].saved_bytes) / (_MANY - _FEW)),
                 parameter_bytes=num_bytes(own),
                 buffer_bytes=num_bytes(list(unit.module.buffers())),
                 flops=flops,
@@ -63,7 +63,7 @@ def saved_by_row(model: Layered, edges: Sequence[int], precision: Precision) -> 
     """Bytes that the layers between each two edges save of a row for their backward; what all rows share is divided."""
     units = (Unit(first=a, last=b, module=model.stage(a, b)) for a, b in pairwise(edges))
     pieces = Pieces(model=model, units=tuple(units), precision=precision)
-    return [saved / MANY for saved in record_saved(pieces, MANY)]
+    return [saved / _MANY for saved in record_saved(pieces, _MANY)]
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
@@ -71,7 +71,7 @@ def num_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def kind_of(works: Sequence[Work]) -> str:
+def _kind_of(works: Sequence[Work]) -> str:
     """The kind of work that most operations go into."""
     totals = {kind: sum(work.flops for work in works if work.kind == kind) for kind in ("conv", "matmul")}
     return max(totals, key=lambda kind: totals[kind]) if any(totals.values()) else "memory"
@@ -90,7 +90,7 @@ def weight_share(unit: Unit, work: UnitWork) -> float:
     return min(0.5, forward / backward) if backward else 0.0
 
 
-def read_crossings(pieces: Pieces) -> tuple[list[float], list[tuple[str, ...] | None]]:
+def _read_crossings(pieces: Pieces) -> tuple[list[float], list[tuple[str, ...] | None]]:
     """For each unit the bytes a row of what it makes, and the layers that it is the last to read.
 
     cut 3 carries {a, b}, cut 4 carries {b, c}:  unit 3 is the last to read a, and makes c
@@ -122,7 +122,7 @@ def _row_bytes(spec: TensorSpec, precision: Precision) -> float:
 
 def layer_profiles(
     model: Layered,
-    facts: Sequence[UnitFacts],
+    facts: Sequence[_UnitFacts],
     forward_s: Sequence[Sequence[float]],
     backward_s: Sequence[Sequence[float]],
     *,
@@ -142,7 +142,7 @@ def layer_profiles(
                 kind=fact.kind,
                 forward_s=tuple(forward_s[number]),
                 backward_s=tuple(backward_s[number]),
-                weight_s=() if weight_s is None else part_of(backward_s[number], fact.weight_share, weight_s[number]),
+                weight_s=() if weight_s is None else _part_of(backward_s[number], fact.weight_share, weight_s[number]),
                 spread=0.0 if spread is None else spread[number],
                 weight_share=fact.weight_share,
                 output_bytes=fact.output_bytes,
@@ -157,7 +157,7 @@ def layer_profiles(
     return tuple(layers)
 
 
-def part_of(backward_s: Sequence[float], share: float, measured_s: Sequence[float]) -> tuple[float, ...]:
+def _part_of(backward_s: Sequence[float], share: float, measured_s: Sequence[float]) -> tuple[float, ...]:
     """What of backward only weights need: none or all of it where that is known, else what was measured."""
     if share in (0.0, 1.0):
         return tuple(seconds * share for seconds in backward_s)

@@ -15,24 +15,24 @@ import os
 import sys
 from typing import Any
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Of mallopt, as malloc.h numbers them."""
-MOST = 2**31 - 1
-KEPT_10_S = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ARENA_PURGE_MULT": "1"}
-"""How long mimalloc keeps what is free, in milliseconds, and how many times as long what is large; it reads that when
-torch is loaded, and not again."""
+_MOST = 2**31 - 1
+KEPT_LONGER = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ARENA_PURGE_MULT": "1"}
+"""Variables of workers: how many milliseconds mimalloc keeps what is free, and how many times as long what is large. It
+reads them when torch is loaded, and not again."""
 
 
 def keep_longer() -> None:
-    """Asks the allocator of torch, which this process or those that it starts load later, to keep freed memory."""
-    for name, value in KEPT_10_S.items():
+    """Gives this process, before it loads torch, and those that it starts the variables above unless they are set."""
+    for name, value in KEPT_LONGER.items():
         os.environ.setdefault(name, value)
 
 
 def keep_freed_memory() -> bool:
     """Asks glibc to keep freed memory, and to take all of it from the heap; whether it does."""
     mallopt = glibc("mallopt")
-    return mallopt is not None and bool(mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, MOST))
+    return mallopt is not None and bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, _MOST))
 
 
 def give_back_freed_memory() -> None:

@@ -16,7 +16,7 @@ from stagewright.profile import Precision
 
 WorkKind = Literal["conv", "matmul", "memory"]
 """What an operator is limited by: convolution, matrix product, or moving bytes."""
-NOT_IN_NAMES = ("nvidia", "tesla", "geforce", "graphics", "quadro")
+_NOT_IN_NAMES = ("nvidia", "tesla", "geforce", "graphics", "quadro")
 
 
 @noun(error=ClusterError)
@@ -115,4 +115,4 @@ def kind_called(driver_name: str) -> DeviceKind | None:
 def plain_name(driver_name: str) -> str:
     """A driver's name as a word: `NVIDIA GeForce RTX 4090` becomes `rtx-4090`."""
     words = driver_name.lower().replace("_", " ").split()
-    return "-".join(word for word in words if word not in NOT_IN_NAMES) or "gpu"
+    return "-".join(word for word in words if word not in _NOT_IN_NAMES) or "gpu"

@@ -19,9 +19,9 @@ from stagewright.models.layered import Layered
 from stagewright.models.stage import StageModule
 from stagewright.profile import Precision
 
-DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-Mark = Callable[[int, bool], None]
+_Mark = Callable[[int, bool], None]
 """Called when a unit's forward or backward is over: (unit, whether backward)."""
 
 
@@ -66,9 +66,9 @@ def make_pieces(model: Layered, precision: Precision = "fp32") -> Pieces:
     return Pieces(model=model, units=tuple(units), precision=precision)
 
 
-def running(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+def _running(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """The setting in which a model computes in a precision."""
-    dtype = DTYPES.get(precision)
+    dtype = _DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
@@ -76,7 +76,7 @@ def run_units(
     pieces: Pieces,
     inputs: Sequence[Tensor],
     targets: Sequence[Tensor],
-    mark: Mark,
+    mark: _Mark,
     *,
     start: Callable[[int], None] = lambda unit: None,
     accumulate: bool = True,
@@ -90,7 +90,7 @@ def run_units(
     gradients: list[Tensor | None] = [None] * len(kept[-1][1])
     for number in reversed(range(len(kept))):
         entering, outputs = kept.pop()
-        gradients = run_backward(pieces.units[number], entering, outputs, gradients, accumulate, weights)
+        gradients = _run_backward(pieces.units[number], entering, outputs, gradients, accumulate, weights)
         del entering, outputs
         mark(number, True)
 
@@ -99,29 +99,29 @@ def run_forward(
     pieces: Pieces,
     inputs: Sequence[Tensor],
     targets: Sequence[Tensor],
-    mark: Mark,
+    mark: _Mark,
     start: Callable[[int], None] = lambda unit: None,
 ) -> list[tuple[list[Tensor], list[GradientEdge | None]]]:
     """Runs every unit forward; for each what entered it, and where backward enters."""
     kept: list[tuple[list[Tensor], list[GradientEdge | None]]] = []
     tensors: Sequence[Tensor] = inputs
-    with running(pieces.precision, inputs[0].device):
+    with _running(pieces.precision, inputs[0].device):
         for number, unit in enumerate(pieces.units):
             specs = unit.module.inputs
             entering = [t.detach().requires_grad_(spec.needs_grad) for t, spec in zip(tensors, specs)]
             start(number)
             tensors = unit.module(*entering, *(targets if unit.module.has_loss else ()))
-            kept.append((entering, [edge_of(tensor) for tensor in tensors]))
+            kept.append((entering, [_edge_of(tensor) for tensor in tensors]))
             mark(number, False)
     return kept
 
 
-def edge_of(tensor: Tensor) -> GradientEdge | None:
+def _edge_of(tensor: Tensor) -> GradientEdge | None:
     """Where backward enters; unlike the tensor itself it keeps no memory that backward does not need."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def run_backward(
+def _run_backward(
     unit: Unit,
     entering: Sequence[Tensor],
     outputs: Sequence[GradientEdge | None],

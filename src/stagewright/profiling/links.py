@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, count
 from pathlib import Path
@@ -22,14 +22,11 @@ from stagewright.cluster import Cluster, Link
 from stagewright.errors import ClusterError
 from stagewright.profiling.detect import num_cores
 
-LARGE_BYTES = 16 << 20
-NUM_LARGE = 5
-NUM_SMALL = 50
-TIMEOUT_S = 120.0
-CORE_LOSS = 0.03
-"""Three hosts that began on two cores together were done 3 to 9 % later than cores without a kernel would be, four 2 to
-7 %; and two that wait for each other wait for the slower core, which changes from second to second."""
-COMMON = Path("/dev/shm")
+_LARGE_BYTES = 16 << 20
+_NUM_LARGE = 5
+_NUM_SMALL = 50
+_TIMEOUT_S = 120.0
+_COMMON = Path("/dev/shm")
 """Files that are nothing but memory."""
 
 
@@ -41,7 +38,7 @@ class Pair:
     latency_s: float
 
 
-Pairs = Mapping[tuple[int, int], Pair]
+_Pairs = Mapping[tuple[int, int], Pair]
 
 
 def measure_links(cluster: Cluster) -> Cluster:
@@ -53,18 +50,18 @@ def measure_links(cluster: Cluster) -> Cluster:
             "measure each host on its own, and write the network's rate into the file",
         )
     if cluster.hosts[0].devices[0].kind != "cpu" and torch.cuda.device_count() >= len(cluster.device_ids):
-        return with_pairs(cluster, measure_copies(len(cluster.device_ids)), "between GPUs")
+        return with_pairs(cluster, _measure_copies(len(cluster.device_ids)), "between GPUs")
     told = measure_workers(len(cluster.device_ids))
-    return with_cores(with_pairs(cluster, pairs_of(told), "between gloo workers"), told)
+    return _with_cores(with_pairs(cluster, pairs_of(told), "between gloo workers"), told)
 
 
-def pairs_of(told: Sequence[Mapping[str, Any]]) -> Pairs:
+def pairs_of(told: Sequence[Mapping[str, Any]]) -> _Pairs:
     """What all pairs of workers showed."""
     found = (pair for each in told for pair in each["pairs"])
     return {(first, second): Pair(rate, latency) for first, second, rate, latency in found}
 
 
-def with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
+def _with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
     """The cluster of this machine with the cores that its workers share, what moving and adding up a byte costs these,
     and what a worker that has loaded torch occupies.
     """
@@ -80,33 +77,32 @@ def with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
         cores=float(num_cores()),
         core_s_per_byte=_rounded(middle_of("core_s_per_byte")),
         sum_core_s_per_byte=_rounded(middle_of("sum_core_s_per_byte")),
-        core_loss=CORE_LOSS,
         notes=(*cluster.notes, "cores that workers share, and what a byte costs them, measured in these workers"),
     )
 
 
-def measure_workers(num_workers: int, large_bytes: int = LARGE_BYTES) -> list[dict[str, Any]]:
+def measure_workers(num_workers: int, large_bytes: int = _LARGE_BYTES) -> list[dict[str, Any]]:
     """What as many processes see of links and cores: every pair over gloo, one at a time, then all at once."""
-    with tempfile.TemporaryDirectory(dir=COMMON if COMMON.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=_COMMON if _COMMON.is_dir() else None) as folder:
         command = [sys.executable, "-m", __name__, str(num_workers), folder, str(large_bytes)]
         workers = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             for rank in range(num_workers)
         ]
-        wait_for(workers)
+        _wait_for(workers)
         return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("told-*.json"))]
 
 
-def wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
+def _wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
     """Returns when all workers are done; when one fails or hangs, ends the others and says what it said."""
     try:
         for rank, worker in enumerate(workers):
-            _, said = worker.communicate(timeout=TIMEOUT_S)
+            _, said = worker.communicate(timeout=_TIMEOUT_S)
             if worker.returncode:
                 last = said.strip().splitlines()[-1:] or ["nothing"]
                 raise ClusterError(f"worker {rank} stopped while links were measured; it said: {last[0]}")
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"the workers did not finish measuring links in {TIMEOUT_S:.0f} s") from None
+        raise ClusterError(f"the workers did not finish measuring links in {_TIMEOUT_S:.0f} s") from None
     finally:
         for worker in workers:
             if worker.poll() is None:
@@ -114,7 +110,7 @@ def wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
                 worker.wait()
 
 
-def run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> None:
+def _run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> None:
     """One process: bounces messages with every other one, adds up with all, and writes down what it saw."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_workers)
@@ -122,7 +118,7 @@ def run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> No
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "pairs": bounce_pairs(rank, list(combinations(range(num_workers), 2)), large_bytes),
         "core_s_per_byte": core_s_per_byte(rank, num_workers, large_bytes),
-        "sum_core_s_per_byte": sum_core_s_per_byte(rank, num_workers, large_bytes, f"{folder}/common"),
+        "sum_core_s_per_byte": _sum_core_s_per_byte(rank, num_workers, large_bytes, f"{folder}/common"),
     }
     Path(folder, f"told-{rank:05d}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
@@ -134,17 +130,17 @@ def core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
     if other >= size:
         dist.barrier()
         return 0.0
-    bounce(rank < other, other, num_bytes)
+    _bounce(rank < other, other, num_bytes)
     before = process_time()
     for _ in range(4):
-        bounce(rank < other, other, num_bytes)
+        _bounce(rank < other, other, num_bytes)
     spent = process_time() - before
     dist.barrier()
     # Each bounce sends the message once and receives it once.
     return spent / (4 * 2 * num_bytes)
 
 
-def sum_core_s_per_byte(rank: int, size: int, num_bytes: int, file: str) -> float:
+def _sum_core_s_per_byte(rank: int, size: int, num_bytes: int, file: str) -> float:
     """What this replica spends on a byte of gradients that all add up in memory that they have in common.
 
     Each adds a part of all rows, and copies the whole sum into its own.
@@ -153,7 +149,7 @@ def sum_core_s_per_byte(rank: int, size: int, num_bytes: int, file: str) -> floa
     rows = torch.from_file(file, shared=True, size=(size + 1) * numel).view(size + 1, numel)
     part = slice(numel * rank // size, numel * (rank + 1) // size)
     spent = []
-    for _ in range(1 + NUM_LARGE):  # the first time finds the memory
+    for _ in range(1 + _NUM_LARGE):  # the first time finds the memory
         dist.barrier()
         before = process_time()
         torch.sum(rows[:-1, part], 0, out=rows[-1, part])
@@ -164,65 +160,27 @@ def sum_core_s_per_byte(rank: int, size: int, num_bytes: int, file: str) -> floa
 
 
 def bounce_pairs(
-    rank: int, pairs: Sequence[tuple[int, int]], large_bytes: int, num_large: int = NUM_LARGE
+    rank: int, pairs: Sequence[tuple[int, int]], large_bytes: int, num_large: int = _NUM_LARGE
 ) -> list[tuple[int, int, float, float]]:
     """What the pairs show that this worker begins: (first, second, bytes a second, latency); one pair at a time."""
     found = []
     for first, second in pairs:
         if rank in (first, second):
             other = second if rank == first else first
-            small = median(bounce(rank == first, other, 1) for _ in range(NUM_SMALL))
-            large = median(bounce(rank == first, other, large_bytes) for _ in range(num_large))
+            small = median(_bounce(rank == first, other, 1) for _ in range(_NUM_SMALL))
+            large = median(_bounce(rank == first, other, large_bytes) for _ in range(num_large))
             if rank == first:
-                found.append((first, second, rate_of(large_bytes, large, small), small))
+                found.append((first, second, _rate_of(large_bytes, large, small), small))
         dist.barrier()
     return found
 
 
-def all_at_once(rank: int, size: int, num_bytes: int, strands: Sequence[dist.ProcessGroup]) -> dict[str, float]:
-    """What workers move where a host has several connections, as runs on cards do: bytes a second by kind.
-
-    to one, from one   of all others together, each over the strand of its number
-    each               of every worker in an all-reduce of a message a strand
-    """
-    others = [each for each in range(size) if each != rank]
-    ways: dict[str, Callable[[], list[dist.Work | None]]] = {}
-    rows = {peer: torch.zeros(num_bytes, dtype=torch.uint8) for peer in (others if rank == 0 else [0])}
-    sums = [torch.zeros(num_bytes // 4) for _ in strands]
-
-    def send() -> list[dist.Work | None]:
-        return [dist.isend(part, peer, strands[(peer + rank) % len(strands)]) for peer, part in rows.items()]
-
-    def receive() -> list[dist.Work | None]:
-        return [dist.irecv(part, peer, strands[(peer + rank) % len(strands)]) for peer, part in rows.items()]
-
-    ways["to one"], ways["from one"] = (receive, send) if rank == 0 else (send, receive)
-    ways["each"] = lambda: [dist.all_reduce(each, group=group, async_op=True) for each, group in zip(sums, strands)]
-    moved = dict.fromkeys(("to one", "from one"), (size - 1) * num_bytes)
-    moved["each"] = 2 * (size - 1) * num_bytes * len(strands) // size
-    return {kind: moved[kind] / middle_of_several(start) for kind, start in ways.items()}
-
-
-def middle_of_several(start: Callable[[], list[dist.Work | None]]) -> float:
-    """Seconds from a moment at which all workers are here until all are done; the first time opens connections."""
-    spent = []
-    for _ in range(1 + NUM_LARGE):
-        dist.barrier()
-        begin = perf_counter()
-        for work in start():
-            if work is not None:
-                work.wait()
-        dist.barrier()
-        spent.append(perf_counter() - begin)
-    return median(spent[1:])
-
-
-def rate_of(num_bytes: int, large_s: float, small_s: float) -> float:
+def _rate_of(num_bytes: int, large_s: float, small_s: float) -> float:
     """Bytes a second, the latency taken off; but never more than half, so that a disturbed latency cannot spoil it."""
     return num_bytes / max(large_s - small_s, large_s / 2)
 
 
-def bounce(starts: bool, other: int, num_bytes: int) -> float:
+def _bounce(starts: bool, other: int, num_bytes: int) -> float:
     """Half of the seconds that a message takes there and back."""
     message = torch.zeros(num_bytes, dtype=torch.uint8)
     begin = perf_counter()
@@ -234,19 +192,19 @@ def bounce(starts: bool, other: int, num_bytes: int) -> float:
     return (perf_counter() - begin) / 2
 
 
-def measure_copies(num_devices: int, large_bytes: int = 64 << 20) -> Pairs:
+def _measure_copies(num_devices: int, large_bytes: int = 64 << 20) -> _Pairs:
     """Every pair of this machine's GPUs, by copying from one to the other."""
-    return {pair: copy_between(*pair, large_bytes) for pair in combinations(range(num_devices), 2)}
+    return {pair: _copy_between(*pair, large_bytes) for pair in combinations(range(num_devices), 2)}
 
 
-def copy_between(first: int, second: int, large_bytes: int) -> Pair:
+def _copy_between(first: int, second: int, large_bytes: int) -> Pair:
     """What copies from one GPU to another show."""
     seconds = []
     for size in (1, large_bytes):
         source = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{first}")
         target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{second}")
         gaps = []
-        for _ in range(NUM_LARGE + 2):
+        for _ in range(_NUM_LARGE + 2):
             torch.cuda.synchronize(first)
             torch.cuda.synchronize(second)
             begin = perf_counter()
@@ -255,10 +213,10 @@ def copy_between(first: int, second: int, large_bytes: int) -> Pair:
             torch.cuda.synchronize(second)
             gaps.append(perf_counter() - begin)
         seconds.append(median(gaps[2:]))
-    return Pair(rate_of(large_bytes, seconds[1], seconds[0]), seconds[0])
+    return Pair(_rate_of(large_bytes, seconds[1], seconds[0]), seconds[0])
 
 
-def with_pairs(cluster: Cluster, pairs: Pairs, how: str) -> Cluster:
+def with_pairs(cluster: Cluster, pairs: _Pairs, how: str) -> Cluster:
     """The cluster with each wire as fast as the fastest pair that used it, and its share of the pair's latency.
 
     Pairs are numbers of devices, counted host by host.
@@ -273,34 +231,10 @@ def with_pairs(cluster: Cluster, pairs: Pairs, how: str) -> Cluster:
             rates[wire] = max(rates.get(wire, 0.0), pair.bytes_per_s)
             latencies[wire] = min(latencies.get(wire, float("inf")), pair.latency_s / len(path))
     notes = (*cluster.notes, f"link rates and latencies measured {how}")
-    return replace(with_wires(cluster, rates, latencies), notes=notes)
+    return replace(_with_wires(cluster, rates, latencies), notes=notes)
 
 
-def with_all_at_once(cluster: Cluster, together: Mapping[str, float]) -> Cluster:
-    """A cluster whose links are as fast as single connections, with what several at once have shown of its hosts.
-
-    As many rows go to a host as gradients of them come from it, so its link has the mean of both ways. What every host
-    moves in an all-reduce is its part of what the machine can.
-    """
-    connection = max(link.bytes_per_s for link in cluster.links)
-    own = 2 / (1 / together["to one"] + 1 / together["from one"])
-    machine = max(together["each"] * len(cluster.hosts), connection)
-
-    def widened(links: Sequence[Link]) -> tuple[Link, ...]:
-        return tuple(replace(link, bytes_per_s=_rounded(max(own, link.bytes_per_s))) for link in links)
-
-    hosts = tuple(replace(host, links=widened(host.links)) for host in cluster.hosts)
-    return replace(
-        cluster,
-        hosts=hosts,
-        links=widened(cluster.links),
-        connection_bytes_per_s=connection,
-        machine_bytes_per_s=_rounded(machine),
-        notes=(*cluster.notes, "and with all hosts at once: a host's link, and the machine"),
-    )
-
-
-def with_wires(cluster: Cluster, rates: Mapping[int, float], latencies: Mapping[int, float]) -> Cluster:
+def _with_wires(cluster: Cluster, rates: Mapping[int, float], latencies: Mapping[int, float]) -> Cluster:
     """The cluster with other rates and latencies for some wires, by their number."""
     numbers = count()
 
@@ -321,4 +255,4 @@ def _rounded(value: float) -> float:
 
 
 if __name__ == "__main__":
-    run_worker(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    _run_worker(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

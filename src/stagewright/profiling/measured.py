@@ -23,17 +23,17 @@ from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units, u
 Progress = Callable[[int, int], None]
 """Called with how many repeats are done, and of how many."""
 
-WARM_UP = 2
-REPEATS = 7
-APART_EVERY = 2
+_WARM_UP = 2
+_REPEATS = 7
+_APART_EVERY = 2
 """Every second repeat times backward without weights as well."""
-LEAD_CYCLES = 200_000_000
+_LEAD_CYCLES = 200_000_000
 """So long a GPU sleeps before it is timed, a tenth of a second on today's: work is then there before its turn comes."""
-LEARNING_RATE = 0.0
+_LEARNING_RATE = 0.0
 """The optimizer's step is timed, and moves nothing."""
 
 
-class CpuClock:
+class _CpuClock:
     """Notes moments, and gives the seconds between them."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class CpuClock:
         return [second - first for first, second in pairwise(self.moments)]
 
 
-class CudaClock:
+class _CudaClock:
     """Notes moments in a GPU's own stream of work, so that nothing waits for the clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class CudaClock:
     def lead(self) -> None:
         """Lets the GPU sleep while its work is handed over: a layer is timed, not the handing over of its work."""
         with torch.cuda.device(self.device):
-            torch.cuda._sleep(LEAD_CYCLES)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
         """Notes the moment when everything before it is done."""
@@ -75,13 +75,13 @@ class CudaClock:
         return [float(first.elapsed_time(second)) / 1e3 for first, second in pairwise(self.events)]
 
 
-def make_clock(device: torch.device) -> CpuClock | CudaClock:
+def _make_clock(device: torch.device) -> _CpuClock | _CudaClock:
     """The clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
 
 
 @dataclass(frozen=True)
-class Timing:
+class _Timing:
     """Seconds of one batch size, repeat by repeat."""
 
     forward: list[list[float]]
@@ -97,36 +97,31 @@ def make_profile(
     batch_sizes: Sequence[int],
     precision: Precision = "fp32",
     name: str | None = None,
-    repeats: int = REPEATS,
-    warm_up: int = WARM_UP,
-    in_one_piece: bool = True,
+    repeats: int = _REPEATS,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile of a model on the device where it is, its sample repeated to each batch size.
-
-    Who times the model in one piece on his own need not do so here: it then takes what its layers take.
-    """
-    check_request(batch_sizes, repeats)
+    """The profile of a model on the device where it is, its sample repeated to each batch size."""
+    _check_request(batch_sizes, repeats)
     pieces = make_pieces(model, precision)
-    whole = Pieces(model=model, units=(_whole(model),), precision=precision) if in_one_piece else None
+    whole = Pieces(model=model, units=(_whole(model),), precision=precision)
     device = model.sample[0].device
     if device.type == "cpu":
         keep_freed_memory()  # as workers do
     facts = find_facts(pieces)
-    total, done = len(batch_sizes) * (warm_up + repeats), 0
-    timings = [Timing([], [], [], []) for _ in batch_sizes]
+    total, done = len(batch_sizes) * (_WARM_UP + repeats), 0
+    timings = [_Timing([], [], [], []) for _ in batch_sizes]
     with undisturbed(pieces):
-        for number in range(warm_up + repeats):
+        for number in range(_WARM_UP + repeats):
             # All sizes in every round: a machine that is slow for a while is so for all of them.
             for rows, timing in zip(batch_sizes, timings):
-                kept = timing if number >= warm_up else Timing([], [], [], [])
-                time_once(pieces, whole, rows, device, kept)
-                if number >= warm_up and (number - warm_up) % APART_EVERY == 0:
-                    time_weights(pieces, rows, device, kept)
+                kept = timing if number >= _WARM_UP else _Timing([], [], [], [])
+                _time_once(pieces, whole, rows, device, kept)
+                if number >= _WARM_UP and (number - _WARM_UP) % _APART_EVERY == 0:
+                    _time_weights(pieces, rows, device, kept)
                 done += 1
                 if progress is not None:
                     progress(done, total)
-        optimizer_s = time_optimizer(model, device, repeats)
+        optimizer_s = _time_optimizer(model, device, repeats)
     forward = [[_middle(t.forward, unit) for t in timings] for unit in range(len(facts))]
     backward = [[_middle(t.backward, unit) for t in timings] for unit in range(len(facts))]
     weight = [[_middle(t.weight, unit) for t in timings] for unit in range(len(facts))]
@@ -143,17 +138,11 @@ def make_profile(
         optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings),
         versions=versions(device),
-        notes=(f"median of {repeats} repeats after {warm_up}; {cpu_work()}",),
+        notes=(f"median of {repeats} repeats after {_WARM_UP}; {torch.get_num_threads()} CPU threads",),
     )
 
 
-def cpu_work() -> str:
-    """How a CPU computes here, in words."""
-    plain = "" if torch.backends.mkldnn.enabled else " with plain kernels"
-    return f"{torch.get_num_threads()} CPU threads{plain}"
-
-
-def check_request(batch_sizes: Sequence[int], repeats: int) -> None:
+def _check_request(batch_sizes: Sequence[int], repeats: int) -> None:
     """Refuses a batch of zero, sizes out of order, and no repeats."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise ProfileError(f"batch sizes {list(batch_sizes)}: expected 1 row or more", "give --batch ROWS")
@@ -165,38 +154,29 @@ def _whole(model: Layered) -> Unit:
     return Unit(first=0, last=model.num_layers, module=model.stage(0, model.num_layers))
 
 
-def time_once(pieces: Pieces, whole: Pieces | None, rows: int, device: torch.device, timing: Timing) -> None:
+def _time_once(pieces: Pieces, whole: Pieces, rows: int, device: torch.device, timing: _Timing) -> None:
     """Times the layers and, right after, the whole model, so that both see the same machine."""
     inputs, targets = pieces.rows(rows)
-    gaps = timed_run(pieces, inputs, targets, device)
+    gaps = _timed_run(pieces, inputs, targets, device)
     timing.forward.append(gaps[: len(pieces.units)])
     timing.backward.append(gaps[len(pieces.units) :][::-1])
-    timing.whole.append(sum(gaps if whole is None else timed_run(whole, inputs, targets, device)))
+    timing.whole.append(sum(_timed_run(whole, inputs, targets, device)))
 
 
-def time_model(model: Layered, rows: int, repeats: int = 1) -> float:
-    """Seconds of the whole model's forward and backward, as a profile's `model_s` has them."""
-    whole = Pieces(model=model, units=(_whole(model),), precision="fp32")
-    inputs, targets = whole.rows(rows)
-    device = model.sample[0].device
-    with undisturbed(whole):
-        return median(sum(timed_run(whole, inputs, targets, device)) for _ in range(repeats))
-
-
-def time_weights(pieces: Pieces, rows: int, device: torch.device, timing: Timing) -> None:
+def _time_weights(pieces: Pieces, rows: int, device: torch.device, timing: _Timing) -> None:
     """Times what of each unit's backward only its weights need, with that of the unit as it was timed last."""
     if timing.backward:
-        gaps = timed_run(pieces, *pieces.rows(rows), device, weights=False)
+        gaps = _timed_run(pieces, *pieces.rows(rows), device, weights=False)
         without = gaps[len(pieces.units) :][::-1]
         timing.weight.append([max(with_ - own, 0.0) for with_, own in zip(timing.backward[-1], without)])
 
 
-def timed_run(
+def _timed_run(
     pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, *, weights: bool = True
 ) -> list[float]:
     """Seconds of each unit's forward in order, then of each backward in the opposite order."""
     pieces.model.model.zero_grad(set_to_none=True)
-    clock = make_clock(device)
+    clock = _make_clock(device)
     clock.lead()
     run_units(
         pieces, inputs, targets, lambda unit, is_backward: clock.mark(), start=lambda unit: clock.mark(),
@@ -204,12 +184,12 @@ def timed_run(
     )  # fmt: skip
     gaps, units = clock.gaps_s(), len(pieces.units)
     # marks stand before and after each forward, so that every second gap is what cutting itself costs
-    own_s = backward_call_s() if device.type == "cpu" else 0.0
+    own_s = _backward_call_s() if device.type == "cpu" else 0.0
     return [*gaps[: 2 * units : 2], *(max(gap - own_s, 0.0) for gap in gaps[2 * units - 1 :])]
 
 
 @cache
-def backward_call_s() -> float:
+def _backward_call_s() -> float:
     """What one call of backward costs on the CPU beside its work; a stage pays it once, a profile a layer."""
     gaps = []
     for _ in range(101):
@@ -221,30 +201,30 @@ def backward_call_s() -> float:
     return median(gaps)
 
 
-def time_optimizer(model: Layered, device: torch.device, repeats: int) -> float:
+def _time_optimizer(model: Layered, device: torch.device, repeats: int) -> float:
     """Seconds of one SGD-with-momentum step over all parameters; the weights stay as they are."""
     parameters = [parameter for parameter in model.model.parameters() if parameter.requires_grad]
     if not parameters:
         return 0.0
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9)
     gaps = []
-    for _ in range(WARM_UP + repeats):
-        clock = make_clock(device)
+    for _ in range(_WARM_UP + repeats):
+        clock = _make_clock(device)
         clock.lead()
         clock.mark()
         optimizer.step()
         clock.mark()
         gaps += clock.gaps_s()
-    return median(gaps[WARM_UP:])
+    return median(gaps[_WARM_UP:])
 
 
 def _middle(runs: Sequence[Sequence[float]], unit: int) -> float:
     return median(run[unit] for run in runs)
 
 
-def _spread(timing: Timing, unit: int) -> float:
+def _spread(timing: _Timing, unit: int) -> float:
     sums = [forward[unit] + backward[unit] for forward, backward in zip(timing.forward, timing.backward)]
     if len(sums) < 2 or median(sums) <= 0:
         return 0.0

@@ -51,7 +51,7 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if not is_view(func):
+        if not _is_view(func):
             self.works.append(self.work_of(func, args, kwargs or {}, made))
         return made
 
@@ -61,7 +61,7 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = float(count(*args, **kwargs, out_val=made)) if count is not None else 0.0
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
         moved = sum(tensor.numel() * self.size_of(tensor) for tensor in tensors)
-        kind: WorkKind = "memory" if not flops else "conv" if is_wide(packet.__name__, args) else "matmul"
+        kind: WorkKind = "memory" if not flops else "conv" if _is_wide(packet.__name__, args) else "matmul"
         spared = self.spared(made, moved) if torch.Tag.pointwise in func.tags else 0.0
         return Work(kind, flops, float(moved), spared)
 
@@ -81,7 +81,7 @@ class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return works
 
 
-def is_wide(name: str, args: tuple[Any, ...]) -> bool:
+def _is_wide(name: str, args: tuple[Any, ...]) -> bool:
     """Whether an operator is a convolution over more than one point: with 1 × 1 kernels it is a matrix product."""
     if "conv" not in name:
         return False
@@ -89,24 +89,24 @@ def is_wide(name: str, args: tuple[Any, ...]) -> bool:
     return any(size > 1 for size in weight.shape[2:])
 
 
-def is_view(func: Any) -> bool:
+def _is_view(func: Any) -> bool:
     """Whether an operator returns its input in another shape, or moves nothing at all."""
     returns = func._schema.returns
     alias = [value.alias_info is not None and not value.alias_info.is_write for value in returns]
     return (bool(alias) and all(alias)) or func._overloadpacket.__name__ in ("detach", "empty", "empty_like")
 
 
-class Keeper:
+class _Keeper:
     """Counts the storages that autograd keeps, each once, parameters left out."""
 
     def __init__(self, skipped: Sequence[Tensor], float_bytes: int) -> None:
-        self.seen = {storage_of(tensor) for tensor in skipped}
+        self.seen = {_storage_of(tensor) for tensor in skipped}
         self.alive: list[Tensor] = []  # a freed storage's address may come again
         self.float_bytes = float_bytes
         self.num_bytes = 0.0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        key = storage_of(tensor)
+        key = _storage_of(tensor)
         if key not in self.seen:
             self.seen.add(key)
             self.alive.append(tensor)
@@ -120,13 +120,13 @@ class Keeper:
         return num_bytes
 
 
-def storage_of(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> int:
     """What identifies the memory of a tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
-def only_shapes(device: torch.device) -> Iterator[None]:
+def _only_shapes(device: torch.device) -> Iterator[None]:
     """A setting in which nothing is computed; a model on the device `meta` needs none."""
     if device.type == "meta":
         yield
@@ -144,16 +144,16 @@ def record_work(pieces: Pieces, rows: int) -> tuple[UnitWork, ...]:
     forward: list[tuple[Work, ...]] = []
     backward: list[tuple[Work, ...]] = []
     saved: list[float] = []
-    with only_shapes(device):
+    with _only_shapes(device):
         inputs, targets = plain.rows(rows)
-        recorder, keeper = WorkRecorder(size), Keeper([*pieces.model.model.parameters()], size)
+        recorder, keeper = WorkRecorder(size), _Keeper([*pieces.model.model.parameters()], size)
 
         def mark(unit: int, is_backward: bool) -> None:
             (backward if is_backward else forward).append(recorder.take())
             if not is_backward:
                 saved.append(keeper.take())
 
-        with recorder, torch.autograd.graph.saved_tensors_hooks(keeper.pack, unpacked):
+        with recorder, torch.autograd.graph.saved_tensors_hooks(keeper.pack, _unpacked):
             run_units(plain, inputs, targets, mark, accumulate=False)
     triples = zip(forward, reversed(backward), saved)
     return tuple(UnitWork(forward=f, backward=b, saved_bytes=s) for f, b, s in triples)
@@ -163,14 +163,14 @@ def record_saved(pieces: Pieces, rows: int) -> list[float]:
     """The bytes that every unit saves of so many rows for its backward."""
     plain = Pieces(model=pieces.model, units=pieces.units, precision="fp32")
     saved: list[float] = []
-    with only_shapes(pieces.model.sample[0].device):
-        keeper = Keeper([*pieces.model.model.parameters()], float_bytes(pieces.precision))
-        with torch.autograd.graph.saved_tensors_hooks(keeper.pack, unpacked):
+    with _only_shapes(pieces.model.sample[0].device):
+        keeper = _Keeper([*pieces.model.model.parameters()], float_bytes(pieces.precision))
+        with torch.autograd.graph.saved_tensors_hooks(keeper.pack, _unpacked):
             run_forward(plain, *plain.rows(rows), lambda unit, is_backward: saved.append(keeper.take()))
     return saved
 
 
-def unpacked(tensor: Tensor) -> Tensor:
+def _unpacked(tensor: Tensor) -> Tensor:
     """What was packed, unchanged."""
     return tensor
 

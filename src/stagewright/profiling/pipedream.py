@@ -17,11 +17,11 @@ from pathlib import Path
 from stagewright.errors import FileError, ProfileError
 from stagewright.profile import LayerProfile, Profile
 
-FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class _Node:
     """One node of the file; times in milliseconds, sizes in bytes of a minibatch."""
 
     id: str
@@ -38,10 +38,10 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graph:
+class _Graph:
     """Nodes by id, and for each the nodes it reads and the nodes that read it, in the file's order."""
 
-    nodes: Mapping[str, Node]
+    nodes: Mapping[str, _Node]
     reads: Mapping[str, tuple[str, ...]]
     readers: Mapping[str, tuple[str, ...]]
 
@@ -62,7 +62,7 @@ def read_pipedream(
     """The profile that PipeDream's text describes, its layers in an order in which few bytes cross."""
     if batch < 1:
         raise ProfileError(f"the batch is {batch} rows: expected the rows that PipeDream timed, 1 or more")
-    graph = without_unused(parse_graph(text, where))
+    graph = _without_unused(parse_graph(text, where))
     order = [id for id in order_nodes(graph, where) if not graph.nodes[id].is_input]
     if not order:
         raise ProfileError(f"{where}: holds no node beside inputs")
@@ -79,9 +79,9 @@ def read_pipedream(
     )
 
 
-def parse_graph(text: str, where: str = "the graph") -> Graph:
+def parse_graph(text: str, where: str = "the graph") -> _Graph:
     """The nodes and edges of the text; what is wrong is named with its line."""
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, _Node] = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.strip().split(" -- ")
@@ -97,14 +97,14 @@ def parse_graph(text: str, where: str = "the graph") -> Graph:
     return _graph(nodes, edges, where)
 
 
-def _node(parts: Sequence[str], number: int, where: str) -> Node:
+def _node(parts: Sequence[str], number: int, where: str) -> _Node:
     if len(parts) < 3 or not re.fullmatch(r"node\w+", parts[0]):
         raise ProfileError(
             f"{where}, line {number}: expected `node -- description -- times and sizes`, or `node -- node`"
         )
     fields = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,\s]+)", parts[2]))
-    values = [_number(fields.get(key), key, number, where) for key in FIELDS]
-    return Node(
+    values = [_number(fields.get(key), key, number, where) for key in _FIELDS]
+    return _Node(
         id=parts[0],
         description=parts[1],
         line=number,
@@ -128,7 +128,7 @@ def _number(text: str | None, key: str, number: int, where: str) -> float:
     return value
 
 
-def _graph(nodes: dict[str, Node], edges: Sequence[tuple[int, str, str]], where: str) -> Graph:
+def _graph(nodes: dict[str, _Node], edges: Sequence[tuple[int, str, str]], where: str) -> _Graph:
     if not nodes:
         raise ProfileError(f"{where}: holds no node")
     reads: dict[str, list[str]] = {id: [] for id in nodes}
@@ -139,7 +139,7 @@ def _graph(nodes: dict[str, Node], edges: Sequence[tuple[int, str, str]], where:
                 raise ProfileError(f"{where}, line {number}: the edge names {id!r}, which is no node")
         reads[target].append(source)
         readers[source].append(target)
-    graph = Graph(nodes=nodes, reads=_frozen(reads), readers=_frozen(readers))
+    graph = _Graph(nodes=nodes, reads=_frozen(reads), readers=_frozen(readers))
     _check_connected(graph, where)
     return graph
 
@@ -148,7 +148,7 @@ def _frozen(table: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
     return {id: tuple(dict.fromkeys(others)) for id, others in table.items()}
 
 
-def _check_connected(graph: Graph, where: str) -> None:
+def _check_connected(graph: _Graph, where: str) -> None:
     first = next(iter(graph.nodes))
     seen, stack = {first}, [first]
     while stack:
@@ -164,7 +164,7 @@ def _check_connected(graph: Graph, where: str) -> None:
         )
 
 
-def without_unused(graph: Graph) -> Graph:
+def _without_unused(graph: _Graph) -> _Graph:
     """The graph without the picked-out parts of results (`__getitem__`) that nothing reads."""
     unused = {
         id
@@ -173,10 +173,10 @@ def without_unused(graph: Graph) -> Graph:
     }
     kept = {id: node for id, node in graph.nodes.items() if id not in unused}
     readers = {id: tuple(other for other in graph.readers[id] if other not in unused) for id in kept}
-    return Graph(nodes=kept, reads={id: graph.reads[id] for id in kept}, readers=readers)
+    return _Graph(nodes=kept, reads={id: graph.reads[id] for id in kept}, readers=readers)
 
 
-def order_nodes(graph: Graph, where: str = "the graph") -> list[str]:
+def order_nodes(graph: _Graph, where: str = "the graph") -> list[str]:
     """The nodes so that each comes after what it reads; of those that may come next, the one after which least crosses.
 
     a ─▶ b ─▶ d      a branch is finished before the next one begins, because leaving it open would carry its
@@ -206,12 +206,12 @@ def order_nodes(graph: Graph, where: str = "the graph") -> list[str]:
 
 
 def _preference(
-    graph: Graph, id: str, open_readers: Mapping[str, int], before: str
+    graph: _Graph, id: str, open_readers: Mapping[str, int], before: str
 ) -> tuple[float, bool, tuple[int, str]]:
     return _growth(graph, id, open_readers), before not in graph.reads[id], _rank(id)
 
 
-def _growth(graph: Graph, id: str, open_readers: Mapping[str, int]) -> float:
+def _growth(graph: _Graph, id: str, open_readers: Mapping[str, int]) -> float:
     """How many more bytes cross once the node has run: its output, less what nothing reads any more."""
     made = graph.nodes[id].activation_bytes if graph.readers[id] else 0.0
     freed = (graph.nodes[source].activation_bytes for source in graph.reads[id] if open_readers[source] == 1)
@@ -223,7 +223,7 @@ def _rank(id: str) -> tuple[int, str]:
     return int(digits[0]) if digits else 0, id
 
 
-def _layer(graph: Graph, id: str, place: int, order: Sequence[str], batch: int) -> LayerProfile:
+def _layer(graph: _Graph, id: str, place: int, order: Sequence[str], batch: int) -> LayerProfile:
     node = graph.nodes[id]
     sources = tuple(source for source in graph.reads[id] if not graph.nodes[source].is_input)
     chained = place == 0 or sources == (order[place - 1],)

@@ -20,33 +20,33 @@ from stagewright.errors import ClusterError
 
 
 @dataclass(frozen=True)
-class LinkClass:
+class _LinkClass:
     """What one class of wire carries in each direction, where nothing was measured."""
 
     bytes_per_s: float
     latency_s: float
 
 
-LINK_CLASSES: Mapping[str, LinkClass] = {
-    "PIX": LinkClass(12e9, 1e-6),  # PCIe 3.0 ×16: 15.75 GB/s on the wire, about 12 GB/s of payload
-    "PXB": LinkClass(12e9, 1e-6),
-    "PHB": LinkClass(11e9, 1e-6),
-    "NODE": LinkClass(10e9, 1e-6),
-    "SYS": LinkClass(8e9, 2e-6),  # through QPI or UPI
-    "NV": LinkClass(22e9, 1e-6),  # one NVLink: 25 GB/s on the wire
-    "net": LinkClass(1.15e9, 1e-5),  # 10 Gb/s Ethernet
+LINK_CLASSES: Mapping[str, _LinkClass] = {
+    "PIX": _LinkClass(12e9, 1e-6),  # PCIe 3.0 ×16: 15.75 GB/s on the wire, about 12 GB/s of payload
+    "PXB": _LinkClass(12e9, 1e-6),
+    "PHB": _LinkClass(11e9, 1e-6),
+    "NODE": _LinkClass(10e9, 1e-6),
+    "SYS": _LinkClass(8e9, 2e-6),  # through QPI or UPI
+    "NV": _LinkClass(22e9, 1e-6),  # one NVLink: 25 GB/s on the wire
+    "net": _LinkClass(1.15e9, 1e-5),  # 10 Gb/s Ethernet
 }
 DECODE_IMAGES_PER_S_A_THREAD = 215.0
 """JPEG images of ImageNet's size decoded and cropped a second by one hardware thread of a 2017 server CPU."""
 
-RANKS: Mapping[str, int] = {"X": 0, "PIX": 1, "PXB": 2, "PHB": 3, "NODE": 4, "SYS": 5}
+_RANKS: Mapping[str, int] = {"X": 0, "PIX": 1, "PXB": 2, "PHB": 3, "NODE": 4, "SYS": 5}
 """The classes from the tightest to the widest."""
-JUNCTIONS: Mapping[str, str] = {"PIX": "switch", "PXB": "tree", "PHB": "bridge", "NODE": "node", "SYS": "root"}
+_JUNCTIONS: Mapping[str, str] = {"PIX": "switch", "PXB": "tree", "PHB": "bridge", "NODE": "node", "SYS": "root"}
 """What a junction is called whose members meet at a class."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class _Table:
     """One host's table: GPUs first, then network cards."""
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Table:
         return self.cells[self.names.index(first)][self.names.index(second)]
 
 
-def parse_table(text: str, where: str = "the topology") -> Table:
+def parse_table(text: str, where: str = "the topology") -> _Table:
     """The table in the text that `nvidia-smi topo -m` prints; a damaged one is refused with its line."""
     lines = [
         (number, clean.split())
@@ -87,7 +87,7 @@ def parse_table(text: str, where: str = "the topology") -> Table:
     cells = tuple(_row(name, rows, names, where) for name in names)
     affinity = {name: words[len(names)] for name, (_, words) in rows.items() if len(words) > len(names)}
     _check_symmetric(names, cells, rows, where)
-    return Table(names=names, cells=cells, affinity=affinity)
+    return _Table(names=names, cells=cells, affinity=affinity)
 
 
 def without_colours(text: str) -> str:
@@ -104,10 +104,10 @@ def _row(name: str, rows: Mapping[str, tuple[int, list[str]]], names: Sequence[s
             f"{where}, line {number}: row {name} has {len(words)} of {len(names)} entries: the table is not square"
         )
     for word in words[: len(names)]:
-        if word not in RANKS and not re.fullmatch(r"NV[1-9]\d?", word):
+        if word not in _RANKS and not re.fullmatch(r"NV[1-9]\d?", word):
             raise ClusterError(
                 f"{where}, line {number}: row {name} holds the unknown link class {word!r}",
-                f"known: {', '.join(RANKS)}, and NV1, NV2 …",
+                f"known: {', '.join(_RANKS)}, and NV1, NV2 …",
             )
     return tuple(words[: len(names)])
 
@@ -124,9 +124,9 @@ def _check_symmetric(
 
 
 def make_host(
-    table: Table,
+    table: _Table,
     devices: Sequence[Device],
-    classes: Mapping[str, LinkClass] = LINK_CLASSES,
+    classes: Mapping[str, _LinkClass] = LINK_CLASSES,
     decode_images_per_s: float | None = None,
 ) -> Host:
     """The host of a table; its devices are the table's GPUs, in order."""
@@ -135,7 +135,7 @@ def make_host(
     if decode_images_per_s is None:
         threads = sum(num_threads(text) for text in set(table.affinity.values()))
         decode_images_per_s = threads * DECODE_IMAGES_PER_S_A_THREAD or None
-    links = (*nvlinks(table, classes), *pci_links(table, classes))
+    links = (*_nvlinks(table, classes), *_pci_links(table, classes))
     return Host(devices=tuple(devices), links=links, decode_images_per_s=decode_images_per_s)
 
 
@@ -149,25 +149,25 @@ def num_threads(affinity: str) -> int:
     return total
 
 
-def nvlinks(table: Table, classes: Mapping[str, LinkClass] = LINK_CLASSES) -> Iterator[Link]:
+def _nvlinks(table: _Table, classes: Mapping[str, _LinkClass] = LINK_CLASSES) -> Iterator[Link]:
     """One wire a pair; or one wire a GPU to the switch, where every pair has all the links of its GPUs."""
     pairs = {(a, b): table.crossing(a, b) for a, b in combinations(table.gpus, 2)}
     counts = {int(cell[2:]) if cell.startswith("NV") else 0 for cell in pairs.values()}
     if len(table.gpus) > 2 and len(counts) == 1 and 0 not in counts:
         for gpu in table.gpus:
-            yield _link(node_of(gpu, table), "nvswitch", f"NV{min(counts)}", classes)
+            yield _link(_node_of(gpu, table), "nvswitch", f"NV{min(counts)}", classes)
         return
     for (first, second), cell in pairs.items():
         if cell.startswith("NV"):
-            yield _link(node_of(first, table), node_of(second, table), cell, classes)
+            yield _link(_node_of(first, table), _node_of(second, table), cell, classes)
 
 
-def pci_links(table: Table, classes: Mapping[str, LinkClass] = LINK_CLASSES) -> Iterator[Link]:
+def _pci_links(table: _Table, classes: Mapping[str, _LinkClass] = LINK_CLASSES) -> Iterator[Link]:
     """The tree of PCIe switches, host bridges and sockets that the table's classes describe."""
-    sockets = grouped(table, table.names, "NODE")
+    sockets = _grouped(table, table.names, "NODE")
     junctions: Counter[str] = Counter()
     for number, socket in enumerate(sockets):
-        kind = "PHB" if len(grouped(table, socket, "PHB")) == 1 else "NODE"
+        kind = "PHB" if len(_grouped(table, socket, "PHB")) == 1 else "NODE"
         yield from _below(table, socket, f"cpu{number}", kind, junctions, classes)
     for first, second in combinations(range(len(sockets)), 2):
         yield _link(f"cpu{first}", f"cpu{second}", "SYS", classes)
@@ -176,28 +176,28 @@ def pci_links(table: Table, classes: Mapping[str, LinkClass] = LINK_CLASSES) -> 
 
 
 def _below(
-    table: Table,
+    table: _Table,
     names: Sequence[str],
     parent: str,
     kind: str,
     junctions: Counter[str],
-    classes: Mapping[str, LinkClass],
+    classes: Mapping[str, _LinkClass],
 ) -> Iterator[Link]:
     """The links under a junction whose members meet by crossing `kind`; those that meet below it share a junction."""
-    tighter = next(name for name, rank in RANKS.items() if rank == RANKS[kind] - 1)
-    for group in grouped(table, names, tighter):
+    tighter = next(name for name, rank in _RANKS.items() if rank == _RANKS[kind] - 1)
+    for group in _grouped(table, names, tighter):
         if len(group) == 1:
-            yield _link(node_of(group[0], table), parent, kind, classes)
+            yield _link(_node_of(group[0], table), parent, kind, classes)
             continue
-        inner = worst_of(table, group)
-        word = JUNCTIONS[inner]
+        inner = _worst_of(table, group)
+        word = _JUNCTIONS[inner]
         node = f"{word}{junctions[word]}"
         junctions[word] += 1
         yield from _below(table, group, node, inner, junctions, classes)
         yield _link(node, parent, kind, classes)
 
 
-def grouped(table: Table, names: Sequence[str], level: str) -> list[tuple[str, ...]]:
+def _grouped(table: _Table, names: Sequence[str], level: str) -> list[tuple[str, ...]]:
     """Those of the names that meet at this class or a tighter one, together, in the table's order.
 
     NVLink hides the PCIe class of a pair; GPUs next to the same CPU cores are then taken to share its socket.
@@ -212,35 +212,35 @@ def grouped(table: Table, names: Sequence[str], level: str) -> list[tuple[str, .
     return [tuple(name for name in names if name in group) for group in groups]
 
 
-def _meets(table: Table, first: str, second: str, level: str) -> bool:
+def _meets(table: _Table, first: str, second: str, level: str) -> bool:
     cell = table.crossing(first, second)
-    if cell in RANKS:
-        return RANKS[cell] <= RANKS[level]
+    if cell in _RANKS:
+        return _RANKS[cell] <= _RANKS[level]
     near = table.affinity.get(first)
     return level == "NODE" and (near is None or near == table.affinity.get(second))
 
 
-def worst_of(table: Table, names: Sequence[str]) -> str:
+def _worst_of(table: _Table, names: Sequence[str]) -> str:
     """The worst known crossing among some of the names."""
     cells = {table.crossing(first, second) for first, second in combinations(names, 2)}
-    return max(cells & RANKS.keys(), key=lambda cell: RANKS[cell])
+    return max(cells & _RANKS.keys(), key=lambda cell: _RANKS[cell])
 
 
-def node_of(name: str, table: Table) -> str:
+def _node_of(name: str, table: _Table) -> str:
     """A table's name as a node of the host: `3` for GPU3, `nic`, `nic1` … for network cards."""
     if name.startswith("GPU"):
         return str(table.gpus.index(name))
     return f"nic{table.nics.index(name) or ''}"
 
 
-def _link(first: str, second: str, kind: str, classes: Mapping[str, LinkClass]) -> Link:
+def _link(first: str, second: str, kind: str, classes: Mapping[str, _LinkClass]) -> Link:
     many = int(kind[2:]) if kind.startswith("NV") else 1
     known = classes["NV" if kind.startswith("NV") else kind]
     return Link(ends=(first, second), kind=kind, bytes_per_s=known.bytes_per_s * many, latency_s=known.latency_s)
 
 
 def join_hosts(
-    hosts: Sequence[Host], name: str, classes: Mapping[str, LinkClass] = LINK_CLASSES, notes: Sequence[str] = ()
+    hosts: Sequence[Host], name: str, classes: Mapping[str, _LinkClass] = LINK_CLASSES, notes: Sequence[str] = ()
 ) -> Cluster:
     """The hosts on one network: every network card is wired to the junction `net`."""
     wide = []
@@ -250,7 +250,7 @@ def join_hosts(
     return Cluster(name=name, hosts=tuple(hosts), links=tuple(wide), notes=tuple(notes))
 
 
-def with_rates(rates: Mapping[str, float]) -> Mapping[str, LinkClass]:
+def with_rates(rates: Mapping[str, float]) -> Mapping[str, _LinkClass]:
     """The default classes with some rates, in bytes a second, replaced."""
     for key, rate in rates.items():
         if key not in LINK_CLASSES or not 0 < rate < float("inf"):
@@ -258,7 +258,7 @@ def with_rates(rates: Mapping[str, float]) -> Mapping[str, LinkClass]:
                 f"rate {key}={rate}: expected bytes a second for one of {', '.join(LINK_CLASSES)}",
                 "write it like SYS=3.5e9",
             )
-    changed = {key: LinkClass(rate, LINK_CLASSES[key].latency_s) for key, rate in rates.items()}
+    changed = {key: _LinkClass(rate, LINK_CLASSES[key].latency_s) for key, rate in rates.items()}
     return {**LINK_CLASSES, **changed}
 
 

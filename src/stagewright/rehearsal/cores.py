@@ -21,28 +21,28 @@ from pathlib import Path
 from stagewright.errors import RunError
 from stagewright.runtime.stem import follow_parent
 
-PERIOD_US = 20_000
+_PERIOD_US = 20_000
 """Short, so that a worker never stands still for long; the quota must stay at or above the kernel's 1 ms."""
-FEWEST_US = 1_000
-V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-SPIN = "while True: pass"
+_FEWEST_US = 1_000
+_V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+_SPIN = "while True: pass"
 LEAVE_S = 5.0
 """How long a control group's killed processes may take to be gone."""
 
 
 def root() -> tuple[Path, bool]:
     """Where control groups of the CPU live, and whether they are of version 2."""
-    if (V2 / "cgroup.controllers").is_file() and "cpu" in (V2 / "cgroup.controllers").read_text().split():
-        return V2, True
-    if (V1 / "cpu.cfs_quota_us").is_file() or (V1 / "cpu.shares").is_file():
-        return V1, False
+    if (_V2 / "cgroup.controllers").is_file() and "cpu" in (_V2 / "cgroup.controllers").read_text().split():
+        return _V2, True
+    if (_V1 / "cpu.cfs_quota_us").is_file() or (_V1 / "cpu.shares").is_file():
+        return _V1, False
     raise RunError("no control group for the CPU was found in /sys/fs/cgroup", "leave cpu_share out of the cluster")
 
 
 def limits(cores: float) -> tuple[int, int]:
-    """Quota and period in µs: the shortest period of PERIOD_US or more that keeps the quota above the smallest."""
-    period = max(PERIOD_US, -(-FEWEST_US // cores).__trunc__())
-    return max(FEWEST_US, round(period * cores)), period
+    """Quota and period in µs: the shortest period of _PERIOD_US or more that keeps the quota above the smallest."""
+    period = max(_PERIOD_US, -(-_FEWEST_US // cores).__trunc__())
+    return max(_FEWEST_US, round(period * cores)), period
 
 
 def make_group(name: str, cores: float | None) -> Path:
@@ -76,7 +76,7 @@ def kept_awake(name: str, cpus: Iterable[int]) -> Iterator[None]:
         yield
         return
     (folder / "cpu.idle").write_text("1")
-    spinning = [start_spinning(folder, cpu) for cpu in cpus]
+    spinning = [_start_spinning(folder, cpu) for cpu in cpus]
     try:
         yield
     finally:
@@ -85,9 +85,9 @@ def kept_awake(name: str, cpus: Iterable[int]) -> Iterator[None]:
             process.wait()
 
 
-def start_spinning(group: Path, cpu: int) -> subprocess.Popen[bytes]:
+def _start_spinning(group: Path, cpu: int) -> subprocess.Popen[bytes]:
     """A process of a control group that keeps a core awake; it ends with this one, however that ends."""
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", SPIN], preexec_fn=follow_parent)
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", _SPIN], preexec_fn=follow_parent)
     (group / "cgroup.procs").write_text(str(process.pid))
     os.sched_setaffinity(process.pid, {cpu})
     return process

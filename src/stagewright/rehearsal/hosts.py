@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import ClassVar
 
 from stagewright.cluster import Cluster
 from stagewright.plan import Plan
@@ -28,20 +29,20 @@ from stagewright.rehearsal.leftovers import new_mark, prefix, remove
 from stagewright.rehearsal.tools import batch, call, check_tools, works
 from stagewright.rehearsal.wiring import Wiring, wirings
 
-RANGE = "10.213.77"
+_RANGE = "10.213.77"
 """The first three parts of the hosts' addresses; they only exist inside the namespaces."""
-NAMESPACES, NEW_NETWORK = Path("/run/netns"), 0x40000000
+_NAMESPACES, _NEW_NETWORK = Path("/run/netns"), 0x40000000
 """Where ip keeps namespaces, and what setns calls one of a network."""
-WIRE = "wire"
+_WIRE = "wire"
 """The interface of every emulated host."""
-BURST_S = 1e-3
-MOST_BURST_BYTES, LEAST_BURST_BYTES = 512 << 10, 128 << 10
+_BURST_S = 1e-3
+_MOST_BURST_BYTES, _LEAST_BURST_BYTES = 512 << 10, 128 << 10
 """What may pass at once: always two of the kernel's large packets and more.
 
 With less the bucket cuts them up into those of Ethernet, and a byte takes ten times the cores: at 300 Mbit/s hosts lost
 half of their compute to what they sent.
 """
-QUEUE_BYTES = 64 << 20
+_QUEUE_BYTES = 64 << 20
 """What may wait before a limited wire: so much that nothing is lost, as on links with flow control."""
 
 
@@ -57,6 +58,7 @@ class EmulatedHosts:
     """Whether the latencies are emulated: the kernel may lack netem."""
     cpus: tuple[int, ...] = ()
     """The cores that all hosts share; none given, all that this process may use."""
+    uses_card: ClassVar[bool] = False
 
     @property
     def launcher(self) -> tuple[str, ...]:
@@ -89,16 +91,16 @@ class EmulatedHosts:
             Path(self.groups[host], "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
         if self.cpus:
             os.sched_setaffinity(0, self.cpus)
-        network = os.open(NAMESPACES / namespace(self.key, host), os.O_RDONLY)
+        network = os.open(_NAMESPACES / namespace(self.key, host), os.O_RDONLY)
         try:
-            if ctypes.CDLL(None, use_errno=True).setns(network, NEW_NETWORK):
+            if ctypes.CDLL(None, use_errno=True).setns(network, _NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), f"cannot enter the namespace of host {host}")
         finally:
             os.close(network)
 
     def environment(self) -> dict[str, str]:
         """What workers in these hosts need to know: which interface is theirs."""
-        return {"GLOO_SOCKET_IFNAME": WIRE, "TP_SOCKET_IFNAME": WIRE, "NCCL_SOCKET_IFNAME": WIRE}
+        return {"GLOO_SOCKET_IFNAME": _WIRE, "TP_SOCKET_IFNAME": _WIRE, "NCCL_SOCKET_IFNAME": _WIRE}
 
 
 def namespace(key: str, host: int | str) -> str:
@@ -108,7 +110,7 @@ def namespace(key: str, host: int | str) -> str:
 
 def address(host: int) -> str:
     """A host's address."""
-    return f"{RANGE}.{host + 1}"
+    return f"{_RANGE}.{host + 1}"
 
 
 @contextmanager
@@ -118,17 +120,19 @@ def emulated_hosts(cluster: Cluster) -> Iterator[EmulatedHosts]:
     wanted = wirings(cluster)
     mark = new_mark()
     try:
-        with answering(signal.SIGTERM, leave), kept_awake(namespace(mark.key, "awake"), os.sched_getaffinity(0)):
-            yield replace(make_hosts(mark.key, wanted), cpus=shared_cpus(cluster))
+        with _answering(signal.SIGTERM, leave), kept_awake(namespace(mark.key, "awake"), os.sched_getaffinity(0)):
+            yield replace(_make_hosts(mark.key, wanted), cpus=_shared_cpus(cluster))
     finally:
         # A second Ctrl-C must not stop the removal.
-        with answering(signal.SIGINT, signal.SIG_IGN):
+        with _answering(signal.SIGINT, signal.SIG_IGN):
             remove(mark.key)
             mark.release()
 
 
 @contextmanager
-def answering(number: signal.Signals, how: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+def _answering(
+    number: signal.Signals, how: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> Iterator[None]:
     """Answers a signal in another way meanwhile; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -140,7 +144,7 @@ def answering(number: signal.Signals, how: Callable[[int, FrameType | None], Non
         signal.signal(number, before)
 
 
-def shared_cpus(cluster: Cluster) -> tuple[int, ...]:
+def _shared_cpus(cluster: Cluster) -> tuple[int, ...]:
     """The first of this process's cores, as many as the cluster's hosts share; none where that is all of them."""
     own = sorted(os.sched_getaffinity(0))
     wanted = len(own) if cluster.cores is None else math.ceil(cluster.cores)
@@ -152,25 +156,25 @@ def leave(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
+def _make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
     """The namespaces, the bridge, the wires with their limits, and the control groups."""
     switch = namespace(key, "switch")
     call("ip", "netns", "add", switch)
     batch("ip", ["link add bridge type bridge", "link set bridge up"], switch)
-    has_latency = knows_netem(switch)
+    has_latency = _knows_netem(switch)
     for number, wiring in enumerate(wanted):
         own = namespace(key, number)
         call("ip", "netns", "add", own)
-        call("ip", "link", "add", WIRE, "netns", own, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
+        call("ip", "link", "add", _WIRE, "netns", own, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
         batch("ip", [f"link set port{number} master bridge", f"link set port{number} up"], switch)
-        batch("ip", [f"address add {address(number)}/24 dev {WIRE}", f"link set {WIRE} up", "link set lo up"], own)
-        batch("tc", limit(WIRE, wiring, has_latency), own)
+        batch("ip", [f"address add {address(number)}/24 dev {_WIRE}", f"link set {_WIRE} up", "link set lo up"], own)
+        batch("tc", limit(_WIRE, wiring, has_latency), own)
         batch("tc", limit(f"port{number}", wiring, has_latency), switch)
-    groups = make_groups(key, [wiring.cores for wiring in wanted])
+    groups = _make_groups(key, [wiring.cores for wiring in wanted])
     return EmulatedHosts(key, wanted, groups, has_latency or not any(wiring.latency_s for wiring in wanted))
 
 
-def make_groups(key: str, shares: Sequence[float | None]) -> tuple[str, ...]:
+def _make_groups(key: str, shares: Sequence[float | None]) -> tuple[str, ...]:
     """For each host a control group with its share, or the one that all hosts without a share are in together."""
     common = os.fspath(make_group(namespace(key, "free"), None)) if None in shares and has_groups() else ""
     return tuple(
@@ -181,8 +185,8 @@ def make_groups(key: str, shares: Sequence[float | None]) -> tuple[str, ...]:
 
 def limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
     """tc's lines for what leaves through an interface: a bucket of tokens, and a delay behind it."""
-    burst = round(min(max(wiring.bytes_per_s * BURST_S, LEAST_BURST_BYTES), MOST_BURST_BYTES))
-    rate = f"rate {round(wiring.bytes_per_s * 8)}bit burst {burst} limit {QUEUE_BYTES}"
+    burst = round(min(max(wiring.bytes_per_s * _BURST_S, _LEAST_BURST_BYTES), _MOST_BURST_BYTES))
+    rate = f"rate {round(wiring.bytes_per_s * 8)}bit burst {burst} limit {_QUEUE_BYTES}"
     lines = [f"qdisc add dev {interface} root handle 1: tbf {rate}"]
     if has_latency and wiring.latency_s:
         delay = f"netem delay {wiring.latency_s * 1e6:.0f}us limit 100000"
@@ -190,7 +194,7 @@ def limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
     return lines
 
 
-def knows_netem(switch: str) -> bool:
+def _knows_netem(switch: str) -> bool:
     """Whether the kernel can delay packets; tried on the bridge, which is new and empty."""
     known = works("tc", "-n", switch, "qdisc", "add", "dev", "bridge", "root", "netem", "delay", "1us")
     if known:

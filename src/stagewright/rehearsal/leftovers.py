@@ -17,13 +17,13 @@ from stagewright.rehearsal.cores import end, groups, remove_group
 from stagewright.rehearsal.tools import call
 
 LOCKS = Path("/run/lock/stagewright")
-GATE = "gate"
-PREFIX = "stagewright-"
-LEAVE_S = 5.0
+_GATE = "gate"
+_PREFIX = "stagewright-"
+_LEAVE_S = 5.0
 """How long a namespace's killed processes may take to be gone."""
 
 
-class Mark:
+class _Mark:
     """This process's claim on a key, until it is given back or the process ends."""
 
     def __init__(self) -> None:
@@ -38,25 +38,25 @@ class Mark:
         os.close(self._file)
 
 
-def new_mark() -> Mark:
+def new_mark() -> _Mark:
     """A key of its own, after what killed rehearsals left was removed; one process at a time does this."""
     LOCKS.mkdir(parents=True, exist_ok=True)
     # Otherwise one could take another's new file for a stale one before its lock is held.
-    gate = os.open(LOCKS / GATE, os.O_CREAT | os.O_RDWR, 0o600)
+    gate = os.open(LOCKS / _GATE, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(gate, fcntl.LOCK_EX)
         clean_up()
-        return Mark()
+        return _Mark()
     finally:
         os.close(gate)
 
 
 def prefix(key: str) -> str:
     """How the names of a rehearsal's namespaces and control groups begin."""
-    return f"{PREFIX}{key}-"
+    return f"{_PREFIX}{key}-"
 
 
-def namespaces(start: str = PREFIX) -> list[str]:
+def namespaces(start: str = _PREFIX) -> list[str]:
     """The namespaces whose names begin like this."""
     names = (line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip())
     return sorted(name for name in names if name.startswith(start))
@@ -64,9 +64,9 @@ def namespaces(start: str = PREFIX) -> list[str]:
 
 def keys() -> set[str]:
     """The keys of all rehearsals that have left or still hold anything."""
-    names = [*namespaces(), *(folder.name for folder in groups(PREFIX))]
-    found = {match[1] for name in names if (match := re.fullmatch(rf"{PREFIX}([0-9a-f]{{6}})-.*", name))}
-    return found | {path.name for path in (LOCKS.iterdir() if LOCKS.is_dir() else ()) if path.name != GATE}
+    names = [*namespaces(), *(folder.name for folder in groups(_PREFIX))]
+    found = {match[1] for name in names if (match := re.fullmatch(rf"{_PREFIX}([0-9a-f]{{6}})-.*", name))}
+    return found | {path.name for path in (LOCKS.iterdir() if LOCKS.is_dir() else ()) if path.name != _GATE}
 
 
 def clean_up() -> list[str]:
@@ -104,7 +104,7 @@ def remove(key: str) -> None:
 
 def empty(namespace: str) -> None:
     """Ends the processes in a namespace."""
-    until = time.monotonic() + LEAVE_S
+    until = time.monotonic() + _LEAVE_S
     while (running := call("ip", "netns", "pids", namespace).split()) and time.monotonic() < until:
         for word in running:
             end(int(word))

@@ -19,12 +19,12 @@ from stagewright.runtime.common_memory import APART
 from stagewright.runtime.meeting import LOOPBACK
 from stagewright.runtime.mps import CONTROL, shared_cards
 
-MOST_SLICES = 48
+_MOST_SLICES = 48
 """As many as MPS lets share a card."""
 SLICE = "slice"
 """The kind of a device that is one."""
-PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-LOOPBACK_BYTES_PER_S = 1e9
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_LOOPBACK_BYTES_PER_S = 1e9
 """About what one of several workers moves over loopback; what it really is gets measured."""
 
 
@@ -34,7 +34,11 @@ class Slices:
 
     number: int
     shared: Mapping[str, str]
-    """What makes them slices."""
+    """What makes them slices; nothing for workers on the CPU."""
+
+    @property
+    def uses_card(self) -> bool:
+        return bool(self.shared)
 
     @property
     def addresses(self) -> Sequence[str]:
@@ -50,6 +54,9 @@ class Slices:
     def reach(self, host: int, command: Sequence[str]) -> list[str]:
         return list(command)
 
+    def enter(self, host: int) -> None:
+        """Stays where it is: slices are all here."""
+
     def environment(self) -> Mapping[str, str]:
         return {"GLOO_SOCKET_IFNAME": "lo", APART: "1", **self.shared}
 
@@ -64,8 +71,8 @@ def sliced_card(slices: int) -> Iterator[Slices]:
 
 def check_card(slices: int) -> None:
     """Refuses to begin where there is no card, or nothing to cut it with."""
-    if not 2 <= slices <= MOST_SLICES:
-        raise UsageError(f"--slices is {slices}: expected 2 to {MOST_SLICES}")
+    if not 2 <= slices <= _MOST_SLICES:
+        raise UsageError(f"--slices is {slices}: expected 2 to {_MOST_SLICES}")
     if not torch.cuda.is_available():
         raise UsageError("--slices cuts a card, and no CUDA card was found here", "use --cluster FILE to emulate hosts")
     if shutil.which(CONTROL) is None:
@@ -79,7 +86,7 @@ def read_rate(text: str) -> float:
     """Bytes a second of `1gbit`, `300mbit` or `125e6`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
     try:
-        rate = float(match[1]) * PREFIXES[match[2]] / 8 if match else float(text)
+        rate = float(match[1]) * _PREFIXES[match[2]] / 8 if match else float(text)
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
@@ -92,10 +99,10 @@ def slice_hosts(slices: int, rate: str) -> AbstractContextManager[EmulatedHosts]
     return emulated_hosts(slice_cluster(slices, read_rate(rate)))
 
 
-def slice_cluster(slices: int, bytes_per_s: float = LOOPBACK_BYTES_PER_S) -> Cluster:
+def slice_cluster(slices: int, bytes_per_s: float = _LOOPBACK_BYTES_PER_S) -> Cluster:
     """The hosts of the slices, each with a link to one switch and its part of the card's memory."""
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else slices << 30
-    host = Host(devices=(Device(kind=SLICE, memory_bytes=memory // slices),), links=(local_link(),))
+    host = Host(devices=(Device(kind=SLICE, memory_bytes=memory // slices),), links=(_local_link(),))
     links = (
         Link(ends=(f"{number}:nic", "net"), kind="NET", bytes_per_s=bytes_per_s, latency_s=0.0)
         for number in range(slices)
@@ -103,6 +110,6 @@ def slice_cluster(slices: int, bytes_per_s: float = LOOPBACK_BYTES_PER_S) -> Clu
     return Cluster(name=f"{slices} slices", hosts=(host,) * slices, links=tuple(links))
 
 
-def local_link() -> Link:
+def _local_link() -> Link:
     """From a slice to its host's network card: as good as no link."""
     return Link(ends=("0", "nic"), kind="local", bytes_per_s=1e12)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stagewright.errors import RunError, UsageError
 
-CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 """What namespaces and limits take; root in a container may lack them."""
 
 
@@ -32,11 +32,11 @@ def missing() -> str | None:
             return f"the command {tool} is not here"
     if os.geteuid() != 0:
         return f"this is user {os.geteuid()}"
-    lacking = [name for name, bit in CAPABILITIES.items() if not capabilities() >> bit & 1]
+    lacking = [name for name, bit in _CAPABILITIES.items() if not _capabilities() >> bit & 1]
     return f"this root lacks {' and '.join(lacking)}" if lacking else None
 
 
-def capabilities() -> int:
+def _capabilities() -> int:
     """What this process may do, one bit each."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
     return int(found[1], 16) if found else 0

@@ -10,17 +10,17 @@ one's own link:
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
 from stagewright.cluster import Cluster, DeviceId
 from stagewright.errors import ClusterError
+from stagewright.profiling.detect import num_cores
 
-MOST_HOSTS = 250
+_MOST_HOSTS = 250
 """As many as the private range has addresses."""
-SAME = 1e-6
+_SAME = 1e-6
 """Rates that differ by less than this share are the same rate."""
 
 
@@ -36,29 +36,29 @@ class Wiring:
 
 def wirings(cluster: Cluster) -> tuple[Wiring, ...]:
     """For each host of the cluster what a rehearsal gives it."""
-    check_hosts(cluster)
-    check_shares(cluster)
+    _check_hosts(cluster)
+    _check_shares(cluster)
     numbers = range(len(cluster.hosts))
-    pairs = {pair: along(cluster, *pair) for pair in combinations(numbers, 2)}
-    check_trunks(cluster)
+    pairs = {pair: _along(cluster, *pair) for pair in combinations(numbers, 2)}
+    _check_trunks(cluster)
     rates = [max(rate for pair, (rate, _) in pairs.items() if number in pair) for number in numbers]
     for (first, second), (rate, _) in pairs.items():
-        if abs(rate - min(rates[first], rates[second])) > SAME * rate:
+        if abs(rate - min(rates[first], rates[second])) > _SAME * rate:
             raise ClusterError(
                 f"hosts {first} and {second} of {cluster.name} are joined at {rate:.4g} bytes/s, though each has a "
                 f"link of {min(rates[first], rates[second]):.4g} or more: emulated hosts have one switch",
                 "give each host one link to a common junction",
             )
-    delays = [own_latency_s(number, {pair: delay for pair, (_, delay) in pairs.items()}) for number in numbers]
+    delays = [_own_latency_s(number, {pair: delay for pair, (_, delay) in pairs.items()}) for number in numbers]
     shares = [host.cpu_share for host in cluster.hosts]
     return tuple(Wiring(*each) for each in zip(rates, delays, shares))
 
 
-def check_hosts(cluster: Cluster) -> None:
+def _check_hosts(cluster: Cluster) -> None:
     """Refuses what is no set of hosts with one worker each."""
-    if not 2 <= len(cluster.hosts) <= MOST_HOSTS:
+    if not 2 <= len(cluster.hosts) <= _MOST_HOSTS:
         raise ClusterError(
-            f"{cluster.name} has {len(cluster.hosts)} hosts: a rehearsal emulates 2 to {MOST_HOSTS}",
+            f"{cluster.name} has {len(cluster.hosts)} hosts: a rehearsal emulates 2 to {_MOST_HOSTS}",
             "give a cluster file with several hosts, or --slices N to cut one card",
         )
     for number, host in enumerate(cluster.hosts):
@@ -69,24 +69,24 @@ def check_hosts(cluster: Cluster) -> None:
             )
 
 
-def check_shares(cluster: Cluster) -> None:
+def _check_shares(cluster: Cluster) -> None:
     """Refuses shares of the CPU that this machine does not have."""
     wanted = max(sum(host.cpu_share or 0.0 for host in cluster.hosts), cluster.cores or 0.0)
-    cores = len(os.sched_getaffinity(0))
-    if wanted > cores * (1 + SAME):
+    cores = num_cores()
+    if wanted > cores * (1 + _SAME):
         raise ClusterError(
             f"the hosts of {cluster.name} want {wanted:g} CPU cores together, and this machine has {cores}",
             "lower the hosts' cpu_share and the cluster's cores",
         )
 
 
-def along(cluster: Cluster, first: int, second: int) -> tuple[float, float]:
+def _along(cluster: Cluster, first: int, second: int) -> tuple[float, float]:
     """Rate and latency between two hosts' devices."""
     links = [cluster.wires[wire] for wire, _ in cluster.path(DeviceId(first, 0), DeviceId(second, 0))]
     return min(link.bytes_per_s for link in links), sum(link.latency_s for link in links)
 
 
-def check_trunks(cluster: Cluster) -> None:
+def _check_trunks(cluster: Cluster) -> None:
     """Refuses a wire that two pairs of hosts share without a host in common: one switch has no such wire."""
     users: dict[int, set[int]] = {}
     for pair in combinations(range(len(cluster.hosts)), 2):
@@ -101,7 +101,7 @@ def check_trunks(cluster: Cluster) -> None:
             )
 
 
-def own_latency_s(host: int, delays: dict[tuple[int, int], float]) -> float:
+def _own_latency_s(host: int, delays: dict[tuple[int, int], float]) -> float:
     """A host's part of its latencies: a(b) + b(c) − a(c) is twice its own, for any two others; half of it for one."""
 
     def between(one: int, other: int) -> float:

@@ -18,6 +18,7 @@ from types import FrameType
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
+from stagewright.profiling.heap import KEPT_LONGER
 from stagewright.runtime.diagnosis import blame, keep_statuses, name_of
 from stagewright.runtime.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_text
 from stagewright.runtime.out_of_memory import MemoryWatch
@@ -117,6 +118,7 @@ def worker_environment(plan: Plan, folder: Path, *, threads: int | None, device:
         "PYTHONUNBUFFERED": "1",
         # Workers started here are all here, whatever hosts the placement names.
         "GLOO_SOCKET_IFNAME": "lo",
+        **KEPT_LONGER,
     }
     if device == "cuda":
         made["NCCL_MAX_NCHANNELS"] = "2"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from stagewright.errors import UsageError
 from stagewright.noun import noun
-from stagewright.profile import Kernels, Precision
+from stagewright.profile import Precision
 
 OnNan = Literal["stop", "skip"]
 
@@ -27,8 +27,6 @@ class Settings:
     """The largest norm of all stages' gradients together."""
     sync_batch_norm: bool = False
     channels_last: bool = False
-    kernels: Kernels = "onednn"
-    """What CPUs compute with."""
     compile: bool = False
     seed: int = 0
     on_nan: OnNan = "stop"

@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import Store
 from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.profiling.heap import keep_freed_memory
-from stagewright.profiling.kernels import computing_with
 from stagewright.runtime.meeting import Place, choose_interface, meet
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
@@ -70,30 +69,29 @@ class World:
 @contextmanager
 def open_world(settings: Settings) -> Iterator[World]:
     """This process as one of the workers that the launcher named in the environment; closed again at the end."""
-    with computing_with(settings.kernels):
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        become_a_host(rank)
-        device = pick_device(settings)
-        if device.type == "cpu":
-            keep_freed_memory()
-        else:
-            # Python lets a thread run for 5 ms before another may: too long for those that pass rows on to a card.
-            sys.setswitchinterval(SWITCH_S)
-        # Whoever does not get on is ended by its watchdog; a wait for one that saves may take as long as saving may.
-        timeout = timedelta(seconds=settings.timeout_s + settings.save_timeout_s)
-        if size == 1:
-            yield World(rank, size, device, timeout)
-            return
-        store, places = meet(rank, size, settings.start_timeout_s)
-        choose_interface(places, rank)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        everyone = dist.group.WORLD
-        if device.type == "cuda":
-            everyone = dist.new_group(list(range(size)), timeout=timeout, backend="nccl")
-        yield World(rank, size, device, timeout, dist.group.WORLD, everyone, store, tuple(places))
-        # Not after an error: closing would wait for workers that wait for this one, and the launcher ends them all.
-        dist.destroy_process_group()
-        let_threads_finish()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    become_a_host(rank)
+    device = pick_device(settings)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        # Python lets a thread run for 5 ms before another may: too long for those that pass rows on to a card.
+        sys.setswitchinterval(SWITCH_S)
+    # Whoever does not get on is ended by its watchdog; a wait for one that saves may take as long as saving may.
+    timeout = timedelta(seconds=settings.timeout_s + settings.save_timeout_s)
+    if size == 1:
+        yield World(rank, size, device, timeout)
+        return
+    store, places = meet(rank, size, settings.start_timeout_s)
+    choose_interface(places, rank)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    everyone = dist.group.WORLD
+    if device.type == "cuda":
+        everyone = dist.new_group(list(range(size)), timeout=timeout, backend="nccl")
+    yield World(rank, size, device, timeout, dist.group.WORLD, everyone, store, tuple(places))
+    # Not after an error: closing would wait for workers that wait for this one, and the launcher ends them all.
+    dist.destroy_process_group()
+    let_threads_finish()
 
 
 def let_threads_finish(timeout_s: float = 1.0) -> None:

@@ -23,7 +23,7 @@ from stagewright.schedule import Action, Order
 from stagewright.simulation.dynamic import Chooser
 from stagewright.simulation.loading import Loader
 from stagewright.simulation.log import Cause, Log, PlainDone, PlainMoved, Reduced
-from stagewright.simulation.network import Crowded, Flow, Network
+from stagewright.simulation.network import Flow, Network
 from stagewright.simulation.program import (
     AGREE,
     CHANNEL,
@@ -103,9 +103,7 @@ class Engine:
         self.moved: list[PlainMoved] = []
         self.reductions: list[Reduced] = []
         wires = program.costs.wires
-        cores = wires.cores
-        crowded = Crowded(cores.of_all, cores.kept, cores.sped) if cores.of_all is not None else None
-        self.network = network = Network(wires.rates, self.at, crowded)
+        self.network = network = Network(wires.rates, self.at)
         # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
         self.missing: dict[int, int] = {}
         self.landing: dict[int, tuple[float, int]] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 Loads = tuple[tuple[int, int], ...]
 """(directed link, edges on it), link by link."""
@@ -25,35 +25,20 @@ MAX_KNOWN = 100_000
 class Flow:
     """What carries bytes over some links, again and again: what is left of them, the rate, when they would arrive."""
 
-    __slots__ = ("alone", "by_itself", "computes", "left_bytes", "load", "loads", "number", "rate", "shared", "since_s",
-                 "stop_s")  # fmt: skip
+    __slots__ = ("alone", "left_bytes", "load", "loads", "number", "rate", "shared", "since_s", "stop_s")
 
-    def __init__(self, number: int, loads: Loads, alone: float, shared: Loads, crowded: Crowded | None = None) -> None:
+    def __init__(self, number: int, loads: Loads, alone: float, shared: Loads) -> None:
         self.number, self.loads, self.alone, self.shared = number, loads, alone, shared
-        self.computes = crowded is not None and (crowded.link, 1) in loads
-        self.by_itself = alone * crowded.sped(1) if crowded is not None and self.computes else alone
         self.left_bytes = self.rate = self.since_s = self.stop_s = 0.0
         self.load: Any = None
         """What its bytes are, for whoever started it."""
 
 
-class Crowded(NamedTuple):
-    """A link whose rate falls when many load it: a machine's cores."""
-
-    link: int
-    kept: Callable[[int], float]
-    """What is left of its rate while so many flows load it once: so many compute."""
-    sped: Callable[[int], float]
-    """How many times as fast as their rate says these are then."""
-
-
 class Network:
     """The flows under way; `at(time_s, flow)` hears when a flow will be over, and again whenever that changes."""
 
-    def __init__(
-        self, rates: Sequence[float], at: Callable[[float, Flow], None], crowded: Crowded | None = None
-    ) -> None:
-        self.rates, self.at, self.crowded = rates, at, crowded
+    def __init__(self, rates: Sequence[float], at: Callable[[float, Flow], None]) -> None:
+        self.rates, self.at = rates, at
         self.flows: list[Flow] = []
         self._on_link: list[dict[Flow, int]] = [{} for _ in rates]
         self._touched: dict[int, None] = {}
@@ -61,7 +46,7 @@ class Network:
 
     def make_flow(self, loads: Loads, alone: float, shared: Loads | None = None) -> Flow:
         """A flow that does not run yet: `alone` is its rate on empty links, `shared` the loads that others share."""
-        self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared, self.crowded))
+        self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared))
         return self.flows[-1]
 
     def start(self, flow: Flow, num_bytes: float, now_s: float) -> None:
@@ -76,8 +61,8 @@ class Network:
         if shares:
             self._touched[flow.shared[0][0]] = None
             return
-        flow.rate, flow.since_s = flow.by_itself, now_s
-        flow.stop_s = now_s + num_bytes / flow.by_itself
+        flow.rate, flow.since_s = flow.alone, now_s
+        flow.stop_s = now_s + num_bytes / flow.alone
         self.at(flow.stop_s, flow)
 
     def stop(self, flow: Flow) -> None:
@@ -120,11 +105,11 @@ class Network:
     def _rates_of(self, flows: list[Flow]) -> dict[Flow, float]:
         """Fair rates, which depend on nothing but who is under way: the same groups meet in every batch."""
         if len(flows) == 1:
-            return {flows[0]: flows[0].by_itself}
+            return {flows[0]: flows[0].alone}
         key = tuple(sorted([flow.number for flow in flows]))
         found = self._known.get(key)
         if found is None:
-            found = fair_rates(flows, self.rates, self._on_link, self.crowded)
+            found = fair_rates(flows, self.rates, self._on_link)
             if len(self._known) < MAX_KNOWN:
                 self._known[key] = found
         return found
@@ -176,21 +161,13 @@ def is_covered(users: dict[int, int], others: dict[int, int]) -> bool:
     return len(others) >= len(users) and all(others.get(number, 0) >= edges for number, edges in users.items())
 
 
-def fair_rates(
-    flows: Iterable[Flow],
-    rates: Sequence[float],
-    on_link: Sequence[dict[Flow, int]],
-    crowded: Crowded | None = None,
-) -> dict[Flow, float]:
+def fair_rates(flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence[dict[Flow, int]]) -> dict[Flow, float]:
     """The max-min fair rate of each flow: all rise together until a link is full or a flow reaches its own bound.
 
     Links with one flow only are in that flow's own bound already.
     """
     waiting = sorted(flows, key=lambda flow: (-flow.alone, -flow.number))
     left, edges_on = _shared_links(waiting, rates, on_link)
-    computing = 0 if crowded is None else sum(flow.computes for flow in on_link[crowded.link])
-    if crowded is not None and crowded.link in left:
-        left[crowded.link] *= crowded.kept(computing)
     found: dict[Flow, float] = {}
     while waiting:
         full, level = _fullest(left, edges_on)
@@ -204,9 +181,6 @@ def fair_rates(
             _take(flow, level, left, edges_on)
         while waiting and waiting[-1] in found:
             waiting.pop()
-    if crowded is not None:
-        sped = crowded.sped(computing)
-        found = {flow: rate * sped if flow.computes else rate for flow, rate in found.items()}
     return found
 
 

@@ -134,7 +134,7 @@ def settings_of(options: Options, recipe: RecipeFile) -> Settings:
     """How the run computes."""
     device: Any = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     keys = (
-        "sync_batch_norm", "channels_last", "kernels", "compile", "seed", "on_nan", "self_check", "threads",
+        "sync_batch_norm", "channels_last", "compile", "seed", "on_nan", "self_check", "threads",
         "transport",
     )  # fmt: skip
     chosen = {key: options[key] for key in keys}

@@ -3,18 +3,14 @@
 single       the ordinary loop in one process
 ddp          torch's DistributedDataParallel, gradients as views of its buckets
 pipelining   torch.distributed.pipelining, 1F1B; with several replicas each stage is wrapped in DDP
-deepspeed    DeepSpeed's PipelineModule and its engine, where DeepSpeed is installed
 
 All train the same model on the same rows with the same optimizer.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -101,7 +97,7 @@ def data_parallel(model: Layered, rows: Rows, world: World) -> Step:
 
 
 def each_alone(model: Layered, rows: Rows, world: World) -> Step:
-    """The ordinary loop of each worker on its own rows, and not a word between them: what their devices could do."""
+    """The ordinary loop of each worker on its own rows, with nothing sent: what their devices could do."""
     return plain_loop(model.model.to(world.device), rows.part(world.worker, world.size))
 
 
@@ -138,39 +134,6 @@ def pipelining(model: Layered, rows: Rows, world: World, cuts: Sequence[int], nu
             labels = share.labels if stage == num_stages - 1 else None
             schedule.step(*(share.inputs if stage == 0 else ()), target=labels)
             optimizer.step()
-
-    return step
-
-
-def has_deepspeed() -> bool:
-    """Whether DeepSpeed is installed here; it is no dependency of ours."""
-    return find_spec("deepspeed") is not None
-
-
-def deepspeed_pipeline(model: Layered, rows: Rows, world: World, cuts: Sequence[int], num_microbatches: int) -> Step:
-    """DeepSpeed's pipeline engine, one module a stage; it numbers workers as `pipelining` does."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
-    edges = (0, *cuts, model.num_layers - 1)
-    num_stages = len(edges) - 1
-    replicas = world.size // num_stages
-    share = rows.part(world.worker % replicas, replicas)
-    deepspeed.init_distributed("gloo", verbose=False)
-    stages = [OneTensor(model.stage(first, last)) for first, last in itertools.pairwise(edges)]
-    pipe = PipelineModule(layers=stages, num_stages=num_stages, loss_fn=mean_loss, partition_method="uniform")
-    config = {
-        "train_batch_size": len(rows.labels), "gradient_accumulation_steps": num_microbatches,
-        "train_micro_batch_size_per_gpu": len(share.labels) // num_microbatches, "steps_per_print": 1 << 30,
-    }  # fmt: skip
-    engine = deepspeed.initialize(model=pipe, optimizer=make_optimizer(pipe.parameters()), config=config)[0]
-    parts = [share.part(number, num_microbatches) for number in range(num_microbatches)]
-    endless = itertools.cycle([(part.inputs[0], part.labels) for part in parts])
-
-    def step(number: int) -> None:
-        for _ in range(number):
-            engine.train_batch(data_iter=endless)
 
     return step
 
