@@ -70,7 +70,7 @@ def test_inspect_counts_what_cannot_be_read(run: Run, tmp_path: Path) -> None:
     ("line", "what"),
     [
         ("make made --classes 0", "0 classes cannot be drawn"),
-        ("make made --images 4 --format zip", "format 'zip' is not known"),
+        ("make made --images 4 --format zip", "--format is 'zip': expected one of folder, ofrecord, tar"),
         ("inspect nowhere", "nowhere is not a directory"),
         ("convert nowhere there", "nowhere is not a directory"),
     ],

@@ -11,9 +11,11 @@ Parameters stay the model's own, under the model's own names.
 from __future__ import annotations
 
 import inspect
+import linecache
 import random
 import re
 import sys
+import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,10 +165,18 @@ def heard(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in hooks)
 
 
+def _line_being_run() -> str | None:
+    """The innermost line of the model's own code that is running, as in a stack trace."""
+    for frame, number in traceback.walk_stack(None):
+        name = frame.f_code.co_filename
+        if not is_library(name):
+            line = linecache.getline(name, number).strip()
+            return f'File "{name}", line {number}, in {frame.f_code.co_name}\n    {line}'
+    return None
+
+
 class ModuleTracer(fx.Tracer):
     """Traces modules down to those without children or with hooks, torch's own, and the given leaves."""
-
-    record_stack_traces = True
 
     def __init__(self, leaves: Sequence[str]) -> None:
         super().__init__()
@@ -179,8 +189,12 @@ class ModuleTracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that remembers the mode it was met in."""
+        """A node that remembers the mode it was met in, and the line of the model that made it.
+
+        torch would note the line too, but loads its compilers for that, which takes seconds.
+        """
         node = super().create_node(*args, **kwargs)
+        node.meta["stack_trace"] = _line_being_run()
         if mode := mode_now(self.casts):
             node.meta["mode"] = mode
         return node
