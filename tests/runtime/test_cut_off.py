@@ -11,6 +11,7 @@ import pytest
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.hosts import EmulatedHosts, namespace
 from stagewright.rehearsal.tools import call, missing
+from stagewright.runtime.meeting import Place, lost_hosts
 from stagewright.runtime.resuming import checkpoints_in
 from tests.rehearsal.clusters import star
 from tests.runtime.running import ROOT
@@ -70,3 +71,10 @@ def test_all_workers_end_within_one_and_a_half_timeouts_and_name_the_lost_host(p
     assert took_s < 1.5 * TIMEOUT_S + SLACK_S, said
     for host, text in enumerate(said):
         assert f"({hosts.addresses[1 - host]}) does not answer" in text, text[-3000:]
+
+
+def test_hosts_that_the_kernel_knows_to_be_gone_are_lost_at_once() -> None:
+    """A refusal is an answer; a connection that fails before it is under way is none."""
+    addresses = {"here": "127.0.0.1", "refuses": "127.0.0.1", "gone": "255.255.255.255"}
+    places = [Place(name, name, address, False) for name, address in addresses.items()]
+    assert lost_hosts(places, 0, 5.0) == ["gone (255.255.255.255)"]

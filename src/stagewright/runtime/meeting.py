@@ -141,24 +141,28 @@ def choose_interface(places: list[Place], rank: int) -> None:
 def lost_hosts(places: Sequence[Place], rank: int, limit_s: float) -> list[str]:
     """The other hosts that do not answer within a while, by name and address; a refusal is an answer."""
     others = {place.address: place for place in places if place.host != places[rank].host and place.address}
-    probes: dict[socket.socket, Place] = {}
+    asked: dict[socket.socket, Place] = {}
+    silent: list[Place] = []
     for address, place in others.items():
-        with suppress(OSError):
-            probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-            probe.setblocking(False)
-            probe.connect_ex((address, CLOSED_PORT))
-            probes[probe] = place
-    deadline, silent = time.monotonic() + limit_s, dict(probes)
-    while silent and time.monotonic() < deadline:
-        _, ready, _ = select.select([], list(silent), [], max(0.0, deadline - time.monotonic()))
-        for probe in ready:
-            if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED):
-                del silent[probe]
-            else:
-                break
-    for probe in probes:
+        probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        probe.setblocking(False)
+        said = probe.connect_ex((address, CLOSED_PORT))
+        if said == errno.EINPROGRESS:
+            asked[probe] = place
+            continue
         probe.close()
-    return [f"{place.name} ({place.address})" for place in silent.values()]
+        if said not in (0, errno.ECONNREFUSED):  # the kernel knows already that nobody is there
+            silent.append(place)
+    deadline, waiting = time.monotonic() + limit_s, dict(asked)
+    while waiting and time.monotonic() < deadline:
+        _, ready, _ = select.select([], list(waiting), [], max(0.0, deadline - time.monotonic()))
+        for probe in ready:
+            place = waiting.pop(probe)
+            if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) not in (0, errno.ECONNREFUSED):
+                silent.append(place)
+    for probe in asked:
+        probe.close()
+    return [f"{place.name} ({place.address})" for place in (*silent, *waiting.values())]
 
 
 def interface_with(address: str) -> str | None:
