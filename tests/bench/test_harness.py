@@ -87,7 +87,7 @@ def test_a_record_has_the_cases_name_command_environment_and_what_was_seen_from_
     assert record.name == "case-mlp"
     assert record.command == (
         "stagewright train mlp --batch 8 --placement 0:0 --precision fp32 --data synthetic --steps 7 --warm-up 5 "
-        "--device cpu"
+        "--no-save-final --device cpu"
     )
     assert record.environment == {"cpu": "c", "commit": "1"}
     assert record.devices[0].driver_bytes is not None

@@ -16,7 +16,7 @@ from PIL import Image
 from stagewright.data.augment import EvalTransform, TrainTransform, normalise
 from stagewright.data.draws import draw_uniform
 from stagewright.data.jpeg import Crop, cut_below, jpeg_header, reduced, reduction_for
-from stagewright.data.pixels import choose_decoder, fastest, image_shape, read_crop
+from stagewright.data.pixels import choose_decoder, image_shape, read_crop
 from stagewright.errors import DataError, UsageError
 
 Encode = Callable[..., bytes]
@@ -133,25 +133,9 @@ def test_sampling_factors_of_zero_are_an_error(encode: Encode) -> None:
 # ── choosing a decoder ──────────────────────────────────────────────────────────────────────────────────
 
 
-def slow(data: bytes, *rest: object) -> tuple[np.ndarray, int]:
-    return np.asarray(sorted(range(200_000))), 1
-
-
-def quick(data: bytes, *rest: object) -> tuple[np.ndarray, int]:
-    return np.zeros(1), 1
-
-
-@pytest.mark.parametrize(
-    ("decoders", "chosen"),
-    [
-        ({"simplejpeg": slow, "torchvision": quick}, "torchvision"),
-        ({"simplejpeg": quick, "torchvision": slow}, "simplejpeg"),
-        ({"torchvision": slow}, "torchvision"),
-        ({}, "pillow"),
-    ],
-)
-def test_torchvision_is_used_when_it_is_there_and_faster(decoders: dict, chosen: str) -> None:
-    assert fastest(decoders) == chosen
+def test_every_worker_takes_the_same_decoder() -> None:
+    """Decoders round differently: one that is chosen by its speed would give workers of one run other pixels."""
+    assert {choose_decoder() for _ in range(5)} == {"simplejpeg"}
 
 
 def test_an_unknown_decoder_is_named() -> None:

@@ -27,7 +27,7 @@ V100 = Device(kind="v100", memory_bytes=16 * GIB)
 
 @cache
 def profile_of(name: str) -> Profile:
-    return import_pipedream(PIPEDREAM / f"{name}.txt", batch=ROWS[name])
+    return replace(import_pipedream(PIPEDREAM / f"{name}.txt", batch=ROWS[name]), device=V100.kind)
 
 
 @cache
@@ -45,7 +45,7 @@ def objective_by_hand(profile: Profile, plan: PipeDreamPlan, bytes_per_s: float)
     """The formula of the paper, stage by stage."""
     ordered = along(profile, plan)
     rows = profile.batch_sizes[0]
-    costs = Costs(ordered, make_cluster(1))
+    costs = Costs(ordered, make_cluster(1, device=V100))
     edges = [0, *accumulate(map(len, plan.stages))]
     worst = 0.0
     for number, replicas in enumerate(plan.replicas):

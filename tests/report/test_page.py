@@ -242,7 +242,7 @@ def test_a_page_of_8_times_2000_spans_opens_in_under_two_seconds(browser: Any, t
 
 
 SUITE = {
-    "resnet50-ssp-2x8": "resnet50 --placement 0:0-7,1:0-7.0:0-7,1:0-7 --batch 1024 --staleness ssp",
+    "resnet50-ssp-2x8": "resnet50 --placement 0:0-7,1:0-7.0:0-7,1:0-7 --batch 512 --staleness ssp",
     "alexnet-ssp": "alexnet-of --placement 0:0-6.0:7 --batch 1764 --staleness ssp --ratio 15:1",
     "vgg16-ssp": "vgg16 --placement 0:0-6.0:7 --batch 224 --staleness ssp --ratio 3:1",
     "vgg16-dp-8": "vgg16 --batch 256",

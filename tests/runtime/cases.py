@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ PLACEMENTS = {
     "1": "0:0", "4": "0:0-3", "2-2": "0:0-1.0:2-3", "3-1": "0:0-2.0:3", "1-3": "0:0.0:1-3", "7-1": "0:0-6.0:7",
     "5-2-1": "0:0-4.0:5-6.0:7", "shared": "0:0-1.0:0-1", "loop": "0:0.0:1.0:0.0:1", "4-1-4": "0:0-3.0:0.0:0-3",
 }  # fmt: skip
+DEVICE = os.environ.get("STAGEWRIGHT_TEST_DEVICE", "cpu")
+"""Where the workers of a case compute."""
 POLICIES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dynamic")
 
 
@@ -129,8 +132,8 @@ def run_case(case: Case, world: World) -> float:
     layered = model.layered()
     plan = plan_of(case, layered.names, layered.cuts())
     settings = Settings(
-        precision=case.precision, clip_norm=case.clip_norm, timeout_s=90.0, scale_growth_steps=2, on_nan="skip"
-        if case.overflow_at is not None else "stop",
+        precision=case.precision, device=DEVICE, clip_norm=case.clip_norm, timeout_s=90.0, scale_growth_steps=2,
+        on_nan="skip" if case.overflow_at is not None else "stop",
     )  # fmt: skip
 
     def rows(batch: int, start: int, stop: int):
@@ -158,7 +161,7 @@ def difference(case: Case, layered: Layered, worker: Worker) -> float:
     for here in worker.hosted.values():
         assert not {**here.runner.held, **here.activations, **here.gradients}, "something is still held"
         for name, found in here.weights.newest().state_dict().items():
-            wanted = expected[name]
+            found, wanted = found.cpu(), expected[name]
             worst = max(worst, float((found - wanted).double().norm() / wanted.double().norm().clamp(min=1e-9)))
     last = worker.plan.workers[-1]
     group = worker.world.group("losses", last)
@@ -166,7 +169,7 @@ def difference(case: Case, layered: Layered, worker: Worker) -> float:
         sums = torch.stack([worker.figures(batch) for batch in range(case.steps)])
         if group is not None:
             dist.all_reduce(sums, group=group)
-        wanted = torch.tensor(losses, dtype=torch.float64)
+        sums, wanted = sums.cpu(), torch.tensor(losses, dtype=torch.float64)
         gaps = (sums[:, 0] / sums[:, 1] - wanted)[wanted.isfinite()]
         worst = max(worst, float(gaps.abs().max() / wanted[wanted.isfinite()].abs().max()))
     return worst
@@ -204,11 +207,11 @@ def main(cases_file: str, results_file: str) -> None:
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads(Path(cases_file).read_text())]
     results = []
-    with open_world(Settings(timeout_s=90.0)) as world:
+    with open_world(Settings(timeout_s=90.0, device=DEVICE)) as world:
         for case in (case for case in cases if size_of(case) == world.size):
             worst = torch.tensor([run_case(case, world)], dtype=torch.float64)
             if world.control is not None:
-                dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+                dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=world.control)
             results.append({**asdict(case), "worst": worst.item()})
             if world.worker == 0:
                 Path(results_file).write_text(json.dumps(results))

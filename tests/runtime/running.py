@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+from collections.abc import Mapping
 from contextlib import chdir
 from functools import cache
 from pathlib import Path
@@ -24,10 +25,12 @@ def stem() -> Stem:
     return made
 
 
-def run_workers(size: int, module: str, *arguments: str, timeout_s: float = 150) -> CompletedProcess[str]:
+def run_workers(
+    size: int, module: str, *arguments: str, timeout_s: float = 150, extra: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
     """Runs a module with so many workers; fails with what they said."""
     command = [sys.executable, "-m", module, *arguments]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1", **(extra or {})}
     with TemporaryDirectory() as folder, chdir(ROOT):
         failed = run_agent(stem(), command, size, Path(folder), environment, timeout_s)
         said = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("worker-*.log")))

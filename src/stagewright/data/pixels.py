@@ -1,10 +1,9 @@
-"""The pixels of one crop of an image file, by whichever decoder is there and fastest."""
+"""The pixels of one crop of an image file, by the first decoder that is there."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -134,41 +133,14 @@ def _opened(data: bytes) -> Image:
 
 
 def choose_decoder(name: str = "auto") -> DecoderName:
-    """The decoder of this name; `auto` is simplejpeg, or torchvision where that is faster on this machine."""
+    """The decoder of this name; `auto` is the first that is installed, so that all workers see the same pixels."""
     there = [each for each in DECODERS if each == "pillow" or importlib.util.find_spec(each)]
     if name == "auto":
-        return fastest({each: DECODERS[each] for each in there if each != "pillow"})
+        return there[0]
     for each in there:
         if each == name:
             return each
     raise UsageError(f"decoder {name!r} is not installed or not known", f"here are {', '.join(there)} and auto")
-
-
-def fastest(decoders: Mapping[DecoderName, Decoder]) -> DecoderName:
-    """The first decoder, unless a later one clearly beats it on a sample; pillow where there is none."""
-    if len(decoders) < 2:
-        return next(iter(decoders), "pillow")
-    times_s = {name: _decode_s(decoder) for name, decoder in decoders.items()}
-    first, best = next(iter(decoders)), min(times_s, key=lambda name: times_s[name])
-    return best if times_s[best] < WORTH_IT * times_s[first] else first
-
-
-def _decode_s(decoder: Decoder, repeats: int = 9) -> float:
-    """The shortest time that the decoder takes for a noisy photo-sized JPEG."""
-    from PIL import Image as Images
-
-    noise = np.arange(np.prod(SAMPLE_SHAPE), dtype=np.uint64).reshape(SAMPLE_SHAPE) * np.uint64(2654435761)
-    stream = io.BytesIO()
-    Images.fromarray((noise >> np.uint64(12)).astype(np.uint8) // 4).save(stream, "JPEG", quality=85)
-    header = jpeg_header(stream.getvalue())
-    if header is None:
-        raise DataError("Pillow wrote a JPEG that cannot be read", "install Pillow again")
-    times_s = []
-    for _ in range(repeats):
-        start_s = time.perf_counter()
-        decoder(stream.getvalue(), header, header.height, 1)
-        times_s.append(time.perf_counter() - start_s)
-    return min(times_s)
 
 
 # ── resizing ────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,9 +21,14 @@ TIMES = 2
 
 
 def warm_up(worker: Worker) -> None:
+    """On a card, runs every stage of a worker once."""
+    if worker.world.device.type == "cuda":
+        run_everything_once(worker)
+        torch.cuda.synchronize()
+
+
+def run_everything_once(worker: Worker) -> None:
     """Runs every stage of a worker forward, backward and through its optimizer on zeros, and leaves no trace."""
-    if worker.world.device.type != "cuda":
-        return
     for here in worker.hosted.values():
         numbers = range(here.plan.num_microbatches)
         sizes = {share.stop - share.start for share in map(here.share, numbers) if share is not None}
@@ -35,7 +40,6 @@ def warm_up(worker: Worker) -> None:
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
         update_once(here, worker.world.device)
-    torch.cuda.synchronize()
 
 
 def run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
@@ -50,7 +54,7 @@ def run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
     if runner.has_loss:
         worker.note(-1, rows, made, targets)
         worker.figures(-1)
-        runner.backward(key, None, worker.scale.current)
+        runner.backward(key, None, torch.zeros_like(worker.scale.current))  # no gradient may overflow
     else:
         outputs = [tensor for tensor, spec in zip(made, runner.outputs) if spec.needs_grad]
         runner.backward(key, [torch.zeros_like(tensor) for tensor in outputs], worker.scale.current)
@@ -77,12 +81,13 @@ def update_once(here: Hosted, device: torch.device) -> None:
             parameter.grad = None
     if weights.optimizer is None:
         return
-    rates = [group["lr"] for group in weights.optimizer.param_groups]
+    rates, scheduler = [group["lr"] for group in weights.optimizer.param_groups], weights.scheduler
+    weights.scheduler = None
     for group in weights.optimizer.param_groups:
         group["lr"] = 0.0
     for _ in range(TIMES):
         weights.update(0, gradients)
-    weights.num_updates = 0
+    weights.num_updates, weights.scheduler = 0, scheduler
     weights.optimizer.state.clear()
     for group, rate in zip(weights.optimizer.param_groups, rates):
         group["lr"] = rate
