@@ -34,12 +34,13 @@ class SelfCheck:
     def __init__(self, settings: Settings) -> None:
         self._tolerance = TOLERANCE[settings.precision]
         self._is_on = settings.self_check and not settings.sync_batch_norm  # whose replicas would all have to come
+        self._is_compiled = settings.compile
         self._batch: int | None = None
         self._expected: dict[tuple[int, str], Tensor] = {}
 
     def add(self, here: Hosted, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
         """Runs a microbatch of the first batch once more, plainly; before its own backward lets go of its inputs."""
-        if not self._is_on or here.replica != 0:
+        if not self._is_on or here.replica != 0 or (self._is_compiled and here.runner.draws):  # which draws otherwise
             return
         self._batch = key[0] if self._batch is None else self._batch
         if key[0] == self._batch:

@@ -98,7 +98,7 @@ class StageRunner:
         return list(made)
 
     def _row_keys(self, batch: int, start: int, inputs: Sequence[Tensor]) -> Tensor | None:
-        if not self.draws:
+        if not self.draws or self.settings.compile:  # compiled code draws in its own way
             return None
         rows, device = inputs[0].size(0), inputs[0].device
         return row_keys(self.settings.seed, batch, start, start + rows, device)
