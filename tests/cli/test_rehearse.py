@@ -71,7 +71,7 @@ def test_a_wrong_option_is_told_before_anything_is_measured(tmp_path: Path) -> N
         "--on-nan", "wait", "-o", str(tmp_path / "run"),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "on_nan is 'wait': expected 'stop' or 'skip'" in done.stderr
+    assert "--on-nan is 'wait': expected 'stop' or 'skip'" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
