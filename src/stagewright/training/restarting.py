@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ def run_and_restart(schedule: Schedule, job: Job, folder: Path, watching: Displa
 
 def refuse_the_same(fault: RunError, causes: Sequence[str]) -> None:
     """Ends a run that fails time and again in the same way at the same batch."""
-    last = causes[-SAME_FAULT:]
+    # Whether a worker's exit status was seen before the others were ended is a matter of moments.
+    last = [re.sub(r" with exit status \d+", "", cause) for cause in causes[-SAME_FAULT:]]
     if len(last) == SAME_FAULT and len(set(last)) == 1 and " of batch " in last[0]:
         raise RunError(
             f"{fault.cause}, {SAME_FAULT} times in a row",
