@@ -58,6 +58,18 @@ class Centred(Head):
         return x - x.mean(0)
 
 
+class AlikeThenCentred(Head):
+    """All rows are alike on the sample, so that their mean is each row's own value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip = nn.Hardtanh()
+
+    def between(self, x: Tensor) -> Tensor:
+        x = self.clip(x.abs() + 5)
+        return x - x.mean(0)
+
+
 class CentredInTraining(Head):
     """Cannot be evaluated in stages, since it branches on its mode."""
 
@@ -103,6 +115,7 @@ def test_a_hook_on_a_tensor_inside_is_refused_by_the_gradient_it_changes() -> No
     [
         (Counted, r"forward changes 'calls' from \d+ to \d+"),
         (Centred, "layer 'a' mixes the rows of a microbatch"),
+        (AlikeThenCentred, "layer '(a|clip)' mixes the rows of a microbatch"),
         (CentredInTraining, "layer 'a' mixes the rows of a microbatch"),
     ],
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from math import isclose, isfinite
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
 from stagewright.models.comparing import FEW, MANY, SEED, Rows, outcome, run_whole, same, total
@@ -130,10 +132,31 @@ def _by_layer(layered: Layered, rows: Rows, *, training: bool, seed: int = SEED)
     """What leaves each layer that a cut follows; what is dropped goes by rows."""
     values, made = tuple(rows.sample.tensors), []
     keys = row_keys(SEED, 0, 0, len(values[0]), values[0].device)
-    with undisturbed(layered.model), torch.no_grad(), rows_drawn(keys):
+    with undisturbed(layered.model), torch.no_grad(), rows_drawn(keys), _rows_unlike(layered.model):
         torch.manual_seed(seed)
         for ends in pairwise((0, *layered.cuts(), layered.num_layers)):
             stage = layered.stage(*ends).train(training)
             values = stage(*values, *rows.targets)[1:] if stage.has_loss else stage(*values)
             made += [values] * (ends[1] - ends[0])
+            values = tuple(map(_unlike, values))
     return made
+
+
+@contextmanager
+def _rows_unlike(model: nn.Module) -> Iterator[None]:
+    """Noise on what every module returns: a norm of two values, or a rounding, can make all rows alike."""
+    hooks = [each.register_forward_hook(lambda _, __, made: pytree.tree_map(_unlike, made)) for each in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _unlike(value: Any) -> Any:
+    """A tensor with noise on its rows, the same on a row whatever rows come after it."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0 or value.size(0) > MANY:
+        return value
+    generator = torch.Generator().manual_seed(SEED)
+    noise = torch.randn((MANY, *value.shape[1:]), generator=generator)[: value.size(0)]
+    return value + 0.1 * noise.to(value)
