@@ -13,7 +13,7 @@ REACHED = {
     "lines of the longest file": 445,
     "lines of the longest function": 109,
     "lines of a function on average": 12,
-    "public module-level names": 1_945,
+    "public module-level names": 1_069,
     "numeric tuning constants": 230,
 }
 """What may not be exceeded until it is lower: whoever gets a figure down writes it here."""

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from stagewright.errors import ClusterError, PlacementError, StagewrightError
 from stagewright.noun import Saved, noun, twin
 
-MAX_DEVICES = 65_536
+_MAX_DEVICES = 65_536
 
 
 class DeviceId(NamedTuple):
@@ -121,10 +121,10 @@ class Cluster(Saved):
         for number, host in enumerate(self.hosts):
             for link in host.links:
                 for end in link.ends:
-                    check_end(end, host, number)
+                    _check_end(end, host, number)
         for link in self.links:
             for end in link.ends:
-                check_wide_end(end, self.hosts)
+                _check_wide_end(end, self.hosts)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ class Cluster(Saved):
             node = before
 
 
-def check_end(end: str, host: Host, number: int) -> None:
+def _check_end(end: str, host: Host, number: int) -> None:
     """Refuses a link end inside a host that is neither a device of it nor a junction's name."""
     if end.isdecimal() and int(end) >= len(host.devices):
         raise ClusterError(f"a link of host {number} ends at device {end}; the host has {numbers(len(host.devices))}")
@@ -234,7 +234,7 @@ def check_end(end: str, host: Host, number: int) -> None:
         raise ClusterError(f"a link of host {number} ends at {end!r}: expected a device number or a word")
 
 
-def check_wide_end(end: str, hosts: Sequence[Host]) -> None:
+def _check_wide_end(end: str, hosts: Sequence[Host]) -> None:
     """Refuses an end of a link between hosts that names no host or device there is."""
     match = re.fullmatch(r"(?:(\d{1,6}):)?([A-Za-z0-9_.-]+)", end, re.ASCII)
     if match is None:
@@ -243,7 +243,7 @@ def check_wide_end(end: str, hosts: Sequence[Host]) -> None:
         return
     if int(match[1]) >= len(hosts):
         raise ClusterError(f"a link ends at {end}, but there are {count(len(hosts), 'host')}")
-    check_end(match[2], hosts[int(match[1])], int(match[1]))
+    _check_end(match[2], hosts[int(match[1])], int(match[1]))
 
 
 def plain_kind(text: str) -> str:
@@ -274,8 +274,8 @@ def parse_devices(text: str) -> tuple[DeviceId, ...]:
         first, last = int(match[2]), int(match[3] or match[2])
         if last < first:
             raise PlacementError(f"placement part {part!r} counts down: write {match[1]}:{last}-{first}")
-        if len(found) + last - first >= MAX_DEVICES:
-            raise PlacementError(f"placement part {part!r} makes more than {MAX_DEVICES:,} devices of one stage")
+        if len(found) + last - first >= _MAX_DEVICES:
+            raise PlacementError(f"placement part {part!r} makes more than {_MAX_DEVICES:,} devices of one stage")
         found += (DeviceId(int(match[1]), index) for index in range(first, last + 1))
     if len(set(found)) < len(found):
         raise PlacementError(f"placement {text!r} names {twin(found)} twice in one stage: name each device once")

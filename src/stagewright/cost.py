@@ -24,16 +24,16 @@ from stagewright.policy import RULES
 from stagewright.profile import LayerProfile, Profile
 from stagewright.wires import Wires
 
-BUCKET_BYTES = 16 << 20
+_BUCKET_BYTES = 16 << 20
 """Gradients are reduced in pieces of at most about this size, so that the first can start while backward still runs."""
 
-BUCKETS = 8
+_BUCKETS = 8
 """In so many at least: only the last one has nothing of backward left to hide under."""
 
-LEAST_BUCKET_BYTES = 2 << 20
+_LEAST_BUCKET_BYTES = 2 << 20
 """But smaller ones are not worth a message of their own."""
 
-STATE_COPIES = 1
+_STATE_COPIES = 1
 """What SGD with momentum keeps beside the weights: one copy of them."""
 
 COPY_SHARE = 0.4
@@ -81,7 +81,7 @@ def backward_s(profile: Profile, first: int, last: int, rows: float) -> float:
     return sum(interpolate(profile.batch_sizes, layer.backward_s, rows) for layer in profile.layers[first:last])
 
 
-def weight_s(profile: Profile, layer: LayerProfile, rows: float) -> float:
+def _weight_s(profile: Profile, layer: LayerProfile, rows: float) -> float:
     """The part of a layer's backward that only its weights' gradients need: as measured, or its share."""
     whole = interpolate(profile.batch_sizes, layer.backward_s, rows)
     if not layer.weight_s:
@@ -128,10 +128,10 @@ class Handled(NamedTuple):
         """Whether a layer keeps the rows of all microbatches of a batch until the last of them."""
         if not self.folds or self.microbatches < 2 or layer.kind != "matmul":
             return False
-        return num_folded(layer, rows, self.microbatches) == self.microbatches
+        return _num_folded(layer, rows, self.microbatches) == self.microbatches
 
 
-ONE = Handled()
+_ONE = Handled()
 
 
 def handled_by_each(policy: Policy, route: Route, num_microbatches: int, num_replicas: int) -> Handled:
@@ -140,7 +140,7 @@ def handled_by_each(policy: Policy, route: Route, num_microbatches: int, num_rep
     return Handled(count, not RULES[policy].halves)
 
 
-def num_folded(layer: LayerProfile, rows: float, num_microbatches: int) -> int:
+def _num_folded(layer: LayerProfile, rows: float, num_microbatches: int) -> int:
     """Of how many microbatches a layer makes the weight gradients at once.
 
     It keeps their rows while these take no more than KEPT_SHARE of its weights.
@@ -149,13 +149,13 @@ def num_folded(layer: LayerProfile, rows: float, num_microbatches: int) -> int:
     return max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept))) if kept else 1
 
 
-def folded_weight_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
-    """`weight_s` of a microbatch, where a layer makes the weight gradients of several microbatches at once."""
-    count = num_folded(layer, rows, num_microbatches)
-    return weight_s(profile, layer, rows * count) / count
+def _folded_weight_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
+    """`_weight_s` of a microbatch, where a layer makes the weight gradients of several microbatches at once."""
+    count = _num_folded(layer, rows, num_microbatches)
+    return _weight_s(profile, layer, rows * count) / count
 
 
-class RowSums(NamedTuple):
+class _RowSums(NamedTuple):
     """Seconds of the layers before each cut, at one number of rows."""
 
     forward: tuple[float, ...]
@@ -190,8 +190,8 @@ class StageBytes(NamedTuple):
 class Costs:
     """Seconds and bytes of any run of layers `first … last − 1`; `speed` is that of the device (`Device.speed`)."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, *, state_copies: int = STATE_COPIES) -> None:
-        check_kind(profile, cluster)
+    def __init__(self, profile: Profile, cluster: Cluster, *, state_copies: int = _STATE_COPIES) -> None:
+        _check_kind(profile, cluster)
         self.profile, self.cluster, self.state_copies = profile, cluster, state_copies
         self.wires = Wires(cluster)
         self.crossings = crossings(profile)
@@ -199,7 +199,7 @@ class Costs:
         self._parameters = _sums([layer.parameter_bytes for layer in layers])
         self._buffers = _sums([layer.buffer_bytes for layer in layers])
         self._saved = _sums([layer.saved_bytes for layer in layers])
-        self._rows: dict[tuple[float, Handled], RowSums] = {}
+        self._rows: dict[tuple[float, Handled], _RowSums] = {}
         self._buckets: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._workspaces = [layer.workspace_bytes for layer in layers]
 
@@ -209,7 +209,7 @@ class Costs:
         """A device's speed while some compute; only cores that hosts share make that differ."""
         return self.cluster.device(id).speed * self.wires.cores.crowded(id, computing)
 
-    def row_sums(self, rows: float, handled: Handled = ONE) -> RowSums:
+    def row_sums(self, rows: float, handled: Handled = _ONE) -> _RowSums:
         """Sums of all layers' seconds at this number of rows, made at the first call."""
         found = self._rows.get((rows, handled))
         if found is None:
@@ -217,7 +217,7 @@ class Costs:
             forward = [interpolate(sizes, layer.forward_s, rows) for layer in layers]
             backward, weight = zip(*(self._backward_halves(layer, rows, handled) for layer in layers))
             kept = [own if handled.keeps(layer, rows) else 0.0 for layer, own in zip(layers, weight)]
-            found = self._rows[rows, handled] = RowSums(_sums(forward), _sums(backward), _sums(weight), _sums(kept))
+            found = self._rows[rows, handled] = _RowSums(_sums(forward), _sums(backward), _sums(weight), _sums(kept))
         return found
 
     def _backward_halves(self, layer: LayerProfile, rows: float, handled: Handled) -> tuple[float, float]:
@@ -227,9 +227,9 @@ class Costs:
         inside its product, which writes them anyway.
         """
         whole = interpolate(self.profile.batch_sizes, layer.backward_s, rows)
-        apart = weight_s(self.profile, layer, rows)
+        apart = _weight_s(self.profile, layer, rows)
         if handled.folds and layer.kind == "matmul":
-            together = folded_weight_s(self.profile, layer, rows, handled.microbatches)
+            together = _folded_weight_s(self.profile, layer, rows, handled.microbatches)
             return whole - apart + together, together
         adding = self._step_s(layer.parameter_bytes) * ADD_SHARE * (handled.microbatches - 1) / handled.microbatches
         return whole + adding, apart + adding
@@ -251,7 +251,7 @@ class Costs:
         speed: float = 1.0,
         *,
         recompute: bool = False,
-        handled: Handled = ONE,
+        handled: Handled = _ONE,
     ) -> float:
         """Backward, with forward once more before it where the stage recomputes."""
         sums = self.row_sums(rows, handled).backward
@@ -266,7 +266,7 @@ class Costs:
         speed: float = 1.0,
         *,
         recompute: bool = False,
-        handled: Handled = ONE,
+        handled: Handled = _ONE,
     ) -> float:
         """The part of backward that only the weights' gradients need (action W; I is the rest).
 
@@ -277,7 +277,9 @@ class Costs:
         sums = self.row_sums(rows, handled).weight
         return (sums[last] - sums[first]) / speed
 
-    def kept_weight_s(self, first: int, last: int, rows: float, speed: float = 1.0, *, handled: Handled = ONE) -> float:
+    def kept_weight_s(
+        self, first: int, last: int, rows: float, speed: float = 1.0, *, handled: Handled = _ONE
+    ) -> float:
         """The part of a microbatch's backward that waits for the batch's last, whose gradients leave before it."""
         sums = self.row_sums(rows, handled).kept
         return (sums[last] - sums[first]) / speed
@@ -389,7 +391,7 @@ class Costs:
         return held * self.crossings[first] + saved if recompute and held else held * saved
 
 
-def check_kind(profile: Profile, cluster: Cluster) -> None:
+def _check_kind(profile: Profile, cluster: Cluster) -> None:
     """Refuses a profile of another kind of device than the cluster's.
 
     Devices of other kinds beside the profile's own may be there where the cluster says how fast they are against it.
@@ -416,7 +418,7 @@ def _sums(values: Sequence[Number]) -> tuple[Number, ...]:
 def num_buckets(gradient_bytes: int) -> int:
     """How many buckets a stage's gradients make: several, so that only a small last one outlasts backward.
 
-    None is larger than `BUCKET_BYTES`, and where there are not `BUCKETS` of these, none is smaller than a message that
-    is worth sending.
+    None is larger than `_BUCKET_BYTES`, and where there are not `_BUCKETS` of these, none is smaller than a message
+    that is worth sending.
     """
-    return max(math.ceil(gradient_bytes / BUCKET_BYTES), min(BUCKETS, gradient_bytes // LEAST_BUCKET_BYTES), 1)
+    return max(math.ceil(gradient_bytes / _BUCKET_BYTES), min(_BUCKETS, gradient_bytes // _LEAST_BUCKET_BYTES), 1)

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import re
 
-HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """What a terminal obeys instead of showing it: control codes, and marks that turn the direction of writing."""
 
 
 def visible(text: str) -> str:
     """Text from a file or a program as a terminal may show it: codes that would move its cursor are written out."""
-    return HIDDEN.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return _HIDDEN.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 class StagewrightError(Exception):

@@ -25,15 +25,15 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from stagewright.errors import FileError, StagewrightError
 
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-MAX_FILE_BYTES = 1 << 30
-MAX_DEPTH = 64
-MAX_YAML_VALUES = 1_000_000
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_MAX_FILE_BYTES = 1 << 30
+_MAX_DEPTH = 64
+_MAX_YAML_VALUES = 1_000_000
 """In a YAML file, its aliases written out."""
 
-BRIEF = reprlib.Repr()
+_BRIEF = reprlib.Repr()
 """What writes the first few values of a list or an object, and of those inside of it."""
-BRIEF.maxlevel, BRIEF.maxlong, BRIEF.maxother = 3, 60, 60
+_BRIEF.maxlevel, _BRIEF.maxlong, _BRIEF.maxother = 3, 60, 60
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
     """Makes a class a frozen dataclass whose wrong values raise `error` with the key and the value."""
 
     def make(cls: type[T]) -> type[T]:
-        made = checked_dataclass(frozen=True, kw_only=True, config=STRICT)(cls)
+        made = checked_dataclass(frozen=True, kw_only=True, config=_STRICT)(cls)
         plain_init = made.__init__
 
         def __init__(self: Any, **values: Any) -> None:
@@ -51,7 +51,7 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
                 plain_init(self, **values)
             except ValidationError as fault:
                 wrong = error(f"{cls.__name__}: {describe(fault)}")
-                wrong.noun, wrong.key = cls.__name__, key_of(fault)
+                wrong.noun, wrong.key = cls.__name__, _key_of(fault)
                 raise wrong from None
 
         made.__init__ = __init__  # type: ignore[method-assign]
@@ -62,7 +62,7 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
 
 def describe(fault: ValidationError) -> str:
     """The first fault as `key devices[3].memory_bytes is '12 GB': expected a valid integer`."""
-    first, key = fault.errors(include_url=False)[0], key_of(fault)
+    first, key = fault.errors(include_url=False)[0], _key_of(fault)
     if first["type"] == "missing":
         return f"key {key} is missing"
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -74,7 +74,7 @@ def describe(fault: ValidationError) -> str:
     return f"key {key} is {shown(first['input'])}: {expected}"
 
 
-def key_of(fault: ValidationError) -> str:
+def _key_of(fault: ValidationError) -> str:
     """Where the first fault lies: `devices[3].memory_bytes`."""
     place = fault.errors(include_url=False)[0]["loc"]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
@@ -82,7 +82,7 @@ def key_of(fault: ValidationError) -> str:
 
 def shown(value: object) -> str:
     """A value as an error shows it, cut where it is long; what it holds many times over is never written out."""
-    text = repr(value[:60]) if isinstance(value, str | bytes) else BRIEF.repr(value)
+    text = repr(value[:60]) if isinstance(value, str | bytes) else _BRIEF.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -170,8 +170,8 @@ def is_yaml(path: Path) -> bool:
 def read_plain(path: Path) -> object:
     """What a JSON or YAML file holds, as plain values."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise FileError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise FileError(f"{path}: larger than {_MAX_FILE_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
     except OSError as fault:
         raise FileError(f"{path}: {fault.strerror}") from None
@@ -185,19 +185,19 @@ def read_plain(path: Path) -> object:
 def parse_plain(text: str, *, is_yaml: bool, where: str) -> object:
     """Plain values from JSON or YAML text; the damage is named with its line."""
     try:
-        return load_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=without_twins, parse_int=small_int)
+        return load_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_without_twins, parse_int=_small_int)
     except json.JSONDecodeError as fault:
         raise FileError(f"{where}: not JSON: {fault.msg} in line {fault.lineno}, column {fault.colno}") from None
     except yaml.YAMLError as fault:
         raise FileError(f"{where}: not YAML: {' '.join(str(fault).split())}") from None
     except RecursionError:
-        raise FileError(f"{where}: nested too deeply: expected {MAX_DEPTH} levels at most") from None
+        raise FileError(f"{where}: nested too deeply: expected {_MAX_DEPTH} levels at most") from None
     except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as fault:
         # PyYAML's constructors fail in all these ways on a value that contradicts its tag
         raise FileError(f"{where}: cannot be read: {fault}") from None
 
 
-def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these keys and values; a key that stands twice is a mistake, not a choice."""
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -210,7 +210,7 @@ def twin(values: Iterable[T]) -> T:
     return next(value for value, number in Counter(values).items() if number > 1)
 
 
-def small_int(text: str) -> int:
+def _small_int(text: str) -> int:
     """The whole number that a text writes, if it has 64 bits at most."""
     number = int(text) if len(text) <= 20 else 1 << 64
     if not -(1 << 63) <= number < 1 << 63:
@@ -220,44 +220,44 @@ def small_int(text: str) -> int:
 
 def load_yaml(text: str) -> object:
     """Plain values from YAML, the aliases written out."""
-    loader = PlainLoader(text)
+    loader = _PlainLoader(text)
     try:
         value: object = loader.get_single_data()
     finally:
         loader.dispose()
-    check_size(value)
+    _check_size(value)
     return value
 
 
-def check_size(value: object) -> None:
+def _check_size(value: object) -> None:
     """Refuses what grows out of hand once its aliases are written out, or never ends."""
-    level, room = [value], MAX_YAML_VALUES
-    for _ in range(MAX_DEPTH):
-        level = list(islice(chain.from_iterable(map(children, level)), room + 1))
+    level, room = [value], _MAX_YAML_VALUES
+    for _ in range(_MAX_DEPTH):
+        level = list(islice(chain.from_iterable(map(_children, level)), room + 1))
         room -= len(level)
         if room < 0:
-            raise ValueError(f"more than {MAX_YAML_VALUES:,} values: save a noun of that size as JSON")
+            raise ValueError(f"more than {_MAX_YAML_VALUES:,} values: save a noun of that size as JSON")
         if not level:
             return
     raise RecursionError
 
 
-def children(value: object) -> Iterable[object]:
+def _children(value: object) -> Iterable[object]:
     """The values inside a value."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-MERGE = "tag:yaml.org,2002:merge"
+_MERGE = "tag:yaml.org,2002:merge"
 
 
-class PlainLoader(yaml.SafeLoader):
+class _PlainLoader(yaml.SafeLoader):
     """YAML whose values are those of JSON: no dates, no `1:30` for 90, no `no` for false, no key twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         nodes = [key for key, _ in node.value] if isinstance(node.value, list) else []
         for key in nodes:
             # A list or object as a key may hold others many times over, and merging keys multiplies them.
-            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                 raise ValueError(f"the key in line {key.start_mark.line + 1} is no text: write it in quotes")
         keys = [self.construct_object(key, deep=True) for key in nodes]
         where = f"in the keys from line {node.start_mark.line + 1} on"
@@ -269,10 +269,10 @@ class PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: Any) -> int:
-        return small_int(str(self.construct_scalar(node)))
+        return _small_int(str(self.construct_scalar(node)))
 
 
-RESOLVERS = (
+_RESOLVERS = (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
     (
@@ -285,15 +285,15 @@ RESOLVERS = (
 """What unquoted text means: the core schema of YAML 1.2 (section 10.3), which is that of JSON."""
 
 
-def resolve_as_json(cls: Any) -> None:
+def _resolve_as_json(cls: Any) -> None:
     """Gives a loader or dumper the resolvers above, and no other."""
     cls.yaml_implicit_resolvers = {}
-    for name, pattern, first in RESOLVERS:
+    for name, pattern, first in _RESOLVERS:
         cls.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(rf"(?:{pattern})\Z"), list(first))
 
 
-resolve_as_json(PlainLoader)
-PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
+_resolve_as_json(_PlainLoader)
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
 
 
 def dump_json(plain: object, *, width: int = 110) -> str:
@@ -315,10 +315,10 @@ def dump_json(plain: object, *, width: int = 110) -> str:
 
 def dump_yaml(plain: object) -> str:
     """YAML with the keys in their own order."""
-    return yaml.dump(plain, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(plain, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-class PlainDumper(yaml.SafeDumper):
+class _PlainDumper(yaml.SafeDumper):
     """Short lists of numbers and names on one line; no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -339,7 +339,7 @@ class PlainDumper(yaml.SafeDumper):
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
 
 
-resolve_as_json(PlainDumper)
-PlainDumper.add_representer(float, PlainDumper.represent_float)
-PlainDumper.add_representer(str, PlainDumper.represent_str)
-PlainDumper.add_representer(list, PlainDumper.represent_list)
+_resolve_as_json(_PlainDumper)
+_PlainDumper.add_representer(float, _PlainDumper.represent_float)
+_PlainDumper.add_representer(str, _PlainDumper.represent_str)
+_PlainDumper.add_representer(list, _PlainDumper.represent_list)

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from stagewright.plan import Plan, Policy, Route
 
 
-class Rule(NamedTuple):
+class _Rule(NamedTuple):
     """What sets a policy apart; without any of these it is 1f1b."""
 
     all_forwards_first: bool = False
@@ -32,12 +32,12 @@ class Rule(NamedTuple):
     """A worker runs whatever is ready, backward first; its order only says what there is to do."""
 
 
-RULES: Mapping[Policy, Rule] = {
-    "gpipe": Rule(all_forwards_first=True),
-    "1f1b": Rule(),
-    "interleaved": Rule(),  # 1f1b, which alternates between a worker's stages wherever it has several
-    "zero-bubble": Rule(halves=True),
-    "dynamic": Rule(by_arrival=True),
+RULES: Mapping[Policy, _Rule] = {
+    "gpipe": _Rule(all_forwards_first=True),
+    "1f1b": _Rule(),
+    "interleaved": _Rule(),  # 1f1b, which alternates between a worker's stages wherever it has several
+    "zero-bubble": _Rule(halves=True),
+    "dynamic": _Rule(by_arrival=True),
 }
 
 
@@ -45,7 +45,7 @@ DISTINCT = tuple(name for name in RULES if name != "interleaved")
 """Those that differ even where every worker has one stage."""
 
 
-class Pace(Protocol):
+class _Pace(Protocol):
     """What a plan and a planner's setting share: how batches are cut up and ordered."""
 
     @property
@@ -63,7 +63,7 @@ def lanes(plan: Plan) -> tuple[int, ...]:
     return plan.replicas if plan.route == "rotate" else (1,) * len(plan.stages)
 
 
-def warm_ups(plan: Plan) -> tuple[int, ...]:
+def _warm_ups(plan: Plan) -> tuple[int, ...]:
     """How many of its microbatches a replica runs forward before its first backward under 1f1b.
 
     ceil(sum of later stages' lanes / own lanes): the textbook's num_stages − stage − 1 under `split`.
@@ -79,7 +79,7 @@ def reach(plan: Plan) -> tuple[int, ...]:
 
 def aheads(plan: Plan) -> tuple[int, ...]:
     """How many microbatches, over all replicas, forward of each stage runs ahead of backward; it never grows."""
-    widths, wanted = lanes(plan), warm_ups(plan)
+    widths, wanted = lanes(plan), _warm_ups(plan)
     if RULES[plan.policy].all_forwards_first:
         return (plan.num_microbatches * max(plan.versions),) * len(widths)
     if plan.hold is not None:
@@ -134,7 +134,7 @@ def outstanding(plan: Plan) -> tuple[int, ...]:
     return tuple(map(held, [plan.num_microbatches] * len(widths), widths, aheads(plan), reach(plan)))
 
 
-def held_before(pace: Pace, replicas: int, later_stages: int, later_replicas: int, depth: int) -> int:
+def held_before(pace: _Pace, replicas: int, later_stages: int, later_replicas: int, depth: int) -> int:
     """`holds` of one stage for a search that goes from the last stage to the first, and so knows only later ones.
 
     The same number, with two exceptions that only the whole plan can tell: with `hold` it is no less than the truth,

@@ -88,7 +88,7 @@ class Profile(Saved):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_batch_sizes(self.batch_sizes)
+        _check_batch_sizes(self.batch_sizes)
         seen: set[str] = set()
         for layer in self.layers:
             if layer.name in seen:
@@ -130,7 +130,7 @@ class Profile(Saved):
         return replace(self, layers=layers)
 
 
-def check_batch_sizes(sizes: tuple[int, ...]) -> None:
+def _check_batch_sizes(sizes: tuple[int, ...]) -> None:
     """Refuses sizes that are not positive and ascending."""
     if sizes[0] < 1 or any(later <= before for before, later in zip(sizes, sizes[1:])):
         raise ProfileError(f"key batch_sizes is {list(sizes)}: expected positive numbers, ascending")

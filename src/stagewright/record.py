@@ -125,7 +125,7 @@ def _written_spans(value: Sequence[Span], write: SerializerFunctionWrapHandler) 
     return write(tuple(value))
 
 
-SpanTuple = Annotated[tuple[Span, ...], WrapValidator(_checked_spans), WrapSerializer(_written_spans)]
+_SpanTuple = Annotated[tuple[Span, ...], WrapValidator(_checked_spans), WrapSerializer(_written_spans)]
 """How spans are checked and written, whichever way they are kept."""
 
 
@@ -191,7 +191,7 @@ class Record(Saved):
     start_up_s: float = Field(default=0.0, ge=0)
     """Time before the steady state."""
     devices: tuple[DeviceUse, ...] = ()
-    spans: Annotated[Sequence[Span], GetPydanticSchema(lambda _, schema_of: schema_of(SpanTuple))] = ()
+    spans: Annotated[Sequence[Span], GetPydanticSchema(lambda _, schema_of: schema_of(_SpanTuple))] = ()
     points: tuple[Point, ...] = ()
     limit: str = ""
     """What limited the run, in words."""

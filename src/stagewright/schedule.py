@@ -103,7 +103,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         """The action that `F0.3`, `SF0.3>5+1`, `G0/2`, `A` or `U0-1` writes."""
-        match = ACTION_TEXT.fullmatch(text)
+        match = _ACTION_TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
                 f"action {text[:40]!r} cannot be read: expected one like F0.3, RF1.3<2, G0/1, A or U0-1"
@@ -114,17 +114,17 @@ class Action(NamedTuple):
         has = (stage is not None, microbatch is not None, match["arrow"], bucket is not None)
         wants = (kind is not Kind.AGREE, kind in COMPUTE | TRANSFERS, arrow, kind is Kind.REDUCE)
         if has != wants:
-            raise ScheduleError(f"action {text!r}: {kind.name.lower()} is written like {EXAMPLES[kind]}")
+            raise ScheduleError(f"action {text!r}: {kind.name.lower()} is written like {_EXAMPLES[kind]}")
         number = [-1 if part is None else int(part) for part in (stage, microbatch, peer if peer else bucket)]
         return cls(kind, number[0], int(match["batch"] or 0), number[1], number[2])
 
 
-ACTION_TEXT = re.compile(
+_ACTION_TEXT = re.compile(
     r"(?P<kind>SF|RF|SB|RB|[FBIWGAUVD])(?P<stage>\d{1,6})?(?:\.(?P<microbatch>\d{1,6}))?"
     r"(?:(?P<arrow>[<>])(?P<peer>\d{1,6})|/(?P<bucket>\d{1,6}))?(?P<batch>[+-]\d{1,6})?",
     re.ASCII,
 )
-EXAMPLES = {
+_EXAMPLES = {
     kind: str(Action(kind, -1 if kind is Kind.AGREE else 0, 0, 3 if kind in COMPUTE | TRANSFERS else -1, 2))
     for kind in Kind
 }
@@ -151,7 +151,7 @@ def _checked_order(value: object) -> Order:
     raise ValueError("a line of actions such as 'F0.0 B0.0 U0'")
 
 
-def version_of(batch: int, versions: int) -> int:
+def _version_of(batch: int, versions: int) -> int:
     """How many updates the weights have seen that a batch uses: those of batches 0 … batch − versions."""
     return max(0, batch - versions + 1)
 
@@ -221,7 +221,7 @@ class Schedule(Saved):
     def cells(self, worker: int, num_batches: int) -> Iterator[str]:
         """What `grid` writes for one worker."""
         for action in self.unroll(worker, num_batches):
-            if action.kind in DRAWN:
+            if action.kind in _DRAWN:
                 yield self.cell(action, num_batches)
 
     def cell(self, action: Action, num_batches: int) -> str:
@@ -235,7 +235,7 @@ class Schedule(Saved):
         return f"{head}{action.kind.value}{stage}{'.' if stage and number else ''}{number}"
 
 
-DRAWN = COMPUTE | {Kind.AGREE, Kind.UPDATE}
+_DRAWN = COMPUTE | {Kind.AGREE, Kind.UPDATE}
 
 
 def parse_orders(text: str) -> tuple[Order, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stagewright.cluster import Cluster, DeviceId
 
-MAX_TWO_OPT = 16
+_MAX_TWO_OPT = 16
 """Rings of more devices on one host are not improved: the search is cubic."""
 
 
@@ -46,7 +46,7 @@ class Collective(NamedTuple):
         return self.passes * num_bytes / self.bytes_per_s + self.latency_s
 
 
-class Cores:
+class _Cores:
     """CPU cores that hosts share, as links: a byte on them is the work that moving a byte costs at one end.
 
     Where one machine emulates several hosts, what they compute and what they send use the same cores. Work of one
@@ -131,7 +131,7 @@ class Wires:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.cores = Cores(cluster, first=2 * len(cluster.wires))
+        self.cores = _Cores(cluster, first=2 * len(cluster.wires))
         self.rates = (*(link.bytes_per_s for link in cluster.wires for _ in range(2)), *self.cores.rates)
         self.latencies = tuple(link.latency_s for link in cluster.wires for _ in range(2))
         self._paths: dict[tuple[DeviceId, DeviceId], tuple[int, ...]] = {}
@@ -231,7 +231,7 @@ class Wires:
         for id in devices:
             hosts.setdefault(id.host, []).append(id)
         order = [id for members in hosts.values() for id in self._walk(members)]
-        return self._two_opt(order) if len(hosts) == 1 and 3 < len(order) <= MAX_TWO_OPT else tuple(order)
+        return self._two_opt(order) if len(hosts) == 1 and 3 < len(order) <= _MAX_TWO_OPT else tuple(order)
 
     def _walk(self, members: Sequence[DeviceId]) -> list[DeviceId]:
         walk, left = [members[0]], list(members[1:])

@@ -57,18 +57,18 @@ def run_once(task: Task, place: Place, session: Session, stem: Stem) -> Record |
     place.path(".environment.json").write_text(dump_json(facts), encoding="utf-8")
     try:
         if task.skipped:
-            result: Record | Failure = failure(task, task.skipped)
+            result: Record | Failure = _failure(task, task.skipped)
         elif task.mode == "simulate":
             result = simulate(task, place, session)
         else:
             result = _run_process(task, place, run, session, stem)
     except StagewrightError as fault:
-        result = failure(task, f"{fault.what}: {fault.todo}" if fault.todo else fault.what)
+        result = _failure(task, f"{fault.what}: {fault.todo}" if fault.todo else fault.what)
     place.keep(result)
     return result
 
 
-def failure(task: Task, reason: str) -> Failure:
+def _failure(task: Task, reason: str) -> Failure:
     """The row of a case that gave no record."""
     case = task.case
     return Failure(
@@ -91,7 +91,7 @@ def simulate(task: Task, place: Place, session: Session) -> Record | Failure:
         log.write_text(f"$ {task.command}\n{traceback.format_exc()}", encoding="utf-8")
         if isinstance(fault, StagewrightError):
             raise
-        return failure(task, f"{type(fault).__name__}: {fault}")
+        return _failure(task, f"{type(fault).__name__}: {fault}")
     figures = f"step {record.median_step_s:.6f} s, {record.images_per_s:.1f} images/s, limited by {record.limit}"
     log.write_text("\n".join((f"$ {task.command}", figures, *task.notes, *record.notes, "")), encoding="utf-8")
     # A simulation says nothing of the machine it was worked out on.
@@ -118,13 +118,13 @@ def _run_process(task: Task, place: Place, run: Path, session: Session, stem: St
         with Watch(_look_of(task, process.pid, session)) as watch:
             status = ended(process, task.case.limit_s)
     except StemGoneError as fault:
-        return failure(task, str(fault))
+        return _failure(task, str(fault))
     place.path(".samples.csv").write_text(watch.table(), encoding="utf-8")
     saved = run / "record.json"
     if status == 0 and saved.exists():
         return _finish(Record.load(saved), task, session, watch.seen())
     said = log.read_text(encoding="utf-8", errors="replace")
-    return failure(task, _reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
+    return _failure(task, _reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
 
 
 class _Process:

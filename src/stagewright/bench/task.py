@@ -115,12 +115,12 @@ def _with_choices(case: Case, choices: Choices) -> Case:
 def _make_task(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
     """The task of one case: as it says, or as a simulation where it or its hardware cannot be had."""
     if choices.simulate or case.run == "simulate":
-        return simulation(case, suite, choices, ())
+        return _simulation(case, suite, choices, ())
     if case.run == "rehearse":
         return _rehearsal(case, suite, choices, here)
     lack = _missing_hardware(case, choices, here)
     if lack and (choices.cluster or suite.cluster):
-        return simulation(case, suite, choices, (f"simulated, since {lack}",))
+        return _simulation(case, suite, choices, (f"simulated, since {lack}",))
     if lack:
         return Task(case=case, mode="train", skipped=f"{lack}, and no cluster is named to simulate it on (--cluster)")
     if case.data == RECORDS:
@@ -167,7 +167,7 @@ def _rehearsal(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
     return Task(case=case, mode="rehearse", words=words, cluster=cluster)
 
 
-def simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ...]) -> Task:
+def _simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ...]) -> Task:
     """The task of a case as a simulation; more hosts than the cluster has are made of its first one."""
     name = choices.cluster or suite.cluster
     if name is None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stagewright.bench.suite import Suite
     from stagewright.bench.task import Task
 
-WIDTH = 140
+_WIDTH = 140
 """Of a table that goes into a file."""
 
 
@@ -63,18 +63,18 @@ def bench(
         simulate=simulate, cluster=cluster, only=tuple(only or ()), device=device, share=share, data=data, steps=steps,
         warm_up=warm_up, nodes=tuple(nodes.split(",")) if nodes else (),
     )  # fmt: skip
-    suite, tasks = load(what[0], choices)
+    suite, tasks = _load(what[0], choices)
     if list_only:
-        show_list(suite, tasks, as_json)
+        _show_list(suite, tasks, as_json)
         return
     if out is None:
         raise UsageError("the folder for the results is not given", "add -o DIR, or --list to look first")
     if repetitions is not None and repetitions < 1:
         raise UsageError(f"--repetitions is {repetitions}: expected 1 or more")
-    run(suite, tasks, out, repetitions or suite.repetitions, retry, as_json)
+    _run(suite, tasks, out, repetitions or suite.repetitions, retry, as_json)
 
 
-def load(name: str, choices: object) -> tuple[Suite, tuple[Task, ...]]:
+def _load(name: str, choices: object) -> tuple[Suite, tuple[Task, ...]]:
     """The suite and its tasks, checked."""
     from stagewright.bench.suite import load_suite
     from stagewright.bench.task import Choices, look_here, make_tasks
@@ -83,10 +83,10 @@ def load(name: str, choices: object) -> tuple[Suite, tuple[Task, ...]]:
 
     assert isinstance(choices, Choices)
     suite = load_suite(name)
-    return suite, make_tasks(suite, choices, look_here(tuple(VERBS), ask), check_words)
+    return suite, make_tasks(suite, choices, look_here(tuple(VERBS), ask), _check_words)
 
 
-def check_words(words: Sequence[str]) -> None:
+def _check_words(words: Sequence[str]) -> None:
     """Refuses a command that its verb would not understand, without running it."""
     from stagewright.cli import VERBS, Verb
 
@@ -99,7 +99,7 @@ def check_words(words: Sequence[str]) -> None:
         raise UsageError(f"`stagewright {verb}` would not take it: {fault.format_message().rstrip('.')}") from None
 
 
-def run(suite: Suite, tasks: Sequence[Task], out: Path, repetitions: int, retry: bool, as_json: bool) -> None:
+def _run(suite: Suite, tasks: Sequence[Task], out: Path, repetitions: int, retry: bool, as_json: bool) -> None:
     """Runs what is left, a line a run, and shows the rows."""
     from stagewright.bench.environment import capture
     from stagewright.bench.harness import rows_of, run_suite
@@ -112,7 +112,7 @@ def run(suite: Suite, tasks: Sequence[Task], out: Path, repetitions: int, retry:
     progress = None
     try:
         for progress in run_suite(suite.name, tasks, out, repetitions, session, retry=retry):
-            console.print(progress_line(progress), soft_wrap=True)
+            console.print(_progress_line(progress), soft_wrap=True)
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from here")
         raise
@@ -122,26 +122,26 @@ def run(suite: Suite, tasks: Sequence[Task], out: Path, repetitions: int, retry:
     if as_json:
         typer.echo(json.dumps([row.summary() for row in rows], ensure_ascii=False))
     else:
-        show_rows(suite, rows, out)
+        _show_rows(suite, rows, out)
 
 
-def progress_line(progress: Progress) -> str:
+def _progress_line(progress: Progress) -> str:
     """` 7/40  vgg16-ssp, 2nd run: 1,014 images/s in 12.3 s · about 8 min 20 s left`."""
     result, task = progress.result, progress.task
     told = f"{rate(result.images_per_s)} images/s" if isinstance(result, Record) else f"failed: {result.reason}"
     mark = SOURCE_MARKS[task.source if isinstance(result, Record) else "failed"]
     is_last = progress.num_done == progress.num_runs
-    left = "" if progress.left_s is None or is_last else f" · about {whole_seconds(progress.left_s)} left"
+    left = "" if progress.left_s is None or is_last else f" · about {_whole_seconds(progress.left_s)} left"
     place = f"{progress.num_done:>{len(str(progress.num_runs))}}/{progress.num_runs}"
     return f"{place}  {mark} {task.case.name} · run {progress.number}: {told} in {progress.seconds:.1f} s{left}"
 
 
-def whole_seconds(value_s: float) -> str:
+def _whole_seconds(value_s: float) -> str:
     """`41 s`, `3 min 02 s`: an estimate has no hundredths."""
     return seconds(value_s) if value_s >= 60 else f"{max(round(value_s), 1)} s"
 
 
-def make_table(*heads: str, right: Sequence[str] = ()) -> Table:
+def _make_table(*heads: str, right: Sequence[str] = ()) -> Table:
     """A table without lines."""
     table = Table(box=None, pad_edge=False)
     for head in heads:
@@ -149,11 +149,11 @@ def make_table(*heads: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-def show_table(table: Table, *lines: str) -> None:
+def _show_table(table: Table, *lines: str) -> None:
     """A table and what is to be read with it."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=WIDTH)
+        console = Console(highlight=False, markup=False, width=_WIDTH)
     console.print()
     console.print(table)
     console.print()
@@ -161,7 +161,7 @@ def show_table(table: Table, *lines: str) -> None:
         console.print(f"  {line}", soft_wrap=True)
 
 
-def show_list(suite: Suite, tasks: Sequence[Task], as_json: bool) -> None:
+def _show_list(suite: Suite, tasks: Sequence[Task], as_json: bool) -> None:
     """The cases, and how they would run here."""
     if as_json:
         rows = [
@@ -171,7 +171,7 @@ def show_list(suite: Suite, tasks: Sequence[Task], as_json: bool) -> None:
         ]  # fmt: skip
         typer.echo(json.dumps(rows, ensure_ascii=False))
         return
-    table = make_table("case", "how", "on", "placement", "data", "precision")
+    table = _make_table("case", "how", "on", "placement", "data", "precision")
     for task in tasks:
         case = task.case
         how = f"{SOURCE_MARKS['failed']} not here" if task.skipped else f"{SOURCE_MARKS[task.source]} {task.mode}"
@@ -179,12 +179,12 @@ def show_list(suite: Suite, tasks: Sequence[Task], as_json: bool) -> None:
         table.add_row(case.name, how, where, case.placement or "every device", case.data, case.precision)
     told = dict.fromkeys(text for task in tasks for text in (task.skipped, *task.notes) if text)
     about = f"{suite.name}: {suite.about}" if suite.about else suite.name
-    show_table(table, about, f"{count(len(tasks), 'case')}, {suite.repetitions} runs each unless simulated", *told)
+    _show_table(table, about, f"{count(len(tasks), 'case')}, {suite.repetitions} runs each unless simulated", *told)
 
 
-def show_rows(suite: Suite, rows: Sequence[Row], out: Path) -> None:
+def _show_rows(suite: Suite, rows: Sequence[Row], out: Path) -> None:
     """The cases with their medians and spreads; different work is told apart by the images of a step."""
-    table = make_table("case", "source", "runs", "images/s", "spread", "images a step", "peak",
+    table = _make_table("case", "source", "runs", "images/s", "spread", "images a step", "peak",
                        right=("runs", "images/s", "spread", "images a step", "peak"))  # fmt: skip
     for row in rows:
         if row.images_per_s is None:
@@ -199,7 +199,7 @@ def show_rows(suite: Suite, rows: Sequence[Row], out: Path) -> None:
     notes = list(
         dict.fromkeys(note if " fit: " not in note else f"{row.name} {note}" for row in rows for note in row.notes)
     )
-    show_table(table, *failed, *notes, f"saved {out} · next: stagewright report {out}")
+    _show_table(table, *failed, *notes, f"saved {out} · next: stagewright report {out}")
 
 
 def compare(folders: Sequence[str], as_json: bool) -> None:
@@ -215,14 +215,14 @@ def compare(folders: Sequence[str], as_json: bool) -> None:
         plain = {"cases": [one.summary() for one in found], "environment": [list(fact) for fact in facts]}
         typer.echo(json.dumps(plain, ensure_ascii=False))
     else:
-        show_comparison(found, facts, before, after)
+        _show_comparison(found, facts, before, after)
 
 
-def show_comparison(
+def _show_comparison(
     found: Sequence[Comparison], facts: Sequence[tuple[str, str, str]], before: Path, after: Path
 ) -> None:
     """The verdicts as a table, and what differs between the two environments."""
-    table = make_table("case", "source", "A", "B", "change", "95 % of the time", "p", "runs", "verdict",
+    table = _make_table("case", "source", "A", "B", "change", "95 % of the time", "p", "runs", "verdict",
                        right=("A", "B", "change", "95 % of the time", "p", "runs"))  # fmt: skip
     for one in found:
         table.add_row(
@@ -233,11 +233,11 @@ def show_comparison(
             GAP if one.p is None else f"{one.p:.4f}", f"{one.runs[0]}, {one.runs[1]}",
             f"{one.verdict}: {one.why}" if one.why else one.verdict,
         )  # fmt: skip
-    told = [f"{key}: {brief(then)} → {brief(now)}" for key, then, now in facts]
-    show_table(table, f"A {before}, B {after}; images/s, medians of the runs", *told)
+    told = [f"{key}: {_brief(then)} → {_brief(now)}" for key, then, now in facts]
+    _show_table(table, f"A {before}, B {after}; images/s, medians of the runs", *told)
 
 
-def brief(text: str) -> str:
+def _brief(text: str) -> str:
     """A fact on one line."""
     flat = " ".join(text.split())
     return (flat if len(flat) <= 60 else flat[:57] + "...") or "none"

@@ -26,7 +26,7 @@ from stagewright.simulation.calibration import (
 )
 from stagewright.simulation.rows import Row, read_rows
 
-PRIORS = {
+_PRIORS = {
     "conv": 2.0,
     "matmul": 1.15,
     "memory": 0.7,
@@ -39,7 +39,7 @@ a 3 × 3 convolution does 2.25 times fewer multiplications than are counted (Win
 and a matrix product reaches nearly all of it at a clock that passes the data sheet's."""
 LINK_PRIORS = {"SYS": 9.0e9}
 """Where a fit of link rates begins, bytes/s: between sockets, half of QPI's 19.2 GB/s; other classes as in the file."""
-MIB = 1 << 20
+_MIB = 1 << 20
 
 
 def calibrate(
@@ -54,21 +54,21 @@ def calibrate(
     Example: stagewright calibrate measured.csv --rows alexnet-dp1,vgg16-dp1,alexnet-dp8
     """
     every = read_rows(file)
-    used = chosen(every, rows)
+    used = _chosen(every, rows)
     bench = AnalyticBench()
     clusters = {name: unfitted(find_cluster(name), LINK_PRIORS) for name in dict.fromkeys(row.cluster for row in every)}
     found = outcomes(bench, clusters, every, used, leave_one_out=leave_one_out)
     fits = [fit_cluster(bench, one, [row for row in used if row.cluster == name]) for name, one in clusters.items()]
     saved = (
-        [str(path) for fit in fits for path in save(fit, clusters[fit.cluster.name], out)] if out is not None else []
+        [str(path) for fit in fits for path in _save(fit, clusters[fit.cluster.name], out)] if out is not None else []
     )
     if as_json:
-        typer.echo(json.dumps({"rows": [as_plain(one) for one in found], "saved": saved}))
+        typer.echo(json.dumps({"rows": [_as_plain(one) for one in found], "saved": saved}))
     else:
-        show(found, fits, used, saved)
+        _show(found, fits, used, saved)
 
 
-def chosen(rows: Sequence[Row], text: str | None) -> list[Row]:
+def _chosen(rows: Sequence[Row], text: str | None) -> list[Row]:
     """The rows to fit."""
     if text is None:
         return list(rows)
@@ -102,7 +102,7 @@ class AnalyticBench:
         from stagewright.profiling.kinds import find_kind
 
         kind = find_kind(name)
-        return cast(Kind, replace(kind, efficiency={**kind.efficiency, **PRIORS}))
+        return cast(Kind, replace(kind, efficiency={**kind.efficiency, **_PRIORS}))
 
     def fit(self, kind: Kind, rows: Sequence[Row]) -> Kind:
         """The kind with efficiencies fitted to single-device rows."""
@@ -139,19 +139,19 @@ class AnalyticBench:
         return self._profiles[key]
 
 
-def save(fit: Fit, start: Cluster, folder: Path) -> tuple[Path, Path]:
+def _save(fit: Fit, start: Cluster, folder: Path) -> tuple[Path, Path]:
     """Writes the cluster and device files with what was fitted, a note of what from, and all else as it was."""
     from stagewright.profiling.kinds import DeviceKind, find_kind
 
     cluster = keep_unfitted(fit.cluster, start, find_cluster(start.name))
     cluster = replace(cluster, notes=(*cluster.notes, *fit.notes))
     fitted, own = cast(DeviceKind, fit.kind), find_kind(fit.kind.name)
-    changed = {key: value for key, value in fitted.efficiency.items() if value != PRIORS.get(key)}
+    changed = {key: value for key, value in fitted.efficiency.items() if value != _PRIORS.get(key)}
     device = replace(fitted, efficiency={**own.efficiency, **changed})
     return cluster.save(folder / f"{cluster.name}.yaml"), device.save(folder / f"{device.name}.device.yaml")
 
 
-def as_plain(one: Outcome) -> dict[str, object]:
+def _as_plain(one: Outcome) -> dict[str, object]:
     """A row's figures for machines."""
     return {
         "id": one.row.id,
@@ -163,7 +163,7 @@ def as_plain(one: Outcome) -> dict[str, object]:
     }
 
 
-def show(found: Sequence[Outcome], fits: Sequence[Fit], used: Sequence[Row], saved: Sequence[str]) -> None:
+def _show(found: Sequence[Outcome], fits: Sequence[Fit], used: Sequence[Row], saved: Sequence[str]) -> None:
     """The table of errors, their averages, and what was fitted."""
     console = Console(highlight=False, markup=False, width=140)
     table = Table(box=None, pad_edge=False)
@@ -171,28 +171,28 @@ def show(found: Sequence[Outcome], fits: Sequence[Fit], used: Sequence[Row], sav
     for title in titles:
         table.add_column(title, justify="left" if title in ("row", "fitted") else "right")
     for one in found:
-        table.add_row(*cells(one, one.row in used))
+        table.add_row(*_cells(one, one.row in used))
     console.print(table)
     errors = [abs(one.error) for one in found]
     memory = [abs(error) for one in found for error in one.memory_errors]
-    console.print(f"\n  images/s: {mean(errors):.1%} on average, {max(errors):.1%} at most")
+    console.print(f"\n  images/s: {_mean(errors):.1%} on average, {max(errors):.1%} at most")
     unseen = [abs(one.unseen_error) for one in found if one.unseen_error is not None]
     if unseen:
-        console.print(f"  left out of the fit: {mean(unseen):.1%} on average, {max(unseen):.1%} at most")
+        console.print(f"  left out of the fit: {_mean(unseen):.1%} on average, {max(unseen):.1%} at most")
     if memory:
-        console.print(f"  memory: {mean(memory):.1%} on average, {max(memory):.1%} at most")
+        console.print(f"  memory: {_mean(memory):.1%} on average, {max(memory):.1%} at most")
     for fit in fits:
         efficiency = ", ".join(f"{key} {value:g}" for key, value in cast(Any, fit.kind).efficiency.items())
         device = fit.cluster.hosts[0].devices[0]
         console.print(f"\n  {fit.kind.name}: {efficiency}")
-        console.print(f"  framework {device.framework_bytes / MIB:.0f} MiB, saved factor {device.saved_factor:g}")
+        console.print(f"  framework {device.framework_bytes / _MIB:.0f} MiB, saved factor {device.saved_factor:g}")
         for note in fit.notes:
             console.print(f"  {note}")
     if saved:
         console.print(f"\n  saved {' · '.join(saved)}")
 
 
-def cells(one: Outcome, is_used: bool) -> list[str]:
+def _cells(one: Outcome, is_used: bool) -> list[str]:
     """One line of the table."""
     measured = [value for value in one.row.memory_bytes if value]
     predicted = [found for found, value in zip(one.memory_bytes, one.row.memory_bytes) if value]
@@ -203,12 +203,12 @@ def cells(one: Outcome, is_used: bool) -> list[str]:
         f"{one.row.images / one.step_s:,.0f}",
         f"{one.error:+.1%}",
         "" if one.unseen_error is None else f"{one.unseen_error:+.1%}",
-        " / ".join(f"{value / MIB:,.0f}" for value in measured),
-        " / ".join(f"{value / MIB:,.0f}" for value in predicted),
+        " / ".join(f"{value / _MIB:,.0f}" for value in measured),
+        " / ".join(f"{value / _MIB:,.0f}" for value in predicted),
         " / ".join(f"{error:+.0%}" for error in one.memory_errors),
     ]
 
 
-def mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     """The average."""
     return sum(values) / len(values)

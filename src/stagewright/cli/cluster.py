@@ -41,7 +41,7 @@ def cluster(
         for each in ready_made_clusters():
             typer.echo(each)
         return
-    made = load(which, topology or [], device, rate or [], decode, name, workers)
+    made = _load(which, topology or [], device, rate or [], decode, name, workers)
     if measure:
         from stagewright.profiling.links import measure_links
 
@@ -52,7 +52,7 @@ def cluster(
         typer.echo(f"saved {out}", err=as_json)
 
 
-def load(
+def _load(
     which: str | None,
     topology: list[Path],
     device: str | None,
@@ -67,8 +67,8 @@ def load(
             raise UsageError("--topology describes a cluster by itself", "leave the cluster and --workers out")
         if device is None:
             raise UsageError("the topology does not say what its GPUs are", "add --device KIND, such as v100")
-        rates = dict(read_rate(text) for text in rate)
-        texts = [read_text(path) for path in topology]
+        rates = dict(_read_rate(text) for text in rate)
+        texts = [_read_text(path) for path in topology]
         kind = find_kind(device).device()
         return read_topology(texts, kind, name=name or topology[0].stem, rates=rates, decode_images_per_s=decode)
     if device or rate or decode is not None:
@@ -80,7 +80,7 @@ def load(
     return cpu_cluster(workers, name or "local") if workers is not None else cluster_or_here(which)
 
 
-def read_rate(text: str) -> tuple[str, float]:
+def _read_rate(text: str) -> tuple[str, float]:
     """`SYS=3.5e9` as a class and bytes a second."""
     key, _, value = text.partition("=")
     try:
@@ -89,7 +89,7 @@ def read_rate(text: str) -> tuple[str, float]:
         raise UsageError(f"--rate {text}: expected a class and bytes a second, such as SYS=3.5e9") from None
 
 
-def read_text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """A text file's contents."""
     try:
         return path.read_text(encoding="utf-8")

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
-FORMATS = "folder, ofrecord or tar"
-SHOWN_CLASSES = 12
-SHOWN_FAULTS = 5
-AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-OnFault = Annotated[str, typer.Option(help="Records that cannot be read: stop or skip.")]
-PerFile = Annotated[int, typer.Option(help="Images of one OFRecord part or tar shard.")]
+_FORMATS = "folder, ofrecord or tar"
+_SHOWN_CLASSES = 12
+_SHOWN_FAULTS = 5
+_AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+_OnFault = Annotated[str, typer.Option(help="Records that cannot be read: stop or skip.")]
+_PerFile = Annotated[int, typer.Option(help="Images of one OFRecord part or tar shard.")]
 
 
 @app.callback()
@@ -46,10 +46,10 @@ def make(
     images: Annotated[int, typer.Option(help="How many images, as many of every class.")] = 2000,
     classes: Annotated[int, typer.Option(help="How many classes.")] = 10,
     size: Annotated[int, typer.Option(help="Side of the images.")] = 64,
-    format: Annotated[str, typer.Option(help=f"{FORMATS.capitalize()}.")] = "folder",
+    format: Annotated[str, typer.Option(help=f"{_FORMATS.capitalize()}.")] = "folder",
     seed: Annotated[int, typer.Option(help="Another seed makes other images of the same classes.")] = 0,
-    images_per_file: PerFile = IMAGES_PER_FILE,
-    as_json: AsJson = False,
+    images_per_file: _PerFile = IMAGES_PER_FILE,
+    as_json: _AsJson = False,
 ) -> None:
     """Make a small set of coloured shapes that a small network learns.
 
@@ -59,22 +59,22 @@ def make(
     check_format(format)
     from stagewright.data.generate import make_images
 
-    with progress("drawing", images) as tick:
+    with _progress("drawing", images) as tick:
         made = make_images(
             directory, classes, images, size, cast("Format", format), seed,
             images_per_file=images_per_file, progress=tick,
         )  # fmt: skip
-    say(as_json, f"{made:,} images of {classes} classes in {directory}", directory, num_images=made)
+    _say(as_json, f"{made:,} images of {classes} classes in {directory}", directory, num_images=made)
 
 
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="A folder of images, OFRecord parts or tar shards.")],
     directory: Annotated[Path, typer.Argument(help="A new folder.")],
-    format: Annotated[str, typer.Option(help=f"{FORMATS.capitalize()}.")] = "ofrecord",
-    images_per_file: PerFile = IMAGES_PER_FILE,
-    on_corrupt: OnFault = "stop",
-    as_json: AsJson = False,
+    format: Annotated[str, typer.Option(help=f"{_FORMATS.capitalize()}.")] = "ofrecord",
+    images_per_file: _PerFile = IMAGES_PER_FILE,
+    on_corrupt: _OnFault = "stop",
+    as_json: _AsJson = False,
 ) -> None:
     """Write the same images, byte for byte and in order, in another format.
 
@@ -83,22 +83,22 @@ def convert(
     check_format(format)
     from stagewright.data.convert import convert as convert_images
 
-    dataset = read(source, on_corrupt)
-    with progress("converting", len(dataset)) as tick:
+    dataset = _read(source, on_corrupt)
+    with _progress("converting", len(dataset)) as tick:
         made = convert_images(
             dataset, directory, cast("Format", format), images_per_file=images_per_file, progress=tick
         )
     skipped = len(dataset.faults)
     told = f"{made:,} images in {directory}" + (f", {skipped:,} skipped" if skipped else "")
-    say(as_json, told, directory, num_images=made, num_skipped=skipped)
+    _say(as_json, told, directory, num_images=made, num_skipped=skipped)
 
 
 @app.command()
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A folder of images, OFRecord parts or tar shards.")],
     sheet: Annotated[Path | None, typer.Option(help="Save a contact sheet (PNG) here.")] = None,
-    on_corrupt: OnFault = "skip",
-    as_json: AsJson = False,
+    on_corrupt: _OnFault = "skip",
+    as_json: _AsJson = False,
 ) -> None:
     """Count images, sizes and labels, and say what cannot be read.
 
@@ -107,33 +107,33 @@ def inspect(
     need("`stagewright data inspect`", "PIL")
     from stagewright.data.inspection import inspect_dataset, save_contact_sheet
 
-    dataset = read(directory, on_corrupt)
-    with progress("reading", len(dataset)) as tick:
+    dataset = _read(directory, on_corrupt)
+    with _progress("reading", len(dataset)) as tick:
         found = inspect_dataset(dataset, progress=tick)
     if sheet is not None:
         save_contact_sheet(dataset, sheet)
     if as_json:
         typer.echo(json.dumps(asdict(found) | ({"sheet": str(sheet)} if sheet else {})))
         return
-    show(found, directory)
+    _show(found, directory)
     if sheet is not None:
         typer.echo(f"  saved {sheet}")
 
 
-def read(directory: Path, on_corrupt: str) -> Dataset:
+def _read(directory: Path, on_corrupt: str) -> Dataset:
     """The images of a folder."""
     from stagewright.data.opening import open_dataset
 
     return open_dataset(directory, on_corrupt=cast("OnCorrupt", on_corrupt))
 
 
-def say(as_json: bool, text: str, directory: Path, **figures: int) -> None:
+def _say(as_json: bool, text: str, directory: Path, **figures: int) -> None:
     """One line for a person, or the figures for a script."""
     typer.echo(json.dumps({"directory": str(directory), **figures}) if as_json else text)
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal's stderr, nothing elsewhere; it is called with how many are done."""
     console = Console(stderr=True)
     columns: Any = (TextColumn(what), BarColumn(), MofNCompleteColumn())
@@ -142,7 +142,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def show(found: Inspection, directory: Path) -> None:
+def _show(found: Inspection, directory: Path) -> None:
     """What was found, for a person: the sum, the sizes, the classes, the faults.
 
     500 images of 10 classes in shapes, 0.6 MiB
@@ -151,31 +151,31 @@ def show(found: Inspection, directory: Path) -> None:
     total = found.total_bytes / 2**20
     typer.echo(f"\n  {found.num_images:,} images of {found.num_classes:,} classes in {directory}, {total:,.1f} MiB")
     typer.echo(
-        f"  bytes {spread(found.image_bytes)} · heights {spread(found.heights)} · widths {spread(found.widths)}\n"
+        f"  bytes {_spread(found.image_bytes)} · heights {_spread(found.heights)} · widths {_spread(found.widths)}\n"
     )
-    Console(highlight=False, markup=False).print(class_table(found))
+    Console(highlight=False, markup=False).print(_class_table(found))
     if found.faults:
         typer.echo(f"  {len(found.faults):,} cannot be read:")
-    for fault in found.faults[:SHOWN_FAULTS]:
+    for fault in found.faults[:_SHOWN_FAULTS]:
         typer.echo(f"  {fault}")
 
 
-def spread(numbers: Spread) -> str:
+def _spread(numbers: Spread) -> str:
     """`64`, or `1,003 to 1,622, median 1,272`."""
     if numbers.smallest == numbers.largest:
         return f"{numbers.median:,}"
     return f"{numbers.smallest:,} to {numbers.largest:,}, median {numbers.median:,}"
 
 
-def class_table(found: Inspection) -> Table:
+def _class_table(found: Inspection) -> Table:
     """A line a class, the first few."""
     table = Table(box=None, padding=(0, 2))
     for title in ("label", "class", "images"):
         table.add_column(title, justify="left" if title == "class" else "right")
     names = found.class_names or ("",) * found.num_classes
-    for label, number in enumerate(found.class_counts[:SHOWN_CLASSES]):
+    for label, number in enumerate(found.class_counts[:_SHOWN_CLASSES]):
         table.add_row(str(label), names[label] if label < len(names) else "", f"{number:,}")
-    left = found.num_classes - SHOWN_CLASSES
+    left = found.num_classes - _SHOWN_CLASSES
     if left > 0:
-        table.add_row("…", f"{left:,} more", f"{sum(found.class_counts[SHOWN_CLASSES:]):,}")
+        table.add_row("…", f"{left:,} more", f"{sum(found.class_counts[_SHOWN_CLASSES:]):,}")
     return table

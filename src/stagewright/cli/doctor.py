@@ -15,7 +15,7 @@ from stagewright.errors import UsageError, visible
 if TYPE_CHECKING:
     from stagewright.plan import Plan
 
-ENDS = {"finished": "it finished", "stopped": "it was stopped, and can go on with --resume auto"}
+_ENDS = {"finished": "it finished", "stopped": "it was stopped, and can go on with --resume auto"}
 """What is said of runs that ended well, and for which nobody is to blame."""
 
 
@@ -34,7 +34,7 @@ def doctor(
     if not path.exists():
         raise UsageError(f"{folder} is no folder of a run: it has no schedule.json", "give the folder named by --out")
     schedule = Schedule.load(path)
-    plan, end = schedule.plan, how_it_ended(folder)
+    plan, end = schedule.plan, _how_it_ended(folder)
     found = Blame(None, end) if end is not None else blame(schedule, folder)
     if as_json:
         stands = where_all_stand(folder, len(plan.devices))
@@ -43,24 +43,24 @@ def doctor(
         Console().print_json(data=data)
         return
     console = Console(soft_wrap=True, highlight=False)
-    console.print(table_of(plan, folder))
+    console.print(_table_of(plan, folder))
     who = f"culprit: {name_of(plan, found.worker)} " if found.worker is not None else ""
     console.print(f"\n{who}{visible(found.why)}", markup=False)
     for line in found.evidence:
         console.print(f"  {visible(line)}", markup=False)
 
 
-def how_it_ended(folder: Path) -> str | None:
+def _how_it_ended(folder: Path) -> str | None:
     """What is to be said of a run that did not fail; None where somebody may be to blame."""
     from stagewright.runtime.run_folder import is_held, read_identity
 
     state = str((read_identity(folder) or {}).get("state"))
     if state == "running" and is_held(folder):
         return "it is under way"
-    return ENDS.get(state)
+    return _ENDS.get(state)
 
 
-def table_of(plan: Plan, folder: Path) -> Table:
+def _table_of(plan: Plan, folder: Path) -> Table:
     """For each worker where it stood, when it was last heard of, and what it said."""
     from stagewright.runtime.confession import read_confessions
     from stagewright.runtime.diagnosis import position, where_all_stand

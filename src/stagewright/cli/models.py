@@ -13,14 +13,14 @@ from stagewright.errors import ModelError
 from stagewright.planning.counted import Model, find_model, read_models
 
 
-def complete_model(incomplete: str) -> list[str]:
+def _complete_model(incomplete: str) -> list[str]:
     """The names that begin like this, for the shell."""
     return [name for name in read_models() if name.startswith(incomplete)]
 
 
 def models(
     name: Annotated[
-        str | None, typer.Argument(help="A model; all of them if not given.", autocompletion=complete_model)
+        str | None, typer.Argument(help="A model; all of them if not given.", autocompletion=_complete_model)
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Show the layers by name, in order.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
@@ -33,41 +33,41 @@ def models(
         raise ModelError("--layers needs the name of a model", "for example: stagewright models vgg16 --layers")
     chosen = list(read_models().values()) if name is None else [find_model(name)]
     if as_json:
-        typer.echo(json.dumps([describe(model, layers) for model in chosen], ensure_ascii=False, indent=2))
+        typer.echo(json.dumps([_describe(model, layers) for model in chosen], ensure_ascii=False, indent=2))
         return
     console = Console(highlight=False, markup=False)
     console.print()
-    console.print(layer_table(chosen[0]) if layers else model_table(chosen))
+    console.print(_layer_table(chosen[0]) if layers else _model_table(chosen))
     if layers:
         console.print(f"\n  {chosen[0].name}: {chosen[0].about}")
 
 
-def describe(model: Model, layers: bool) -> dict[str, object]:
+def _describe(model: Model, layers: bool) -> dict[str, object]:
     """A model for machines, with its layers where they were asked for."""
     return model.summary() | ({"layers": [layer._asdict() for layer in model.layers]} if layers else {})
 
 
-def model_table(chosen: list[Model]) -> Table:
+def _model_table(chosen: list[Model]) -> Table:
     """A line a model."""
-    table = make_table("model", "parameters", "layers", "forward FLOPs\na sample", "about")
+    table = _make_table("model", "parameters", "layers", "forward FLOPs\na sample", "about")
     for model in chosen:
         table.add_row(
-            model.name, f"{model.parameters:,}", str(len(model.layers)), short(model.forward_flops), model.about
+            model.name, f"{model.parameters:,}", str(len(model.layers)), _short(model.forward_flops), model.about
         )
     return table
 
 
-def layer_table(model: Model) -> Table:
+def _layer_table(model: Model) -> Table:
     """A line a layer, and one for all of them."""
-    table = make_table("layer", "parameters", "forward FLOPs\na sample")
+    table = _make_table("layer", "parameters", "forward FLOPs\na sample")
     for layer in model.layers:
-        table.add_row(layer.name, f"{layer.parameters:,}", short(layer.forward_flops))
+        table.add_row(layer.name, f"{layer.parameters:,}", _short(layer.forward_flops))
     table.add_section()
-    table.add_row("all", f"{model.parameters:,}", short(model.forward_flops))
+    table.add_row("all", f"{model.parameters:,}", _short(model.forward_flops))
     return table
 
 
-def short(number: int) -> str:
+def _short(number: int) -> str:
     """`30.9 G`: a number of operations with three digits."""
     for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if number >= size:
@@ -75,7 +75,7 @@ def short(number: int) -> str:
     return f"{number}  "
 
 
-def make_table(*titles: str) -> Table:
+def _make_table(*titles: str) -> Table:
     """An empty table whose first and last words stand left, and its numbers right."""
     table = Table(box=None, padding=(0, 0, 0, 2), header_style="dim")
     for title in titles:

@@ -26,7 +26,7 @@ from stagewright.profiling.drawing import describe_devices
 from stagewright.report.figures import rate, seconds, size
 from stagewright.simulation import simulator
 
-WIDTH = 140
+_WIDTH = 140
 """Of a table that goes into a file."""
 
 
@@ -82,21 +82,21 @@ def plan(
         num_buckets=buckets,
     )
     hardware = cluster_or_here(cluster)
-    profile = load_profile(what, hardware, options, precision, assume_kind)
+    profile = _load_profile(what, hardware, options, precision, assume_kind)
     found = make_plan(profile, hardware, options, None if estimate_only else simulator(profile, hardware))
     if assume_kind is not None:
-        found = with_note(found, profile.notes[-1])
+        found = _with_note(found, profile.notes[-1])
     if out is not None:
         found.best.plan.save(out)
     if as_json:
-        typer.echo(dump_json(summary(found)), nl=False)
+        typer.echo(dump_json(_summary(found)), nl=False)
     else:
-        show(found, hardware)
+        _show(found, hardware)
         if out is not None:
-            show_next(found.best.plan, out, what, cluster, assume_kind)
+            _show_next(found.best.plan, out, what, cluster, assume_kind)
 
 
-def load_profile(
+def _load_profile(
     what: str, cluster: Cluster, options: PlanOptions, precision: str, assume_kind: str | None = None
 ) -> Profile:
     """The profile in a file, or an analytic one of the cluster's first kind of device."""
@@ -119,15 +119,15 @@ def load_profile(
     return profile_for(cluster, what, sizes, cast(Precision, precision))
 
 
-def with_note(found: Search, note: str) -> Search:
+def _with_note(found: Search, note: str) -> Search:
     """The search with a note more in its best plan."""
     plan = replace(found.best.plan, notes=(*found.best.plan.notes, note))
     return replace(found, best=replace(found.best, plan=plan))
 
 
-def show(found: Search, cluster: Cluster) -> None:
+def _show(found: Search, cluster: Cluster) -> None:
     """The plans as a table, the best one first, and why it is."""
-    console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
+    console = Console(highlight=False, width=None if Console().is_terminal else _WIDTH)
     best = found.best.plan
     devices = " · ".join(dict.fromkeys(describe_devices(host.devices) for host in cluster.hosts))
     hosts = "one host" if len(cluster.hosts) == 1 else f"{len(cluster.hosts)} hosts"
@@ -139,7 +139,7 @@ def show(found: Search, cluster: Cluster) -> None:
         right = head in ("step", "images/s")
         table.add_column(head, justify="right" if right else "left", no_wrap=head != "limited by")
     for number, (choice, label) in enumerate(rows(found)):
-        table.add_row(*cells(choice, ("  " if number else "▸ ") + label))
+        table.add_row(*_cells(choice, ("  " if number else "▸ ") + label))
     if found.data_parallel is None:
         table.add_row("  data parallel", "–", "–", "–", found.why_no_data_parallel)
     console.print(table)
@@ -148,7 +148,7 @@ def show(found: Search, cluster: Cluster) -> None:
         console.print(f"  {line}", soft_wrap=True)
 
 
-def show_next(plan: Plan, out: Path, what: str, cluster: str | None, assume_kind: str | None) -> None:
+def _show_next(plan: Plan, out: Path, what: str, cluster: str | None, assume_kind: str | None) -> None:
     """Where the plan lies, and the commands that go on with it on the same hardware."""
     words = ["--profile", what] if Path(what).suffix else []
     words += ["--assume-kind", assume_kind] if assume_kind is not None else []
@@ -177,15 +177,15 @@ def tell_apart(plans: Sequence[Plan]) -> list[str]:
     """Each plan's shape, and of plans of one shape what differs: `7-1 cut at fc1, 4 microbatches`."""
     labels = []
     for plan in plans:
-        alike = [traits(other) for other in plans if shape(other) == shape(plan)]
-        own = traits(plan)
+        alike = [_traits(other) for other in plans if shape(other) == shape(plan)]
+        own = _traits(plan)
         labels.append(
             ", ".join([shape(plan), *(own[key] for key in own if any(each[key] != own[key] for each in alike))])
         )
     return labels
 
 
-def traits(plan: Plan) -> dict[str, str]:
+def _traits(plan: Plan) -> dict[str, str]:
     """What plans of one shape may differ in, in words."""
     again = [str(number) for number, stage in enumerate(plan.stages) if stage.recompute]
     return {
@@ -209,7 +209,7 @@ def passed_over(found: Search) -> Iterator[str]:
         yield f"{shape(choice.plan)} would be {gain:.1%} faster ({seconds(choice.step_s)}): too little for {many}."
 
 
-def cells(choice: Choice, label: str) -> tuple[str, str, str, str, str]:
+def _cells(choice: Choice, label: str) -> tuple[str, str, str, str, str]:
     """One line of the table."""
     first, last = choice.peak_bytes[0], choice.peak_bytes[-1]
     memory = size(first) if len(choice.peak_bytes) == 1 else f"{size(first)} / {size(last)}"
@@ -218,18 +218,18 @@ def cells(choice: Choice, label: str) -> tuple[str, str, str, str, str]:
 
 def settings(plan: Plan) -> str:
     """What else the plan says: `placement 0:0-6.0:7, 4 microbatches, split, 1f1b, versions 2,1`."""
-    told = traits(plan)
+    told = _traits(plan)
     versions = "" if plan.is_synchronous else f", {told['versions']}"
     recompute = f", {told['recompute']}" if any(stage.recompute for stage in plan.stages) else ""
     return f"placement {plan.placement}, {told['microbatches']}, {plan.route}, {plan.policy}{versions}{recompute}"
 
 
-def summary(found: Search) -> dict[str, object]:
+def _summary(found: Search) -> dict[str, object]:
     """The figures that `--json` prints."""
     return {
-        "best": as_plain(found.best),
-        "others": [as_plain(choice) for choice in found.others],
-        "data_parallel": None if found.data_parallel is None else as_plain(found.data_parallel),
+        "best": _as_plain(found.best),
+        "others": [_as_plain(choice) for choice in found.others],
+        "data_parallel": None if found.data_parallel is None else _as_plain(found.data_parallel),
         "why_no_data_parallel": found.why_no_data_parallel,
         "reason": found.reason,
         "num_plans": found.num_plans,
@@ -239,7 +239,7 @@ def summary(found: Search) -> dict[str, object]:
     }
 
 
-def as_plain(choice: Choice) -> dict[str, object]:
+def _as_plain(choice: Choice) -> dict[str, object]:
     """One plan's figures."""
     return {
         "shape": shape(choice.plan),

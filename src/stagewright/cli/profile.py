@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from stagewright.profiling.kinds import DeviceKind
     from stagewright.profiling.measured import Progress
 
-MAX_SHOWN = 60
-WIDTH = 140
+_MAX_SHOWN = 60
+_WIDTH = 140
 """Of a table that goes into a file."""
 
 
@@ -52,7 +52,7 @@ def profile(
     """
     if precision not in ("fp32", "bf16", "fp16", "fp64"):
         raise UsageError(f"--precision is {precision!r}: expected fp32, bf16, fp16 or fp64")
-    sizes = read_sizes(batch, one=from_pipedream is not None)
+    sizes = _read_sizes(batch, one=from_pipedream is not None)
     if from_pipedream is not None:
         from stagewright.profiling.pipedream import import_pipedream
 
@@ -60,11 +60,11 @@ def profile(
     else:
         if model is None:
             raise UsageError("no model is given", "name one of `stagewright models`, or add --from-pipedream FILE")
-        device = device or default_device()
+        device = device or _default_device()
         if re.fullmatch(r"cpu|cuda(:\d+)?", device) and not calibrate:
-            made = measured(model, sizes, device, cast(Precision, precision), repeats, image_size)
+            made = _measured(model, sizes, device, cast(Precision, precision), repeats, image_size)
         else:
-            made = worked_out(
+            made = _worked_out(
                 model, sizes, device, cast(Precision, precision), image_size, calibrate or [], save_device
             )
     if out is not None:
@@ -72,10 +72,10 @@ def profile(
     if as_json:
         typer.echo(dump_json(made.to_dict()), nl=False)
     else:
-        show(made, out)
+        _show(made, out)
 
 
-def read_sizes(text: str | None, *, one: bool) -> tuple[int, ...]:
+def _read_sizes(text: str | None, *, one: bool) -> tuple[int, ...]:
     """The batch sizes to time: those given, or a quarter, a half and the whole of the one given."""
     if text is None:
         raise UsageError("the batch is not given", "add --batch ROWS, or several as --batch 8,16,32")
@@ -88,14 +88,14 @@ def read_sizes(text: str | None, *, one: bool) -> tuple[int, ...]:
     return tuple(sorted({max(sizes[0] // 4, min(2, sizes[0])), max(sizes[0] // 2, min(2, sizes[0])), sizes[0]}))
 
 
-def default_device() -> str:
+def _default_device() -> str:
     """What this machine measures on: a card where it has one."""
     from stagewright.profiling.measured import has_cuda
 
     return "cuda" if has_cuda() else "cpu"
 
 
-def measured(
+def _measured(
     model: str,
     sizes: tuple[int, ...],
     device: str,
@@ -110,13 +110,13 @@ def measured(
     if device != "cpu" and not has_cuda():
         raise UsageError(f"--device {device}: this machine has no such device", "use cpu, or a kind such as h200")
     built = build_model(model, device=device, image_size=image_size)
-    with progress_bar(f"timing {model}") as progress:
+    with _progress_bar(f"timing {model}") as progress:
         return make_profile(
             built, batch_sizes=sizes, precision=precision, name=model, repeats=repeats, progress=progress
         )
 
 
-def worked_out(
+def _worked_out(
     model: str,
     sizes: tuple[int, ...],
     device: str,
@@ -129,12 +129,12 @@ def worked_out(
     from stagewright.models import build_model
     from stagewright.profiling.analytic import make_analytic_profile
 
-    kind = fitted_kind(device, figures, precision, save_device)
+    kind = _fitted_kind(device, figures, precision, save_device)
     built = build_model(model, device="meta", image_size=image_size)
     return make_analytic_profile(built, kind, batch_sizes=sizes, precision=precision, name=model)
 
 
-def fitted_kind(device: str, figures: Sequence[str], precision: Precision, save: Path | None) -> DeviceKind:
+def _fitted_kind(device: str, figures: Sequence[str], precision: Precision, save: Path | None) -> DeviceKind:
     """The device's file, its efficiencies fitted where measured figures are given."""
     from stagewright.profiling.calibrate import calibrate_device
     from stagewright.profiling.kinds import find_kind
@@ -144,7 +144,7 @@ def fitted_kind(device: str, figures: Sequence[str], precision: Precision, save:
         if save is not None:
             raise UsageError("--save-device goes with --calibrate")
         return kind
-    fitted = calibrate_device(kind, [read_figure(text, precision) for text in figures])
+    fitted = calibrate_device(kind, [_read_figure(text, precision) for text in figures])
     for key, value in fitted.efficiency.items():
         typer.echo(f"{key:14} {kind.efficiency[key]:.3g} → {value:.3g}", err=True)
     if save is not None:
@@ -153,7 +153,7 @@ def fitted_kind(device: str, figures: Sequence[str], precision: Precision, save:
     return fitted
 
 
-def read_figure(text: str, precision: Precision) -> Measurement:
+def _read_figure(text: str, precision: Precision) -> Measurement:
     """`vgg16:32:208.458`: a model, its rows, and images/s of one device."""
     from stagewright.models import build_model
     from stagewright.profiling.calibrate import Measurement
@@ -167,7 +167,7 @@ def read_figure(text: str, precision: Precision) -> Measurement:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
+def _progress_bar(what: str) -> Iterator[Progress]:
     """A bar on stderr where that is a terminal, and nothing elsewhere."""
     from rich.progress import Progress as Bar
 
@@ -181,15 +181,15 @@ def progress_bar(what: str) -> Iterator[Progress]:
         yield progress
 
 
-def show(made: Profile, out: Path | None) -> None:
+def _show(made: Profile, out: Path | None) -> None:
     """The layers as a table, the sums, and how the sum of the layers stands to the whole model."""
-    console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
+    console = Console(highlight=False, width=None if Console().is_terminal else _WIDTH)
     rows = made.batch_sizes[-1]
     console.print(f"\n  {made.model} on {made.device}, {made.precision}, {rows} rows, {made.source}\n", soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 2))
     for head in ("layer", "kind", "forward", "backward", "parameters", "output a row", "saved a row"):
         table.add_column(head, justify="left" if head in ("layer", "kind") else "right")
-    for layer in made.layers[:MAX_SHOWN]:
+    for layer in made.layers[:_MAX_SHOWN]:
         table.add_row(
             layer.name,
             layer.kind,
@@ -200,14 +200,14 @@ def show(made: Profile, out: Path | None) -> None:
             size(layer.saved_bytes),
         )
     console.print(table)
-    if len(made.layers) > MAX_SHOWN:
-        console.print(f"  … and {len(made.layers) - MAX_SHOWN} more", soft_wrap=True)
-    show_sums(made, console)
+    if len(made.layers) > _MAX_SHOWN:
+        console.print(f"  … and {len(made.layers) - _MAX_SHOWN} more", soft_wrap=True)
+    _show_sums(made, console)
     if out is not None:
         console.print(f"  saved {out} · next: stagewright plan {out} --cluster NAME --batch ROWS", soft_wrap=True)
 
 
-def show_sums(made: Profile, console: Console) -> None:
+def _show_sums(made: Profile, console: Console) -> None:
     """The step of one device, and the check on the sum of the layers."""
     whole = sum(layer.forward_s[-1] + layer.backward_s[-1] for layer in made.layers)
     step = whole + made.optimizer_s

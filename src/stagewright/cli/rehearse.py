@@ -27,7 +27,7 @@ NOT_HERE = ("nodes", "remote_python", "save_final", "dry_run", "devices", "share
 """Options of `train` that say where workers run: the cluster file does that here."""
 
 
-def own_options(
+def _own_options(
     cluster: Annotated[
         str | None, typer.Option(help="a cluster's name or file: hosts with one device, links and CPU shares")
     ] = None,
@@ -42,22 +42,22 @@ def own_options(
     """The options that `train` does not have."""
 
 
-def signature() -> tuple[inspect.Signature, dict[str, Any]]:
+def _signature() -> tuple[inspect.Signature, dict[str, Any]]:
     """The options of `train`, without those that mean nothing here, and the own ones."""
-    known, own = inspect.signature(train).parameters, inspect.signature(own_options).parameters
-    hints = get_type_hints(train, include_extras=True) | get_type_hints(own_options, include_extras=True)
+    known, own = inspect.signature(train).parameters, inspect.signature(_own_options).parameters
+    hints = get_type_hints(train, include_extras=True) | get_type_hints(_own_options, include_extras=True)
     kept = [each for name, each in known.items() if name not in NOT_HERE]
     merged = [each.replace(annotation=hints[each.name]) for each in (kept[0], *own.values(), *kept[1:])]
     return inspect.Signature(merged), {each.name: hints[each.name] for each in merged}
 
 
-def with_signature(function: Callable[..., None]) -> Callable[..., None]:
+def _with_signature(function: Callable[..., None]) -> Callable[..., None]:
     """The function with that signature, as typer reads it."""
-    function.__signature__, function.__annotations__ = signature()  # type: ignore[attr-defined]
+    function.__signature__, function.__annotations__ = _signature()  # type: ignore[attr-defined]
     return function
 
 
-@with_signature
+@_with_signature
 def rehearse(**options: Any) -> None:
     """Trains on hosts that this machine emulates, each with its own address, link rate, latency and share of the CPU.
 
@@ -65,7 +65,7 @@ def rehearse(**options: Any) -> None:
 
     Example: stagewright rehearse alexnet --cluster hosts-4 --batch 64 --placement 0:0,1:0,2:0.3:0 --cut fc1
     """
-    own = {name: options.pop(name) for name in inspect.signature(own_options).parameters}
+    own = {name: options.pop(name) for name in inspect.signature(_own_options).parameters}
     options |= {
         "nodes": None,
         "remote_python": None,
@@ -81,16 +81,16 @@ def rehearse(**options: Any) -> None:
 
     check_packages(options)
     if own["slices"] is not None:
-        record = on_slices(options, own["slices"], own["rate"], console)
+        record = _on_slices(options, own["slices"], own["rate"], console)
     elif own["rate"] is not None:
         raise UsageError("--rate goes with --slices", "write the rates of hosts' links into the cluster file")
     else:
-        record = on_hosts(options, find_cluster(own["cluster"]), own["measure"], console)
+        record = _on_hosts(options, find_cluster(own["cluster"]), own["measure"], console)
     if record is not None:
         show_record(record, options["as_json"], console)
 
 
-def on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: Console) -> Record | None:
+def _on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: Console) -> Record | None:
     """The record of a run in the cluster's emulated hosts; inside of them, as one of the workers."""
     from stagewright.rehearsal import emulated_hosts
     from stagewright.rehearsal.tools import check_tools
@@ -109,11 +109,11 @@ def on_hosts(options: dict[str, Any], cluster: Cluster, measure: bool, console: 
         if not hosts.has_latency:
             console.print("this kernel has no netem: latencies are those of the machine itself", style="dim")
         if measure:
-            return measured_first(options, cluster, hosts, console)
+            return _measured_first(options, cluster, hosts, console)
         return run_command(options, console, cluster=cluster, hosts=hosts, source="rehearsed")
 
 
-def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHosts, console: Console) -> Record | None:
+def _measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHosts, console: Console) -> Record | None:
     """The record of a run whose plan and prediction come from what the hosts themselves showed."""
     from stagewright.rehearsal.measuring import measure_hosts
     from stagewright.runtime.run_folder import new_folder
@@ -134,7 +134,7 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
     )  # fmt: skip
     profile.save(folder / "profile.json")
     measured.save(folder / "cluster.yaml")
-    plan = plan_of(options, replace(wanted, batch=batch, batch_per_device=None), profile, measured)
+    plan = _plan_of(options, replace(wanted, batch=batch, batch_per_device=None), profile, measured)
     predicted = simulator(profile, measured)(plan)
     options["plan_file"] = plan.save(folder / "plan.json")
     words = [word for word in sys.argv[1:] if word != "--measure"] + ["--plan", str(folder / "plan.json")]
@@ -145,7 +145,7 @@ def measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHos
     return record
 
 
-def plan_of(options: Mapping[str, Any], wanted: PlanOptions, profile: Profile, cluster: Cluster) -> Plan:
+def _plan_of(options: Mapping[str, Any], wanted: PlanOptions, profile: Profile, cluster: Cluster) -> Plan:
     """The plan in a file, the one that the options fix, or the best that the search finds for what was measured."""
     from stagewright.planning.fixed import fixed_plan
     from stagewright.simulation import make_plan
@@ -157,7 +157,7 @@ def plan_of(options: Mapping[str, Any], wanted: PlanOptions, profile: Profile, c
     return make_plan(profile, cluster, wanted).best.plan
 
 
-def on_slices(options: dict[str, Any], slices: int, rate: str | None, console: Console) -> Record | None:
+def _on_slices(options: dict[str, Any], slices: int, rate: str | None, console: Console) -> Record | None:
     """The record of a run on slices of one card; with a rate, each slice is an emulated host as well."""
     from stagewright.rehearsal.slices import check_card, slice_hosts
     from stagewright.runtime.common_memory import APART

@@ -23,7 +23,7 @@ from stagewright.scheduling.ideal import balanced_costs, run_ideally
 from stagewright.scheduling.sketch import parse_replicas, placed_plan, sketch_plan
 from stagewright.scheduling.torch_csv import write_csv
 
-STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magenta", "A": "magenta"}
+_STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magenta", "A": "magenta"}
 """By the letter of an action."""
 
 
@@ -51,7 +51,7 @@ def schedule(
     Example: stagewright schedule --replicas 3,1 --microbatches 6 --route rotate
     """
     made = make_schedule(
-        the_plan(plan, replicas, placement, microbatches, batch),
+        _the_plan(plan, replicas, placement, microbatches, batch),
         policy=cast(Policy | None, policy),
         route=cast(Route | None, route),
         staleness=staleness,
@@ -60,14 +60,14 @@ def schedule(
         num_batches=batches,
     )
     check_schedule(made, batches)
-    saved = save(made, batches, svg, csv, out)
+    saved = _save(made, batches, svg, csv, out)
     if as_json:
         typer.echo(json.dumps(figures(made) | {"saved": saved}, ensure_ascii=False))
     else:
-        show(made, batches, times, actions, saved)
+        _show(made, batches, times, actions, saved)
 
 
-def the_plan(
+def _the_plan(
     file: Path | None, replicas: str | None, placement: str | None, microbatches: int | None, batch: int | None
 ) -> Plan:
     """The plan in a file, or one of the given replicas or placement, with the given sizes."""
@@ -90,7 +90,7 @@ def the_plan(
     return placed_plan(parse_placement(placement or ""), num_microbatches=num_microbatches, batch=batch)
 
 
-def save(made: Schedule, batches: int | None, svg: Path | None, csv: Path | None, out: Path | None) -> list[str]:
+def _save(made: Schedule, batches: int | None, svg: Path | None, csv: Path | None, out: Path | None) -> list[str]:
     """Writes the files that were asked for; their names."""
     if out is not None:
         made.save(out)
@@ -119,21 +119,21 @@ def figures(made: Schedule) -> dict[str, object]:
 
 def idle_share(made: Schedule) -> float:
     """The bubble with balanced stages and free transfers: of one batch, or of one in a long run without flush."""
-    num_batches = 1 if made.plan.is_synchronous else LONG_RUN
+    num_batches = 1 if made.plan.is_synchronous else _LONG_RUN
     return run_ideally(made, num_batches, balanced_costs(made.plan)).idle_share
 
 
-LONG_RUN = 50
+_LONG_RUN = 50
 """Batches after which filling and draining matter little."""
 
 
-def show(made: Schedule, batches: int | None, times: bool, actions: bool, saved: list[str]) -> None:
+def _show(made: Schedule, batches: int | None, times: bool, actions: bool, saved: list[str]) -> None:
     """Prints the grid and a line of figures."""
     console, plan = Console(highlight=False, markup=False), made.plan
     grid = made.text if actions else timed_grid(made, batches) if times else made.grid(batches)
     console.print()
     for line in grid.splitlines():
-        console.print(Text("  ") + coloured(line), soft_wrap=True)
+        console.print(Text("  ") + _coloured(line), soft_wrap=True)
     held = ", ".join(map(str, holds(plan)))
     console.print(
         f"\n  {plan.policy}, {plan.route}, {count(plan.num_microbatches, 'microbatch', 'microbatches')} a batch · "
@@ -145,11 +145,11 @@ def show(made: Schedule, batches: int | None, times: bool, actions: bool, saved:
         console.print(f"  saved {' · '.join(saved)}", soft_wrap=True)
 
 
-def coloured(line: str) -> Text:
+def _coloured(line: str) -> Text:
     """A line of a grid with each action in the colour of its kind."""
     head, bar, body = line.partition("│")
     text = Text(f"{head}{bar}")
     for word in re.split(r"(\s+)", body):
         letter = word.rpartition(":")[2][:1]
-        text.append(word, style=STYLES.get(letter))
+        text.append(word, style=_STYLES.get(letter))
     return text

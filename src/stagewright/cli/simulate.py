@@ -29,8 +29,8 @@ from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Setting
 from stagewright.simulation.whatif import Point, knee, parse_counts, parse_factors
 
-BAR = 40
-GIB = 1 << 30
+_BAR = 40
+_GIB = 1 << 30
 
 
 def simulate(
@@ -93,30 +93,30 @@ def simulate(
     setting = Setting(
         model=what if plan is None else plan.model,
         plan=plan,
-        profile=load_profile(profile, assume_kind),
+        profile=_load_profile(profile, assume_kind),
         precision=cast(Precision, precision),
         data=data,
         epoch_images=epoch_images,
     )
     detail = not as_json or bool(trace or timeline or out)
-    points = list(sweep(setting, hardware, options, batch, bandwidth, devices, detail=detail))
+    points = list(_sweep(setting, hardware, options, batch, bandwidth, devices, detail=detail))
     if len(points) > 1:
-        show_sweep(points, hardware, as_json, plot)
-        refuse_what_does_not_fit([point.record for point in points], hardware)
+        _show_sweep(points, hardware, as_json, plot)
+        _refuse_what_does_not_fit([point.record for point in points], hardware)
         return
     record = points[0].record
     if setting.profile is not None and assume_kind is not None:
         record = replace(record, notes=(*record.notes, setting.profile.notes[-1]))
-    saved = save(record, trace, timeline, out)
+    saved = _save(record, trace, timeline, out)
     if as_json:
-        told = {"limit": record.limit, "notes": record.notes, "fits": not too_full(record, hardware)}
+        told = {"limit": record.limit, "notes": record.notes, "fits": not _too_full(record, hardware)}
         typer.echo(json.dumps(record.summary() | told, ensure_ascii=False))
     else:
-        show(record, hardware, saved)
-    refuse_what_does_not_fit([record], hardware)
+        _show(record, hardware, saved)
+    _refuse_what_does_not_fit([record], hardware)
 
 
-def load_profile(file: Path | None, assume_kind: str | None) -> Profile | None:
+def _load_profile(file: Path | None, assume_kind: str | None) -> Profile | None:
     """The profile in a file, taken for one of another kind of device where that is said."""
     if file is None and assume_kind is not None:
         raise UsageError(f"--assume-kind {assume_kind} goes with --profile FILE", "leave it out, or add the profile")
@@ -124,7 +124,7 @@ def load_profile(file: Path | None, assume_kind: str | None) -> Profile | None:
     return profile if profile is None or assume_kind is None else profile.assumed(assume_kind)
 
 
-def sweep(
+def _sweep(
     setting: Setting,
     hardware: Cluster,
     fixed: PlanOptions,
@@ -150,7 +150,7 @@ def sweep(
                 if count is not None:
                     if setting.plan is not None or fixed.placement:
                         raise UsageError("--devices is for data parallelism", "leave --placement and the plan file out")
-                    options = replace(options, placement=first_devices(hardware, count))
+                    options = replace(options, placement=_first_devices(hardware, count))
                 cluster = faster_links(hardware, factor) if factor != 1 else hardware
                 value = float(rows or 0) if len(batches) > 1 else float(count or 0) if len(counts) > 1 else factor
                 label = (
@@ -163,7 +163,7 @@ def sweep(
                 yield Point(value, label, setting.record(cluster, options, detail=detail and not many))
 
 
-def first_devices(cluster: Cluster, count: int) -> str:
+def _first_devices(cluster: Cluster, count: int) -> str:
     """Data parallelism over the cluster's first devices."""
     ids = cluster.device_ids
     if count > len(ids):
@@ -171,7 +171,7 @@ def first_devices(cluster: Cluster, count: int) -> str:
     return format_placement([ids[:count]])
 
 
-def save(record: Record, trace: Path | None, timeline: Path | None, out: Path | None) -> list[str]:
+def _save(record: Record, trace: Path | None, timeline: Path | None, out: Path | None) -> list[str]:
     """Writes the files that were asked for; their names."""
     for path in (trace, timeline):
         if path is not None:
@@ -183,40 +183,40 @@ def save(record: Record, trace: Path | None, timeline: Path | None, out: Path | 
     return [str(path) for path in (trace, timeline, out) if path is not None]
 
 
-def show(record: Record, cluster: Cluster, saved: list[str]) -> None:
+def _show(record: Record, cluster: Cluster, saved: list[str]) -> None:
     """The figures, a bar a group of devices, and where the time goes."""
     console = Console(highlight=False, markup=False)
     epoch = f" · epoch {seconds(record.epoch_s)} ({record.epoch_images:,} images)" if record.epoch_s else ""
     console.print(f"\n  step {seconds(record.median_step_s)} · {rate(record.images_per_s)} images/s{epoch}\n")
-    groups = [(tuple(ids), uses) for ids, uses in alike(record, cluster)]
+    groups = [(tuple(ids), uses) for ids, uses in _alike(record, cluster)]
     width = max(len(format_devices(ids)) for ids, _ in groups)
     for ids, use in groups:
-        bar = "█" * round(use.busy_share * BAR)
-        memory = f"{use.peak_bytes / GIB:.1f} of {cluster.device(ids[0]).memory_bytes / GIB:.1f} GiB"
-        console.print(f"  {format_devices(ids):<{width}}   {bar:<{BAR}}  {use.busy_share:>4.0%} busy   {memory}")
+        bar = "█" * round(use.busy_share * _BAR)
+        memory = f"{use.peak_bytes / _GIB:.1f} of {cluster.device(ids[0]).memory_bytes / _GIB:.1f} GiB"
+        console.print(f"  {format_devices(ids):<{width}}   {bar:<{_BAR}}  {use.busy_share:>4.0%} busy   {memory}")
     console.print()
     for note in record.notes:
         console.print(f"  {note}", soft_wrap=True)
-    console.print(f"  {advice(record)}", soft_wrap=True)
+    console.print(f"  {_advice(record)}", soft_wrap=True)
     if saved:
         console.print(f"  saved {' · '.join(saved)}", soft_wrap=True)
 
 
-def alike(record: Record, cluster: Cluster) -> Iterator[tuple[list[DeviceId], DeviceUse]]:
+def _alike(record: Record, cluster: Cluster) -> Iterator[tuple[list[DeviceId], DeviceUse]]:
     """Neighbouring devices of the same stages and memory that are about as busy and full, together."""
 
     def likeness(use: DeviceUse) -> tuple[object, ...]:
         has = cluster.device(DeviceId.parse(use.device)).memory_bytes
-        return use.stages, round(use.busy_share, 2), round(use.peak_bytes / GIB, 1), has, use.peak_bytes > has
+        return use.stages, round(use.busy_share, 2), round(use.peak_bytes / _GIB, 1), has, use.peak_bytes > has
 
     for _, uses in groupby(record.devices, key=likeness):
         members = list(uses)
         yield [DeviceId.parse(use.device) for use in members], members[0]
 
 
-def too_full(record: Record, cluster: Cluster) -> str:
+def _too_full(record: Record, cluster: Cluster) -> str:
     """`0:0-7 need 17.1 GiB, and have 11.8 GiB`: the first devices whose memory does not suffice; empty if it does."""
-    for ids, use in alike(record, cluster):
+    for ids, use in _alike(record, cluster):
         has = cluster.device(ids[0]).memory_bytes
         if use.peak_bytes > has:
             needs, have = ("needs", "has") if len(ids) == 1 else ("need", "have")
@@ -224,9 +224,9 @@ def too_full(record: Record, cluster: Cluster) -> str:
     return ""
 
 
-def refuse_what_does_not_fit(records: list[Record], cluster: Cluster) -> None:
+def _refuse_what_does_not_fit(records: list[Record], cluster: Cluster) -> None:
     """Ends the command with an error where no record is of a run that the devices' memory can hold."""
-    short = [too_full(record, cluster) for record in records]
+    short = [_too_full(record, cluster) for record in records]
     if all(short):
         raise PlanError(
             f"the plan does not fit: {short[0]}",
@@ -234,7 +234,7 @@ def refuse_what_does_not_fit(records: list[Record], cluster: Cluster) -> None:
         )
 
 
-def advice(record: Record) -> str:
+def _advice(record: Record) -> str:
     """What would help, from what limits."""
     limit = record.limit
     if limit.startswith("compute"):
@@ -246,9 +246,9 @@ def advice(record: Record) -> str:
     return f"limited by {limit}"
 
 
-def show_sweep(points: list[Point], cluster: Cluster, as_json: bool, plot: Path | None) -> None:
+def _show_sweep(points: list[Point], cluster: Cluster, as_json: bool, plot: Path | None) -> None:
     """The sweep as a table with bars, and where more stops helping; what does not fit is told, and has no bar."""
-    short = {point.label: too_full(point.record, cluster) for point in points}
+    short = {point.label: _too_full(point.record, cluster) for point in points}
     if plot is not None:
         plot.write_text(plot_svg(points), encoding="utf-8")
     if as_json:

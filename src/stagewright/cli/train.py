@@ -12,7 +12,7 @@ from rich.console import Console
 from stagewright.errors import UsageError
 from stagewright.record import Record
 
-Text = Annotated[str | None, typer.Option()]
+_Text = Annotated[str | None, typer.Option()]
 
 
 def train(

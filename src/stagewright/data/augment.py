@@ -15,7 +15,7 @@ from stagewright.errors import UsageError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-NUM_TRIES = 10
+_NUM_TRIES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TrainTransform:
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
 
-    num_draws = 1 + 4 * NUM_TRIES
+    num_draws = 1 + 4 * _NUM_TRIES
 
     def __post_init__(self) -> None:
         _check_size(self.size)

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from stagewright.errors import UsageError
 
-GAMMA = 0x9E3779B97F4A7C15
+_GAMMA = 0x9E3779B97F4A7C15
 
 
 def draw_bits(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.uint64]:
@@ -23,7 +23,7 @@ def draw_bits(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.uint64]:
     state = _mix(np.array([seed], dtype=np.uint64))
     for counter in counters:
         state = _mix(state ^ np.atleast_1d(np.asarray(counter)).astype(np.uint64))
-    steps = np.arange(1, num + 1, dtype=np.uint64) * np.array([GAMMA], dtype=np.uint64)
+    steps = np.arange(1, num + 1, dtype=np.uint64) * np.array([_GAMMA], dtype=np.uint64)
     return _mix(state[:, None] + steps[None, :])
 
 
@@ -34,7 +34,7 @@ def draw_uniform(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.float6
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Every bit of a word spread over all of it."""
-    words = words + np.array(GAMMA, dtype=np.uint64)
+    words = words + np.array(_GAMMA, dtype=np.uint64)
     words = (words ^ (words >> np.uint64(30))) * np.array(0xBF58476D1CE4E5B9, dtype=np.uint64)
     words = (words ^ (words >> np.uint64(27))) * np.array(0x94D049BB133111EB, dtype=np.uint64)
     return words ^ (words >> np.uint64(31))

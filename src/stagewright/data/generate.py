@@ -20,15 +20,15 @@ from stagewright.data.source import Pixels
 from stagewright.data.writing import IMAGES_PER_FILE, Format, Sample, write_images
 from stagewright.errors import UsageError
 
-Mask = NDArray[np.bool_]
-Plane = NDArray[np.float64]
-SHAPES = ("disc", "square", "ring", "plus", "bars", "diamond")
-HUES = ("red", "orange", "green", "teal", "azure", "blue", "violet", "pink")
-HUE_DEGREES = (0, 35, 110, 165, 200, 235, 275, 320)
-GROUNDS = ("plain", "streaked", "banded")
-MAX_CLASSES = len(SHAPES) * len(HUES) * len(GROUNDS)
-NUM_DRAWS = 8
-NOISE = 0.12
+_Mask = NDArray[np.bool_]
+_Plane = NDArray[np.float64]
+_SHAPES = ("disc", "square", "ring", "plus", "bars", "diamond")
+_HUES = ("red", "orange", "green", "teal", "azure", "blue", "violet", "pink")
+_HUE_DEGREES = (0, 35, 110, 165, 200, 235, 275, 320)
+_GROUNDS = ("plain", "streaked", "banded")
+MAX_CLASSES = len(_SHAPES) * len(_HUES) * len(_GROUNDS)
+_NUM_DRAWS = 8
+_NOISE = 0.12
 
 
 def make_images(
@@ -55,16 +55,16 @@ def make_images(
 
 def class_look(label: int) -> tuple[str, str, str]:
     """Ground, hue and shape of a class; all differ, and neighbours differ in both hue and shape."""
-    pair = label % (len(SHAPES) * len(HUES))
-    shape = (pair + pair // 24) % len(SHAPES)  # 6 and 8 meet again after 24: shift the shapes by one there
-    ground = GROUNDS[label // (len(SHAPES) * len(HUES))]
-    return ground, HUES[pair % len(HUES)], SHAPES[shape]
+    pair = label % (len(_SHAPES) * len(_HUES))
+    shape = (pair + pair // 24) % len(_SHAPES)  # 6 and 8 meet again after 24: shift the shapes by one there
+    ground = _GROUNDS[label // (len(_SHAPES) * len(_HUES))]
+    return ground, _HUES[pair % len(_HUES)], _SHAPES[shape]
 
 
 def draw_image(label: int, number: int, size: int, seed: int) -> Pixels:
     """Image `number` of the set, of class `label`, as pixels (size, size, 3)."""
     ground, hue, shape = class_look(label)
-    across, down, scale, value, tint, slant, light, _ = draw_uniform(seed, number, num=NUM_DRAWS)[0]
+    across, down, scale, value, tint, slant, light, _ = draw_uniform(seed, number, num=_NUM_DRAWS)[0]
     radius = 0.28 + 0.14 * scale
     grid = (np.arange(size) + 0.5) / size
     x = grid[None, :] - (radius + (1 - 2 * radius) * across)
@@ -73,15 +73,15 @@ def draw_image(label: int, number: int, size: int, seed: int) -> Pixels:
     colour = _colour(hue, 0.65 + 0.35 * value, tint)
     back = (0.35 + 0.3 * light) * _ground(ground, grid, slant)[:, :, None]
     noise = draw_uniform(seed, number, 1, num=size * size * 3).reshape(size, size, 3) - 0.5
-    pixels: Pixels = (255 * np.clip(np.where(inside, colour, back) + NOISE * noise, 0, 1)).astype(np.uint8)
+    pixels: Pixels = (255 * np.clip(np.where(inside, colour, back) + _NOISE * noise, 0, 1)).astype(np.uint8)
     return pixels
 
 
-def _inside(shape: str, x: Plane, y: Plane) -> Mask:
+def _inside(shape: str, x: _Plane, y: _Plane) -> _Mask:
     """Which points of the unit square around 0 belong to the shape; all shapes are mirror images of themselves."""
     far = np.hypot(x, y)
     box = np.maximum(abs(x), abs(y))
-    masks: dict[str, Mask] = {
+    masks: dict[str, _Mask] = {
         "disc": far < 1,
         "square": box < 0.85,
         "diamond": abs(x) + abs(y) < 1.1,
@@ -92,7 +92,7 @@ def _inside(shape: str, x: Plane, y: Plane) -> Mask:
     return masks[shape]
 
 
-def _ground(ground: str, grid: Plane, slant: float) -> Plane:
+def _ground(ground: str, grid: _Plane, slant: float) -> _Plane:
     """The brightness behind the shape, around 1."""
     along = grid[None, :] if ground == "streaked" else grid[:, None]
     depth = 0.0 if ground == "plain" else 0.4
@@ -100,9 +100,9 @@ def _ground(ground: str, grid: Plane, slant: float) -> Plane:
     return np.broadcast_to(waves, (len(grid), len(grid)))
 
 
-def _colour(hue: str, value: float, tint: float) -> Plane:
+def _colour(hue: str, value: float, tint: float) -> _Plane:
     """The hue, a few degrees off, in red, green and blue."""
-    degrees = HUE_DEGREES[HUES.index(hue)] + 12 * (tint - 0.5)
+    degrees = _HUE_DEGREES[_HUES.index(hue)] + 12 * (tint - 0.5)
     return np.array(colorsys.hsv_to_rgb(degrees / 360 % 1, 0.8, value))
 
 

@@ -16,7 +16,7 @@ from stagewright.data.pixels import DecoderName, choose_decoder, image_shape, re
 from stagewright.data.source import Dataset
 from stagewright.errors import DataError
 
-CAPTION_PIXELS = 14
+_CAPTION_PIXELS = 14
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def save_contact_sheet(
 ) -> int:
     """Saves a PNG of images taken evenly from the whole dataset under their labels, and gives their number."""
     shown = np.unique(np.linspace(0, len(dataset) - 1, num_columns * num_rows).astype(int)).tolist()
-    sheet = Image.new("RGB", (num_columns * side, -(-len(shown) // num_columns) * (side + CAPTION_PIXELS)), "white")
+    sheet = Image.new("RGB", (num_columns * side, -(-len(shown) // num_columns) * (side + _CAPTION_PIXELS)), "white")
     pen, decoder = ImageDraw.Draw(sheet), choose_decoder()
     for place, index in enumerate(shown):
-        corner = (place % num_columns * side, place // num_columns * (side + CAPTION_PIXELS))
+        corner = (place % num_columns * side, place // num_columns * (side + _CAPTION_PIXELS))
         picture, caption = _shown(dataset, index, side, decoder)
-        sheet.paste(picture, (corner[0], corner[1] + CAPTION_PIXELS))
+        sheet.paste(picture, (corner[0], corner[1] + _CAPTION_PIXELS))
         pen.text((corner[0] + 2, corner[1] + 1), caption[: side // 6], fill="black")
     sheet.save(path, "PNG")
     return len(shown)

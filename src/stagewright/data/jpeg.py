@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 from stagewright.errors import DataError
 
-MAX_PIXELS = 1 << 26
+_MAX_PIXELS = 1 << 26
 # A block of 8 × 8 pixels takes one bit or more, so a file of n bytes holds at most 8 · 64 · n pixels.
 MAX_PIXELS_PER_BYTE = 512
-MAX_SCANS = 100
-REDUCTIONS = (8, 4, 2)
-START, END, SCAN = b"\xff\xd8", b"\xff\xd9", b"\xff\xda"
-FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-SEQUENTIAL = {0xC0, 0xC1}
-BARE = {0x01, *range(0xD0, 0xD8)}  # markers without a length
-MARGIN_ROWS = 2  # smooth upsampling of colour looks at the rows below
+_MAX_SCANS = 100
+_REDUCTIONS = (8, 4, 2)
+_START, _END, _SCAN = b"\xff\xd8", b"\xff\xd9", b"\xff\xda"
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_SEQUENTIAL = {0xC0, 0xC1}
+_BARE = {0x01, *range(0xD0, 0xD8)}  # markers without a length
+_MARGIN_ROWS = 2  # smooth upsampling of colour looks at the rows below
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class JpegHeader:
 
 def jpeg_header(data: bytes) -> JpegHeader | None:
     """What the file says of itself, or None where it is not a JPEG; sizes that its bytes cannot hold are refused."""
-    if data[:2] != START:
+    if data[:2] != _START:
         return None
     frame_at, frame = 0, 0
     at = 2
@@ -63,11 +63,11 @@ def jpeg_header(data: bytes) -> JpegHeader | None:
         if marker == 0xFF:
             at += 1
             continue
-        if marker in FRAMES:
+        if marker in _FRAMES:
             frame_at, frame = at, marker
-        if marker == SCAN[1]:
+        if marker == _SCAN[1]:
             return _described(data, frame_at, frame, data[at + 4]) if frame_at else None
-        at += 2 if marker in BARE else 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+        at += 2 if marker in _BARE else 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
     return None
 
 
@@ -80,14 +80,14 @@ def _described(data: bytes, frame_at: int, frame: int, num_in_scan: int) -> Jpeg
     width = int.from_bytes(data[frame_at + 7 : frame_at + 9], "big")
     num_components = data[frame_at + 9]
     check_size(height, width, len(data))
-    if frame not in SEQUENTIAL and data.count(SCAN) > MAX_SCANS:
-        raise DataError(f"is a JPEG of {data.count(SCAN)} scans, more than the {MAX_SCANS} allowed")
+    if frame not in _SEQUENTIAL and data.count(_SCAN) > _MAX_SCANS:
+        raise DataError(f"is a JPEG of {data.count(_SCAN)} scans, more than the {_MAX_SCANS} allowed")
     factors = data[frame_at + 11 : frame_at + 11 + 3 * num_components : 3]
     return JpegHeader(
         height=height,
         width=width,
         height_at=frame_at + 5,
-        one_scan=frame in SEQUENTIAL and num_in_scan == num_components,
+        one_scan=frame in _SEQUENTIAL and num_in_scan == num_components,
         rows_per_unit=8 * max([1, *(factor & 15 for factor in factors)]),
     )
 
@@ -96,17 +96,17 @@ def check_size(height: int, width: int, num_bytes: int, max_pixels_per_byte: int
     """Refuses images without pixels, of more than MAX_PIXELS, or of more than their bytes can hold."""
     if height < 1 or width < 1:
         raise DataError(f"claims {width} × {height} pixels")
-    if height * width > min(MAX_PIXELS, max_pixels_per_byte * num_bytes):
+    if height * width > min(_MAX_PIXELS, max_pixels_per_byte * num_bytes):
         raise DataError(
             f"claims {width} × {height} pixels in {num_bytes:,} bytes",
-            f"up to {MAX_PIXELS:,} pixels and {max_pixels_per_byte} a byte are read: scale it down beforehand",
+            f"up to {_MAX_PIXELS:,} pixels and {max_pixels_per_byte} a byte are read: scale it down beforehand",
         )
 
 
 def reduction_for(crop: Crop, size: int) -> int:
     """The most that the image may be reduced so that the crop still has `size` rows and columns: 1, 2, 4 or 8."""
     smaller = min(crop.height, crop.width)
-    return next((reduction for reduction in REDUCTIONS if smaller >= reduction * size), 1)
+    return next((reduction for reduction in _REDUCTIONS if smaller >= reduction * size), 1)
 
 
 def reduced(crop: Crop, reduction: int, header: JpegHeader) -> Crop:
@@ -126,8 +126,8 @@ def cut_below(data: bytes, header: JpegHeader, bottom: int) -> tuple[bytes, int]
     without that marker are cut off, and left as they are for the decoder to complain about.
     """
     unit = header.rows_per_unit
-    height = min(header.height, -(-(bottom + MARGIN_ROWS) // unit) * unit)
-    if height == header.height or not header.one_scan or data.find(END, -64) < 0:
+    height = min(header.height, -(-(bottom + _MARGIN_ROWS) // unit) * unit)
+    if height == header.height or not header.one_scan or data.find(_END, -64) < 0:
         return data, header.height
     at = header.height_at
     return data[:at] + height.to_bytes(2, "big") + data[at + 2 :], height

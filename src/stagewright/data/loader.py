@@ -31,9 +31,9 @@ from stagewright.data.synthetic import SyntheticImages
 from stagewright.errors import DataError, UsageError
 
 Range: TypeAlias = tuple[int, int]
-RowRanges: TypeAlias = tuple[Range, ...] | Callable[[int], tuple[Range, ...]]
+_RowRanges: TypeAlias = tuple[Range, ...] | Callable[[int], tuple[Range, ...]]
 Want: TypeAlias = Literal["images", "labels", "both"]
-ROWS_PER_JOB = 8
+_ROWS_PER_JOB = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pending:
+class _Pending:
     """A batch that is being read: the tensors to fill, and waits that give the number of images left blank."""
 
     position: int
@@ -67,7 +67,7 @@ class Loader:
 
     dataset: Dataset
     batch: int
-    row_ranges: RowRanges
+    row_ranges: _RowRanges
     want: Want = "both"
     transform: Transform = field(default_factory=TrainTransform)
     seed: int = 0
@@ -113,7 +113,7 @@ class Loader:
         positions = iter(self._positions())
         pool = ThreadPoolExecutor(self.num_workers, "stagewright-data") if self.num_workers else None
         ahead = self.prefetch if pool else 1
-        pending: deque[Pending] = deque()
+        pending: deque[_Pending] = deque()
         try:
             while True:
                 while len(pending) < ahead and (position := next(positions, None)) is not None:
@@ -137,7 +137,7 @@ class Loader:
 
     # ── one batch ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _begin(self, position: int, pool: ThreadPoolExecutor | None) -> Pending:
+    def _begin(self, position: int, pool: ThreadPoolExecutor | None) -> _Pending:
         """Tensors for the batch at this position, and the jobs that fill them, under way where there is a pool."""
         rows = min(self.batch, len(self.dataset) - position)
         ranges = self._ranges(rows)
@@ -147,15 +147,15 @@ class Loader:
         labels = tuple(self._empty(stop - start) for start, stop in ranges if files and self.want != "images")
         jobs = self._jobs(position, ranges, pixels, labels) if files else ()
         waits = tuple(self._wait_for(pool.submit(job), position) if pool else job for job in jobs)
-        return Pending(position=position, rows=rows, pixels=pixels, labels=labels, waits=waits)
+        return _Pending(position=position, rows=rows, pixels=pixels, labels=labels, waits=waits)
 
     def _jobs(
         self, position: int, ranges: tuple[Range, ...], pixels: tuple[Tensor, ...], labels: tuple[Tensor, ...]
     ) -> Iterator[Callable[[], int]]:
         """A job for every few rows of every range."""
         for place, (start, stop) in enumerate(ranges):
-            for first in range(0, stop - start, ROWS_PER_JOB):
-                rows = slice(first, first + ROWS_PER_JOB)
+            for first in range(0, stop - start, _ROWS_PER_JOB):
+                rows = slice(first, first + _ROWS_PER_JOB)
                 images_out = pixels[place][rows] if pixels else None
                 labels_out = labels[place][rows] if labels else None
                 yield partial(self._reader.fill, position + start + first, images_out, labels_out)
@@ -174,7 +174,7 @@ class Loader:
 
         return wait
 
-    def _finish(self, pending: Pending) -> Batch:
+    def _finish(self, pending: _Pending) -> Batch:
         """The batch when it has been read, as numbers."""
         self.skipped += sum(wait() for wait in pending.waits)
         if isinstance(self.dataset, SyntheticImages):

@@ -8,13 +8,13 @@ from typing import get_args
 from stagewright.data.writing import Format
 from stagewright.errors import UsageError
 
-PACKAGES = {"PIL": "Pillow", "google.protobuf": "protobuf"}
+_PACKAGES = {"PIL": "Pillow", "google.protobuf": "protobuf"}
 """The module and the package that has it; the extra `data` brings them all."""
 
 
 def need(what: str, *modules: str) -> None:
     """Refuses what needs packages that are not installed, before any of it is done."""
-    lacking = [PACKAGES[module] for module in modules if not is_there(module)]
+    lacking = [_PACKAGES[module] for module in modules if not is_there(module)]
     if lacking:
         raise UsageError(
             f"{what} needs {' and '.join(lacking)}, which is not installed", "pip install 'stagewright[data]'"

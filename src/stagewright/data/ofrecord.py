@@ -35,18 +35,18 @@ from stagewright.data.source import (
 )
 from stagewright.errors import DataError
 
-Kind: TypeAlias = Literal["bytes", "float", "double", "int32", "int64"]
-KINDS: tuple[Kind, ...] = ("bytes", "float", "double", "int32", "int64")
-LENGTH = struct.Struct("<q")
-PART_NAME = re.compile(r"part-\d+")
-IMAGE_FEATURE, LABEL_FEATURE = "encoded", "class/label"
+_Kind: TypeAlias = Literal["bytes", "float", "double", "int32", "int64"]
+KINDS: tuple[_Kind, ...] = ("bytes", "float", "double", "int32", "int64")
+_LENGTH = struct.Struct("<q")
+_PART_NAME = re.compile(r"part-\d+")
+_IMAGE_FEATURE, _LABEL_FEATURE = "encoded", "class/label"
 
 
 @dataclass(frozen=True)
 class Feature:
     """A list of values of one kind."""
 
-    kind: Kind
+    kind: _Kind
     values: tuple[bytes | float | int, ...]
 
 
@@ -120,17 +120,17 @@ def decode_record(message: bytes) -> dict[str, Feature]:
 
 def encode_image(encoded: bytes, label: int) -> bytes:
     """The message of one labelled image."""
-    return encode_record({LABEL_FEATURE: Feature("int32", (label,)), IMAGE_FEATURE: Feature("bytes", (encoded,))})
+    return encode_record({_LABEL_FEATURE: Feature("int32", (label,)), _IMAGE_FEATURE: Feature("bytes", (encoded,))})
 
 
-def decode_image(message: bytes) -> tuple[bytes, int]:
+def _decode_image(message: bytes) -> tuple[bytes, int]:
     """The image file and the label in one message."""
     features = _parsed(message).feature
-    for name in (IMAGE_FEATURE, LABEL_FEATURE):
+    for name in (_IMAGE_FEATURE, _LABEL_FEATURE):
         if name not in features:
             raise DataError(f"has no feature {name!r}, only {sorted(features)[:8]}", "is this a file of images?")
-    images = features[IMAGE_FEATURE].bytes_list.value
-    labels = features[LABEL_FEATURE].int32_list.value or features[LABEL_FEATURE].int64_list.value
+    images = features[_IMAGE_FEATURE].bytes_list.value
+    labels = features[_LABEL_FEATURE].int32_list.value or features[_LABEL_FEATURE].int64_list.value
     if len(images) != 1 or len(labels) != 1:
         raise DataError(f"has {len(images)} images and {len(labels)} labels where one of each belongs")
     return images[0], labels[0]
@@ -158,7 +158,7 @@ def frame(message: bytes) -> bytes:
     """The message behind its length; an empty one is refused, since zeros are what damaged files are full of."""
     if not message:
         raise DataError("a record without features cannot be written", "give it a feature")
-    return LENGTH.pack(len(message)) + message
+    return _LENGTH.pack(len(message)) + message
 
 
 def write_part(path: Path, messages: Iterable[bytes]) -> int:
@@ -196,27 +196,27 @@ def scan_part(path: Path, max_record_bytes: int = MAX_RECORD_BYTES) -> tuple[lis
         end = os.fstat(stream.fileno()).st_size
         offset = 0
         while offset < end:
-            header = os.pread(stream.fileno(), LENGTH.size, offset)
+            header = os.pread(stream.fileno(), _LENGTH.size, offset)
             why = _length_fault(header, end - offset, max_record_bytes)
             if why is not None:
                 return rows, _lost_rest(path, offset, len(rows), why, end)
-            (size,) = LENGTH.unpack(header)
-            rows.append((offset + LENGTH.size, size))
-            offset += LENGTH.size + size
+            (size,) = _LENGTH.unpack(header)
+            rows.append((offset + _LENGTH.size, size))
+            offset += _LENGTH.size + size
     return rows, None
 
 
 def _length_fault(header: bytes, left_bytes: int, max_record_bytes: int) -> str | None:
     """What is wrong with a record's length, or None."""
-    if len(header) < LENGTH.size:
+    if len(header) < _LENGTH.size:
         return f"has {len(header)} of the 8 bytes of its length"
-    (size,) = LENGTH.unpack(header)
+    (size,) = _LENGTH.unpack(header)
     if size < 1:
         return f"has the length {size}"
     if size > max_record_bytes:
         return f"has the length {size:,}, more than the {max_record_bytes:,} bytes allowed"
-    if size > left_bytes - LENGTH.size:
-        return f"has the length {size:,}, but {left_bytes - LENGTH.size:,} bytes are left in the file"
+    if size > left_bytes - _LENGTH.size:
+        return f"has the length {size:,}, but {left_bytes - _LENGTH.size:,} bytes are left in the file"
     return None
 
 
@@ -248,7 +248,7 @@ class OFRecords:
         self.class_names = read_class_names(directory)
         self._given_classes = num_classes or len(self.class_names) or None
         self._faults = Faults(on_corrupt)
-        self._extents = _scan(part_paths(directory), max_record_bytes, self._faults)
+        self._extents = _scan(_part_paths(directory), max_record_bytes, self._faults)
         self._labels = np.full(len(self._extents), -1, dtype=np.int64)
         if on_corrupt == "skip":
             self._keep_whole()
@@ -276,7 +276,7 @@ class OFRecords:
     def encoded(self, index: int) -> bytes:
         where = self.where(index)
         try:
-            encoded, label = decode_image(self._extents.read(index))
+            encoded, label = _decode_image(self._extents.read(index))
         except DataError as error:
             what = error.what if error.what.startswith(where) else f"{where} {error.what}"
             raise DataError(what, error.todo) from error
@@ -299,9 +299,9 @@ class OFRecords:
         self._extents, self._labels = self._extents.keep(kept), self._labels[kept]
 
 
-def part_paths(directory: Path) -> tuple[Path, ...]:
+def _part_paths(directory: Path) -> tuple[Path, ...]:
     """The directory's parts in the order of their numbers."""
-    parts = [path for path in directory.iterdir() if PART_NAME.fullmatch(path.name) and path.is_file()]
+    parts = [path for path in directory.iterdir() if _PART_NAME.fullmatch(path.name) and path.is_file()]
     return tuple(sorted(parts, key=lambda path: (int(path.name.removeprefix("part-")), path.name)))
 
 

@@ -9,7 +9,7 @@ from stagewright.data.source import Dataset, Indices
 from stagewright.errors import UsageError
 
 SHUFFLE_BUFFER = 16_384
-FILES, SLOTS, REST, ROWS = range(4)  # what a draw is for
+_FILES, SLOTS, _REST, _ROWS = range(4)  # what a draw is for
 
 
 def epoch_order(
@@ -26,14 +26,14 @@ def epoch_order(
     if not shuffle:
         return np.arange(len(dataset), dtype=np.int64)
     if not dataset.file_starts:
-        return _permutation(len(dataset), seed, epoch, ROWS)
+        return _permutation(len(dataset), seed, epoch, _ROWS)
     return shuffle_buffer(_shuffle_files(dataset, seed, epoch), buffer, seed=seed, epoch=epoch)
 
 
 def _shuffle_files(dataset: Dataset, seed: int, epoch: int) -> Indices:
     """All indices, file by file in random order."""
     bounds = [*dataset.file_starts, len(dataset)]
-    files = _permutation(len(bounds) - 1, seed, epoch, FILES)
+    files = _permutation(len(bounds) - 1, seed, epoch, _FILES)
     return np.concatenate([np.arange(bounds[file], bounds[file + 1], dtype=np.int64) for file in files])
 
 
@@ -54,7 +54,7 @@ def shuffle_buffer(rows: Indices, buffer: int, *, seed: int, epoch: int) -> Indi
     taken[by_slot[1:][repeats]] = buffer + by_slot[:-1][repeats]
     left = np.arange(buffer, dtype=np.int64)
     left[slots] = buffer + np.arange(steps)  # the last write to a slot stays
-    rest = left[_permutation(buffer, seed, epoch, REST)]
+    rest = left[_permutation(buffer, seed, epoch, _REST)]
     shuffled: Indices = rows[np.concatenate([taken, rest])]
     return shuffled
 

@@ -29,28 +29,28 @@ if TYPE_CHECKING:  # Pillow comes with the `data` extra, which synthetic images 
     from PIL.Image import Image
 
 DecoderName: TypeAlias = Literal["simplejpeg", "torchvision", "pillow"]
-Decoder: TypeAlias = Callable[[bytes, JpegHeader, int, int], tuple[Pixels, int]]
-CropOf: TypeAlias = Callable[[int, int], Crop]
+_Decoder: TypeAlias = Callable[[bytes, JpegHeader, int, int], tuple[Pixels, int]]
+_CropOf: TypeAlias = Callable[[int, int], Crop]
 
-DEFLATED_PIXELS_PER_BYTE = 8 * 1032  # one bit a pixel, and deflate's best ratio
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-WORTH_IT = 0.9  # a decoder that gains less than a tenth is not chosen: timings differ by as much
-SAMPLE_SHAPE = (375, 500, 3)
+_DEFLATED_PIXELS_PER_BYTE = 8 * 1032  # one bit a pixel, and deflate's best ratio
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+_WORTH_IT = 0.9  # a decoder that gains less than a tenth is not chosen: timings differ by as much
+_SAMPLE_SHAPE = (375, 500, 3)
 
 
-def read_crop(data: bytes | Pixels, crop_of: CropOf, size: int, decoder: DecoderName) -> Pixels:
+def read_crop(data: bytes | Pixels, crop_of: _CropOf, size: int, decoder: DecoderName) -> Pixels:
     """The crop that `crop_of(height, width)` chooses, as pixels (size, size, 3)."""
     if isinstance(data, np.ndarray):
         return _resized(data, crop_of(*data.shape[:2]), size)
     header = jpeg_header(data)
     if header is None:
-        pixels = decode_pillow(data)
+        pixels = _decode_pillow(data)
         return _resized(pixels, crop_of(*pixels.shape[:2]), size)
     crop = crop_of(header.height, header.width)
     try:
-        pixels, reduction = DECODERS[decoder](data, header, crop.top + crop.height, reduction_for(crop, size))
+        pixels, reduction = _DECODERS[decoder](data, header, crop.top + crop.height, reduction_for(crop, size))
     except (ValueError, RuntimeError):  # CMYK, or damage that Pillow reads past or puts into words
-        pixels, reduction = decode_pillow(data), 1
+        pixels, reduction = _decode_pillow(data), 1
     return _resized(pixels, reduced(crop, reduction, header), size)
 
 
@@ -96,16 +96,16 @@ def _torchvision(data: bytes, header: JpegHeader, bottom: int, reduction: int) -
 
 def _pillow(data: bytes, header: JpegHeader, bottom: int, reduction: int) -> tuple[Pixels, int]:
     """Pillow, which cannot cut: reduced."""
-    pixels = decode_pillow(data, reduction)
+    pixels = _decode_pillow(data, reduction)
     return pixels, round(header.height / pixels.shape[0])
 
 
-DECODERS: Mapping[DecoderName, Decoder] = MappingProxyType(
+_DECODERS: Mapping[DecoderName, _Decoder] = MappingProxyType(
     {"simplejpeg": _simplejpeg, "torchvision": _torchvision, "pillow": _pillow}
 )
 
 
-def decode_pillow(data: bytes, reduction: int = 1) -> Pixels:
+def _decode_pillow(data: bytes, reduction: int = 1) -> Pixels:
     """The pixels of a file of any known format, in RGB."""
     with _opened(data) as image:
         if reduction > 1:
@@ -121,10 +121,10 @@ def _opened(data: bytes) -> Image:
     from PIL import Image as Images
 
     try:
-        image = Images.open(io.BytesIO(data), formats=FORMATS)
+        image = Images.open(io.BytesIO(data), formats=_FORMATS)
     except Exception as error:  # as above
-        raise DataError(f"is not an image: {error}", f"readable formats are {', '.join(FORMATS)}") from error
-    per_byte = MAX_PIXELS_PER_BYTE if image.format == "JPEG" else DEFLATED_PIXELS_PER_BYTE
+        raise DataError(f"is not an image: {error}", f"readable formats are {', '.join(_FORMATS)}") from error
+    per_byte = MAX_PIXELS_PER_BYTE if image.format == "JPEG" else _DEFLATED_PIXELS_PER_BYTE
     check_size(image.height, image.width, len(data), max_pixels_per_byte=per_byte)
     return image
 
@@ -134,7 +134,7 @@ def _opened(data: bytes) -> Image:
 
 def choose_decoder(name: str = "auto") -> DecoderName:
     """The decoder of this name; `auto` is the first that is installed, so that all workers see the same pixels."""
-    there = [each for each in DECODERS if each == "pillow" or importlib.util.find_spec(each)]
+    there = [each for each in _DECODERS if each == "pillow" or importlib.util.find_spec(each)]
     if name == "auto":
         return there[0]
     for each in there:

@@ -15,7 +15,7 @@ from stagewright.data.source import Dataset, Indices, OnCorrupt, Pixels
 from stagewright.errors import DataError
 
 CROPS = 7  # what a draw is for, beside those of the order
-BLANK = 118  # ImageNet's mean brightness: what stands for an image that cannot be decoded
+_BLANK = 118  # ImageNet's mean brightness: what stands for an image that cannot be decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,6 @@ class RowReader:
         except DataError as error:
             if self.on_corrupt == "stop":
                 raise DataError(f"{self.dataset.where(index)} {error.what}", error.todo) from error
-            out[...] = BLANK
+            out[...] = _BLANK
             return True
         return False

@@ -18,7 +18,7 @@ OnCorrupt: TypeAlias = Literal["stop", "skip"]
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 CLASS_NAMES_FILE = "classes.txt"
 MAX_RECORD_BYTES = 1 << 28
-MAX_CLASSES = 1 << 20
+_MAX_CLASSES = 1 << 20
 
 
 class Dataset(Protocol):
@@ -128,7 +128,7 @@ def place(path: Path, offset: int, number: int) -> str:
 
 def checked_label(value: Any, where: str, num_classes: int | None) -> int:
     """The label as an int from 0 to num_classes - 1 (or to a million, where the number of classes is not known)."""
-    limit = MAX_CLASSES if num_classes is None else num_classes
+    limit = _MAX_CLASSES if num_classes is None else num_classes
     if not 0 <= value < limit:
         raise DataError(
             f"{where} has the label {value}; labels run from 0 to {limit - 1}",

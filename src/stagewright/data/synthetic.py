@@ -11,8 +11,8 @@ from torch import Tensor
 from stagewright.data.source import Pixels
 from stagewright.errors import UsageError
 
-SYNTHETIC = "synthetic"
-MASK = 0xFFFFFFFF
+_SYNTHETIC = "synthetic"
+_MASK = 0xFFFFFFFF
 
 
 def synthetic_rows(
@@ -35,7 +35,7 @@ def synthetic_rows(
 
 def _keys(rows: Tensor, seed: int, batch: int) -> Tensor:
     """A 32-bit word for every row of a batch."""
-    return _mix(_mix(_mix(rows & MASK) ^ (seed & MASK)) ^ (batch & MASK))
+    return _mix(_mix(_mix(rows & _MASK) ^ (seed & _MASK)) ^ (batch & _MASK))
 
 
 def _images(keys: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -44,7 +44,7 @@ def _images(keys: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     for extent in shape:
         num *= extent
     places = torch.arange(1, num + 1, device=keys.device, dtype=torch.int64)
-    uniform = (_mix(keys[:, None] + places[None, :] * 0x9E3779B1 & MASK) >> 8).to(torch.float32) * 2.0**-24
+    uniform = (_mix(keys[:, None] + places[None, :] * 0x9E3779B1 & _MASK) >> 8).to(torch.float32) * 2.0**-24
     return ((uniform - 0.5) * 12**0.5).to(dtype).reshape(len(keys), *shape)
 
 
@@ -55,8 +55,8 @@ def _labels(keys: Tensor, num_classes: int) -> Tensor:
 
 def _mix(words: Tensor) -> Tensor:
     """Every bit of a 32-bit word, held in an int64, spread over all of it (the finaliser of MurmurHash3)."""
-    words = (words ^ (words >> 16)) * 0x85EBCA6B & MASK
-    words = (words ^ (words >> 13)) * 0xC2B2AE35 & MASK
+    words = (words ^ (words >> 16)) * 0x85EBCA6B & _MASK
+    words = (words ^ (words >> 13)) * 0xC2B2AE35 & _MASK
     return words ^ (words >> 16)
 
 

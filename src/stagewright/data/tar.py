@@ -22,9 +22,9 @@ from stagewright.data.source import (
 )
 from stagewright.errors import DataError
 
-Row = tuple[int, int, int]  # offset, size, label
-MAX_LABEL_BYTES = 20
-BAD_ARCHIVE = (
+_Row = tuple[int, int, int]  # offset, size, label
+_MAX_LABEL_BYTES = 20
+_BAD_ARCHIVE = (
     tarfile.TarError,
     EOFError,
     OverflowError,
@@ -56,7 +56,7 @@ class TarShards:
         paths = shard_paths(directory)
         rows, labels = [], []
         for file, path in enumerate(paths):
-            for number, (offset, size, label) in enumerate(scan_shard(path, faults, given, max_record_bytes)):
+            for number, (offset, size, label) in enumerate(_scan_shard(path, faults, given, max_record_bytes)):
                 rows.append((file, offset, size, number))
                 labels.append(label)
         self._extents = make_extents(paths, rows)
@@ -83,7 +83,7 @@ def shard_paths(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted(path for path in directory.glob("*.tar") if path.is_file()))
 
 
-def scan_shard(path: Path, faults: Faults, num_classes: int | None, max_record_bytes: int) -> Iterator[Row]:
+def _scan_shard(path: Path, faults: Faults, num_classes: int | None, max_record_bytes: int) -> Iterator[_Row]:
     """Offset and size of every image with its label; what is missing or damaged goes to `faults`."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
@@ -96,7 +96,7 @@ def scan_shard(path: Path, faults: Faults, num_classes: int | None, max_record_b
                     faults.report(fault)
     except DataError as fault:
         faults.report(fault)
-    except (*BAD_ARCHIVE, OSError) as error:
+    except (*_BAD_ARCHIVE, OSError) as error:
         faults.report(
             DataError(f"{path} is not a tar file: {error}", "fetch the file again; only plain .tar can be read")
         )
@@ -127,7 +127,7 @@ def _next_member(archive: tarfile.TarFile, path: Path, offset: int, number: int)
     """The next header, or None at the archive's end; tarfile takes a damaged header for the end, this does not."""
     try:
         member = archive.next()
-    except (*BAD_ARCHIVE, OSError) as error:
+    except (*_BAD_ARCHIVE, OSError) as error:
         raise DataError(
             f"{place(path, offset, number)} has a damaged header: {error}", "fetch the file again"
         ) from error
@@ -166,10 +166,10 @@ def _sort_member(
 
 def _read_label(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, num_classes: int | None) -> int:
     """The digits of one `key.cls`."""
-    if member.size > MAX_LABEL_BYTES:
+    if member.size > _MAX_LABEL_BYTES:
         raise DataError(f"{where} has a label of {member.size:,} bytes; it should be a number in digits")
     stream = archive.extractfile(member)
-    text = b"" if stream is None else stream.read(MAX_LABEL_BYTES)
+    text = b"" if stream is None else stream.read(_MAX_LABEL_BYTES)
     if not text.strip().isdigit():
         raise DataError(f"{where} has the label {text!r}; it should be a number in digits")
     return checked_label(int(text), where, num_classes)

@@ -14,7 +14,7 @@ from stagewright.errors import DataError, UsageError
 Format: TypeAlias = Literal["folder", "ofrecord", "tar"]
 Sample: TypeAlias = tuple[bytes, int]
 IMAGES_PER_FILE = 1000
-SIGNATURES = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"BM", ".bmp"))
+_SIGNATURES = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"BM", ".bmp"))
 
 
 def write_images(
@@ -50,9 +50,9 @@ def numbered_classes(num_classes: int) -> tuple[str, ...]:
     return tuple(f"{label:0{digits}d}" for label in range(num_classes))
 
 
-def image_suffix(encoded: bytes) -> str:
+def _image_suffix(encoded: bytes) -> str:
     """`.jpg` and the like, by how the file begins."""
-    return next((suffix for signature, suffix in SIGNATURES if encoded.startswith(signature)), ".jpg")
+    return next((suffix for signature, suffix in _SIGNATURES if encoded.startswith(signature)), ".jpg")
 
 
 def _make_empty(directory: Path) -> None:
@@ -70,7 +70,7 @@ def _write_folders(directory: Path, samples: Iterable[Sample], class_names: Sequ
         (directory / name).mkdir()
     num_images = 0
     for encoded, label in samples:
-        path = directory / class_names[label] / f"{num_images:08d}{image_suffix(encoded)}"
+        path = directory / class_names[label] / f"{num_images:08d}{_image_suffix(encoded)}"
         path.write_bytes(encoded)
         num_images += 1
     return num_images
@@ -87,7 +87,7 @@ def _write_files(directory: Path, samples: Iterable[Sample], format: Format, ima
             num_images += write_part(directory / part_name(file), messages)
         else:
             keyed = enumerate(some, start=num_images)
-            shard = ((f"{key:08d}", image_suffix(encoded), encoded, label) for key, (encoded, label) in keyed)
+            shard = ((f"{key:08d}", _image_suffix(encoded), encoded, label) for key, (encoded, label) in keyed)
             num_images += write_shard(directory / f"{file:05d}.tar", shard)
     return num_images
 

@@ -41,7 +41,7 @@ def alexnet(num_classes: int = 1000, image_size: int = 224, label_smoothing: flo
         nn.Linear(4096, num_classes),
     )
     module = AlexNet(features, classifier, pooled=6)
-    return image_recipe(module, layer_names(module), image_size, label_smoothing)
+    return image_recipe(module, _layer_names(module), image_size, label_smoothing)
 
 
 def alexnet_of(num_classes: int = 1000, image_size: int = 224, label_smoothing: float = 0.0) -> Recipe:
@@ -59,10 +59,10 @@ def alexnet_of(num_classes: int = 1000, image_size: int = 224, label_smoothing: 
         nn.Linear(4096, num_classes),
     )
     module = AlexNet(features, classifier, pooled=5)
-    return image_recipe(module, layer_names(module), image_size, label_smoothing)
+    return image_recipe(module, _layer_names(module), image_size, label_smoothing)
 
 
-def layer_names(module: AlexNet) -> dict[str, str]:
+def _layer_names(module: AlexNet) -> dict[str, str]:
     """conv1 … conv5 and fc1 … fc3, each begun by the module that has its weights."""
     names: dict[str, str] = {}
     for kind, prefix, part in (

@@ -23,7 +23,7 @@ from stagewright.models.signs import attributes, check_loss, warn_of
 from stagewright.models.tracing import Sample, tensors_in, undisturbed
 from stagewright.models.values import shapes_only
 
-LARGEST_FLOPS, LARGEST_BYTES = 5e8, 1 << 30
+_LARGEST_FLOPS, LARGEST_BYTES = 5e8, 1 << 30
 """Operations a row and bytes of weights above which a model is compared on shapes alone: every worker does it."""
 
 
@@ -45,7 +45,7 @@ def _is_large(layered: Layered) -> bool:
     num_bytes = sum(parameter.nbytes for parameter in layered.model.parameters())
     if layered.traced.device.type == "meta" or num_bytes > LARGEST_BYTES:
         return True
-    return sum(forward_flops(layered)) > LARGEST_FLOPS
+    return sum(forward_flops(layered)) > _LARGEST_FLOPS
 
 
 # On shapes alone

@@ -27,7 +27,7 @@ SEED = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class _Outcome:
     """Everything that one forward and backward leaves behind, by name."""
 
     values: Mapping[str, Tensor]
@@ -80,10 +80,10 @@ def compared(layered: Layered, rows: Rows, *, training: bool) -> str | None:
     return None
 
 
-Runner = Callable[[Layered, Sample, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+_Runner = Callable[[Layered, Sample, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
 
 
-def outcome(layered: Layered, rows: Rows, run: Runner, *, training: bool, to_inputs: bool = True) -> Outcome:
+def outcome(layered: Layered, rows: Rows, run: _Runner, *, training: bool, to_inputs: bool = True) -> _Outcome:
     model = layered.model
     with undisturbed(model), torch.enable_grad():
         model.train(training)
@@ -107,7 +107,7 @@ def outcome(layered: Layered, rows: Rows, run: Runner, *, training: bool, to_inp
         inputs = {f"gradient of input {n}": t.grad for n, t in enumerate(sample.tensors) if t.requires_grad}
         buffers = {f"buffer '{name}'": buffer.clone() for name, buffer in model.named_buffers()}
     made = {"loss": summed, **{f"output {number}": each for number, each in enumerate(outputs)}}
-    return Outcome(values={**made, **buffers, **drawn}, gradients={**gradients, **inputs})
+    return _Outcome(values={**made, **buffers, **drawn}, gradients={**gradients, **inputs})
 
 
 def _generators() -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _received(tensor: Tensor, spec: Any) -> Tensor:
     return tensor.detach().clone().requires_grad_(spec.needs_grad)
 
 
-def _difference(expected: Outcome, found: Outcome) -> str | None:
+def _difference(expected: _Outcome, found: _Outcome) -> str | None:
     """The name of the first value or gradient that differs, and how."""
     for name, value in expected.values.items():
         if not same(value, found.values.get(name), 1.0):

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _FIRST, _SECOND, _GOLDEN = -2048144789, -1028477387, -1640531527  # of murmur3's finalizer, as signed 32-bit numbers
-DRAWS = 64
+_DRAWS = 64
 """How many draws a node has room for before they are those of the next one."""
 
 _ALPHA = -1.7580993408473766
@@ -64,7 +64,7 @@ def _key(number: int) -> int:
 
 def place_of(path: str, number: int) -> int:
     """A number for the draws of a module: by its path, and how many nodes of it drew before."""
-    return zlib.crc32(path.encode()) + number * DRAWS
+    return zlib.crc32(path.encode()) + number * _DRAWS
 
 
 def _mixed(numbers: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _mixed(numbers: Tensor) -> Tensor:
     return numbers ^ ((numbers >> 16) & 0xFFFF)
 
 
-class ByRow(TorchFunctionMode):
+class _ByRow(TorchFunctionMode):
     """Draws dropouts by sample, in one place of a model; several in one place are counted."""
 
     def __init__(self, place: int, keys: Tensor) -> None:
@@ -109,19 +109,19 @@ class ByRow(TorchFunctionMode):
 
 
 def _dropout(
-    by: ByRow, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
+    by: _ByRow, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
 ) -> Tensor | None:
     return _dropped(by, input, input.shape, p, training and train, inplace)
 
 
 def _channel_dropout(
-    by: ByRow, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
+    by: _ByRow, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
 ) -> Tensor | None:
     shape = (*input.shape[:2], *([1] * (input.dim() - 2)))
     return _dropped(by, input, shape, p, training and train, inplace)
 
 
-def _dropped(by: ByRow, input: Tensor, shape: Sequence[int], p: float, training: bool, inplace: bool) -> Tensor | None:
+def _dropped(by: _ByRow, input: Tensor, shape: Sequence[int], p: float, training: bool, inplace: bool) -> Tensor | None:
     keep = by.keep(shape, p) if training and 0.0 < p < 1.0 else None
     if keep is None:
         return None
@@ -130,7 +130,7 @@ def _dropped(by: ByRow, input: Tensor, shape: Sequence[int], p: float, training:
 
 
 def _alpha_dropout(
-    by: ByRow, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, train: bool = True
+    by: _ByRow, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, train: bool = True
 ) -> Tensor | None:
     keep = by.keep(input.shape, p) if training and train and 0.0 < p < 1.0 else None
     if keep is None:
@@ -140,14 +140,14 @@ def _alpha_dropout(
     return input.copy_(made) if inplace else made
 
 
-def _rand(by: ByRow, *size: Any, dtype: torch.dtype | None = None, **given: Any) -> Tensor | None:
+def _rand(by: _ByRow, *size: Any, dtype: torch.dtype | None = None, **given: Any) -> Tensor | None:
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     if not shape or set(given) - {"device"}:
         return None
     return by.uniform(shape, torch.empty(0, dtype=dtype or torch.get_default_dtype(), device=given.get("device")))
 
 
-def _rand_like(by: ByRow, input: Tensor, **given: Any) -> Tensor | None:
+def _rand_like(by: _ByRow, input: Tensor, **given: Any) -> Tensor | None:
     return None if given else by.uniform(input.shape, input)
 
 
@@ -177,5 +177,5 @@ def drawing(place: int | None) -> Iterator[None]:
     if place is None or keys is None or torch.compiler.is_compiling():
         yield
         return
-    with ByRow(place, keys):
+    with _ByRow(place, keys):
         yield

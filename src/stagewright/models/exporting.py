@@ -30,18 +30,18 @@ from stagewright.models.modes import Mode, inference_as_no_grad
 from stagewright.models.operations import count_batch, rate_in
 from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, is_library, undisturbed
 
-aten = torch.ops.aten
-WITH_FLAG = {
-    aten.dropout.default: 2,
-    aten.feature_dropout.default: 2,
-    aten.alpha_dropout.default: 2,
-    aten.feature_alpha_dropout.default: 2,
-    aten.batch_norm.default: 5,
+_aten = torch.ops.aten
+_WITH_FLAG = {
+    _aten.dropout.default: 2,
+    _aten.feature_dropout.default: 2,
+    _aten.alpha_dropout.default: 2,
+    _aten.feature_alpha_dropout.default: 2,
+    _aten.batch_norm.default: 5,
 }
 """Operators that behave differently in training, and the index of the argument that says so."""
 
-ATTENTION = aten.scaled_dot_product_attention.default
-CHECKS = ("_assert", "sym_constrain", "_guards")
+_ATTENTION = _aten.scaled_dot_product_attention.default
+_CHECKS = ("_assert", "sym_constrain", "_guards")
 
 
 def trace_exported(model: nn.Module, sample: Sample) -> Traced:
@@ -49,7 +49,7 @@ def trace_exported(model: nn.Module, sample: Sample) -> Traced:
     _check_hooks(model)
     with torch.enable_grad(), inference_as_no_grad(), kept_functions() as kept:
         program = _export(model, sample)
-    graph = OperatorGraph(program, model, kept)
+    graph = _OperatorGraph(program, model, kept)
     return Traced(graph=graph.graph, objects=graph.objects, tensors=sample.tensors)
 
 
@@ -74,7 +74,7 @@ def _export(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram:
         try:
             return torch.export.export(model, sample.args, dict(sample.kwargs), dynamic_shapes=shapes, strict=False)
         except Exception as error:
-            place = line_of(error)
+            place = _line_of(error)
             raise ModelError(
                 f"{type(model).__name__} cannot be traced{f' at {place}' if place else ''}: {_first_line(error)}",
                 "a branch on values, or a size that depends on them, cannot be cut: choose by torch.where, or put that "
@@ -86,7 +86,7 @@ def _free_rows(leaf: Any) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(leaf, Tensor) else None
 
 
-def line_of(error: BaseException | None) -> str | None:
+def _line_of(error: BaseException | None) -> str | None:
     """The line of the user's own code that an error comes from: the innermost outside of torch and of this library."""
     while error is not None:
         frames = [each for each in traceback.extract_tb(error.__traceback__) if not is_library(each.filename)]
@@ -101,7 +101,7 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-class OperatorGraph:
+class _OperatorGraph:
     """The graph of an exported program while it is being rewritten."""
 
     def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, kept: KeptFunctions) -> None:
@@ -143,7 +143,7 @@ class OperatorGraph:
                 return self._output(args[0], nested=owner is not self.program.graph_module)
             if node.op == "get_attr":
                 copies[node] = attribute(owner, str(node.target))
-            elif not any(check in str(node.target) for check in CHECKS):
+            elif not any(check in str(node.target) for check in _CHECKS):
                 copies[node] = self._copy(node, args, kwargs, mode)
         return ()
 
@@ -153,7 +153,7 @@ class OperatorGraph:
             for value, spec in zip(values, specs, strict=True):
                 if spec.kind == OutputKind.BUFFER_MUTATION:  # forward assigned the buffer
                     self.objects[str(spec.target)] = attribute(self.model, str(spec.target))
-                    self.graph.call_function(aten.copy_.default, (self.graph.get_attr(str(spec.target)), value))
+                    self.graph.call_function(_aten.copy_.default, (self.graph.get_attr(str(spec.target)), value))
             made = [value for value, spec in zip(values, specs) if spec.kind == OutputKind.USER_OUTPUT]
             self.graph.output(tuple(value for value in made if isinstance(value, fx.Node)))
         return tuple(values) if isinstance(values, tuple | list) else (values,)
@@ -183,16 +183,16 @@ class OperatorGraph:
 
     def _both_modes(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """An operator that follows the stage's mode where it was traced in training."""
-        index = WITH_FLAG.get(target)
+        index = _WITH_FLAG.get(target)
         if index is not None and args[index] is True:
             return target, (*args[:index], self._training(), *args[index + 1 :]), kwargs
-        if target is ATTENTION and len(args) > 4 and args[4]:
+        if target is _ATTENTION and len(args) > 4 and args[4]:
             rate = self.graph.call_function(rate_in, (args[4], self._training()))
             return target, (*args[:4], rate, *args[5:]), kwargs
-        if target is ATTENTION and kwargs.get("dropout_p"):
+        if target is _ATTENTION and kwargs.get("dropout_p"):
             rate = self.graph.call_function(rate_in, (kwargs["dropout_p"], self._training()))
             return target, args, {**kwargs, "dropout_p": rate}
-        if target is aten.add_.Tensor and str(getattr(args[0], "target", "")).endswith("num_batches_tracked"):
+        if target is _aten.add_.Tensor and str(getattr(args[0], "target", "")).endswith("num_batches_tracked"):
             return count_batch, (args[0], self._training()), {}
         return target, args, kwargs
 

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-PREFIX = "_custom_function_"
+_PREFIX = "_custom_function_"
 """How the paths of custom functions begin among the objects of a graph."""
 
 _APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 
-class CustomFunction(nn.Module):
+class _CustomFunction(nn.Module):
     """A custom autograd function as a module."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
@@ -38,14 +38,14 @@ class KeptFunctions:
     """The custom functions that a trace has met, by the path they have among the graph's objects."""
 
     def __init__(self) -> None:
-        self.modules: dict[str, CustomFunction] = {}
+        self.modules: dict[str, _CustomFunction] = {}
 
     def path(self, function: type[torch.autograd.Function]) -> str:
         """The path of a function, which it gets when it is met first."""
         known = next((path for path, module in self.modules.items() if module.function is function), None)
         if known is None:
-            known = f"{PREFIX}{len(self.modules)}_{function.__name__}"
-            self.modules[known] = CustomFunction(function)
+            known = f"{_PREFIX}{len(self.modules)}_{function.__name__}"
+            self.modules[known] = _CustomFunction(function)
         return known
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from stagewright.errors import ModelError
 from stagewright.models.recipe import Recipe, token_recipe
 
-INIT_STD = 0.02
+_INIT_STD = 0.02
 
 
 class Embedding(nn.Module):
@@ -118,7 +118,7 @@ def _initialize(name: str, module: nn.Module, num_blocks: int) -> None:
     """GPT-2's initial weights; what is added to the residual is smaller the deeper the model."""
     if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
         residual = name.endswith(("attention.out", "mlp.2"))
-        nn.init.normal_(module.weight, 0.0, INIT_STD / ((2 * num_blocks) ** 0.5 if residual else 1.0))
+        nn.init.normal_(module.weight, 0.0, _INIT_STD / ((2 * num_blocks) ** 0.5 if residual else 1.0))
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 

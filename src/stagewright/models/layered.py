@@ -26,7 +26,7 @@ from stagewright.models.stage import StageGraph, StageModule, assembled
 from stagewright.models.tracing import Traced
 from stagewright.models.values import TensorSpec, find_facts
 
-PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Under autocast these compute in its format, whatever they are given."""
 
 
@@ -84,7 +84,7 @@ class Layered:
         return tuple(all(self._multiplies(user) for user in node.users) for node in nodes)
 
     def _multiplies(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and isinstance(self.traced.objects[str(node.target)], PRODUCTS)
+        return node.op == "call_module" and isinstance(self.traced.objects[str(node.target)], _PRODUCTS)
 
     @property
     def targets(self) -> tuple[TensorSpec, ...]:

@@ -19,7 +19,7 @@ from torch import fx, nn
 from stagewright.models.tracing import Traced, is_chain
 from stagewright.models.values import Fact, Stuck
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def found_layers(flow: Flow, model: nn.Module) -> tuple[Layer, ...]:
     if is_chain(model):
         units: list[str | None] = [next(iter(_paths(node)), None) for node in flow.order]
     else:
-        open_paths = opened(flow, model)
+        open_paths = _opened(flow, model)
         units = [_unit(node, open_paths, model) for node in flow.order]
     layers = _layers(flow.order, units)
     return _distinct([layer for layer in layers if layer.start == 0 or not flow.stuck(layer.start)])
@@ -125,7 +125,7 @@ def _module(model: nn.Module, path: str) -> nn.Module:
     return model.get_submodule(path.partition("@")[0])  # torch.export marks the second call a.b@1
 
 
-def opened(flow: Flow, model: nn.Module) -> set[str]:
+def _opened(flow: Flow, model: nn.Module) -> set[str]:
     """The modules that are cut inside."""
     widths, spans = flow.widths(), _spans(flow.order)
     listed = {path: span[0] for path, span in spans.items() if _is_listed(model, path)}
@@ -143,7 +143,7 @@ def _spans(order: Sequence[fx.Node]) -> dict[str, tuple[int, int]]:
 
 def _is_listed(model: nn.Module, path: str) -> bool:
     owner = path.partition("@")[0].rpartition(".")[0]
-    return isinstance(model.get_submodule(owner), CONTAINERS)
+    return isinstance(model.get_submodule(owner), _CONTAINERS)
 
 
 def _opens(path: str, span: tuple[int, int], listed: Mapping[str, int], widths: Sequence[int]) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from stagewright.models.tracing import Traced, tensors_in
 from stagewright.models.values import FEW, run_on_shapes
 
-Order = tuple[int, ...]
+_Order = tuple[int, ...]
 """The dimensions of a tensor from the slowest to the fastest in memory; empty: as they come."""
 
 
@@ -29,8 +29,8 @@ Order = tuple[int, ...]
 class Layout:
     """The order in memory of a tensor and of its gradient."""
 
-    value: Order = ()
-    gradient: Order = ()
+    value: _Order = ()
+    gradient: _Order = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ def find_gradients(
 
 
 def _layout(tensor: Tensor, gradient: Tensor | None) -> Layout:
-    return Layout(order_of(tensor), order_of(gradient) if gradient is not None else ())
+    return Layout(_order_of(tensor), _order_of(gradient) if gradient is not None else ())
 
 
-def order_of(tensor: Tensor) -> Order:
+def _order_of(tensor: Tensor) -> _Order:
     """The order of a tensor's dimensions in memory, empty where it is the usual one."""
     strides, sizes = tensor.stride(), tensor.shape
     large = [d for d in range(tensor.dim()) if sizes[d] > 1 and strides[d] > 0]
@@ -88,31 +88,31 @@ def order_of(tensor: Tensor) -> Order:
     return tuple(next(ranks) if d in large else d for d in range(tensor.dim()))
 
 
-def laid_out(tensor: Tensor, order: Order) -> Tensor:
+def _laid_out(tensor: Tensor, order: _Order) -> Tensor:
     """The tensor with its dimensions in another order in memory."""
     inverse = [order.index(dimension) for dimension in range(len(order))]
     return tensor.permute(order).contiguous().permute(inverse)
 
 
-def arrive(tensor: Tensor, order: Order) -> Tensor:
+def arrive(tensor: Tensor, order: _Order) -> Tensor:
     """A received tensor, laid out as in the whole model."""
-    return laid_out(tensor, tuple(order))
+    return _laid_out(tensor, tuple(order))
 
 
-class Departure(torch.autograd.Function):
+class _Departure(torch.autograd.Function):
     """A tensor made contiguous to be sent; its gradient is laid out as in the whole model."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, order: _Order) -> Tensor:
         ctx.order = order
         return tensor.contiguous() if not tensor.is_contiguous() else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return (laid_out(gradients[0], ctx.order) if ctx.order else gradients[0]), None
+        return (_laid_out(gradients[0], ctx.order) if ctx.order else gradients[0]), None
 
 
-def depart(tensor: Tensor, order: Order) -> Tensor:
+def depart(tensor: Tensor, order: _Order) -> Tensor:
     """A tensor to be sent."""
-    sent: Tensor = Departure.apply(tensor, tuple(order))  # type: ignore[no-untyped-call]
+    sent: Tensor = _Departure.apply(tensor, tuple(order))  # type: ignore[no-untyped-call]
     return sent

@@ -29,7 +29,7 @@ LOSS, LOSS_PATH = "loss", "_loss_of_stage"
 IGNORED = -100
 """The label of a token that does not count, as in `torch.nn.functional.cross_entropy`."""
 
-NOT_A_LABEL = -(2**31)
+_NOT_A_LABEL = -(2**31)
 """An `ignore_index` that no label has, so that none is left out unnoticed."""
 
 
@@ -41,25 +41,25 @@ def count_of(loss: Loss | None) -> Callable[..., Tensor] | None:
     return getattr(loss, "count", None)
 
 
-def wide(logits: Tensor) -> Tensor:
+def _wide(logits: Tensor) -> Tensor:
     """Logits in at least single precision: sums over many rows need it."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossEntropySum:
+class _CrossEntropySum:
     """The cross entropy of logits [rows, classes] and labels [rows], summed over the rows; every label counts."""
 
     label_smoothing: float = 0.0
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(
-            wide(logits), labels, reduction="sum", label_smoothing=self.label_smoothing, ignore_index=NOT_A_LABEL
+            _wide(logits), labels, reduction="sum", label_smoothing=self.label_smoothing, ignore_index=_NOT_A_LABEL
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenCrossEntropySum:
+class _TokenCrossEntropySum:
     """The cross entropy of logits [rows, tokens, words] and labels [rows, tokens], summed over the tokens.
 
     Labels of -100 do not count.
@@ -71,7 +71,7 @@ class TokenCrossEntropySum:
         # Token by token in one long row: with the words in the middle, as a transpose would put them, sums over them
         # jump through memory and take twice as long.
         return F.cross_entropy(
-            wide(logits).flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=self.label_smoothing,
+            _wide(logits).flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=self.label_smoothing,
             ignore_index=IGNORED,
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ class _Guarded(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class CountedMeanLoss(MeanLoss):
+class _CountedMeanLoss(MeanLoss):
     """A mean over what `number(*targets)` counts."""
 
     def count(self, *targets: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class CountedMeanLoss(MeanLoss):
 
 
 @dataclass(frozen=True)
-class LabelledLoss:
+class _LabelledLoss:
     """torch's cross entropy or likelihood as a sum: labels that it ignores do not count, the others by their weight."""
 
     function: Loss
@@ -143,17 +143,17 @@ class LabelledLoss:
 
 def cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
     """The loss of a classifier: `loss(logits, labels)`."""
-    return CrossEntropySum(label_smoothing=label_smoothing)
+    return _CrossEntropySum(label_smoothing=label_smoothing)
 
 
 def token_cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
     """The loss of a language model: `loss(logits, labels)`, labels already shifted."""
-    return TokenCrossEntropySum(label_smoothing=label_smoothing)
+    return _TokenCrossEntropySum(label_smoothing=label_smoothing)
 
 
 def smoothed(loss: Loss, label_smoothing: float) -> Loss:
     """The same cross entropy, with labels that keep 1 − label_smoothing and share the rest among all classes."""
-    if not isinstance(loss, CrossEntropySum | TokenCrossEntropySum):
+    if not isinstance(loss, _CrossEntropySum | _TokenCrossEntropySum):
         raise ModelError(
             f"label smoothing of {label_smoothing:g} needs a cross entropy, and the loss is {loss}",
             "smooth the labels in the loss itself",
@@ -168,7 +168,7 @@ def mean_loss(mean: Loss, count: Callable[..., Tensor] | None = None) -> Loss:
     not over rows says over what: `count=lambda labels: (labels != -100).sum()`.
     """
     if count is not None:
-        return CountedMeanLoss(mean, count)
+        return _CountedMeanLoss(mean, count)
     return _labelled(mean) or MeanLoss(mean)
 
 
@@ -187,7 +187,7 @@ def _labelled(mean: Loss) -> Loss | None:
     weight, ignored = given.pop("weight", None), given.pop("ignore_index", IGNORED)
     if given.pop("reduction", "mean") != "mean":
         return None
-    return LabelledLoss(partial(function, **given) if given else function, weight, ignored)
+    return _LabelledLoss(partial(function, **given) if given else function, weight, ignored)
 
 
 class LossModule(nn.Module):

@@ -19,7 +19,7 @@ from stagewright.models.modes import name_places
 from stagewright.models.tracing import TRACED_ROWS, Sample, Traced, is_chain, trace_sequential, trace_symbolic
 from stagewright.models.values import find_facts
 
-Way = Callable[[nn.Module, Sample], Traced]
+_Way = Callable[[nn.Module, Sample], Traced]
 
 
 def make_layered(
@@ -46,7 +46,7 @@ def make_layered(
         traced = _with_loss(trace_symbolic(model, few, list(names)), loss, targets)
         layers = named_layers(traced, names)
         return Layered(model=model, traced=traced, layers=layers, num_targets=len(targets) if loss else 0)
-    ways: tuple[Way, ...] = (trace_symbolic, trace_exported)
+    ways: tuple[_Way, ...] = (trace_symbolic, trace_exported)
     if is_chain(model):
         ways = (lambda _, few: trace_sequential(model, few),)
     for trace in ways:

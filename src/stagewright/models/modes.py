@@ -19,10 +19,10 @@ from torch import fx
 
 from stagewright.models.drawing import drawing, draws, place_of
 
-KINDS = ("cpu", "cuda")
+_KINDS = ("cpu", "cuda")
 """Kinds of devices that have an autocast of their own."""
 
-Autocast = tuple[str, bool, torch.dtype]
+_Autocast = tuple[str, bool, torch.dtype]
 """The kind of device, whether it is on, and the format it casts to."""
 
 
@@ -31,7 +31,7 @@ class Mode:
     """How an operation runs, where that is not how its surroundings run."""
 
     gradient: bool = True
-    autocast: tuple[Autocast, ...] = ()
+    autocast: tuple[_Autocast, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.gradient or bool(self.autocast)
@@ -43,12 +43,12 @@ class Mode:
         return Mode(gradient=self.gradient and outer.gradient, autocast=kept + self.autocast)
 
 
-def casts() -> dict[str, Autocast]:
+def casts() -> dict[str, _Autocast]:
     """How autocast is set at the moment."""
-    return {kind: (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in KINDS}
+    return {kind: (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
 
 
-def mode_now(before: dict[str, Autocast]) -> Mode:
+def mode_now(before: dict[str, _Autocast]) -> Mode:
     """The mode at the moment, against autocast as it was before with gradients on."""
     changed = tuple(now for kind, now in casts().items() if now != before[kind])
     return Mode(gradient=torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), autocast=changed)
@@ -58,7 +58,7 @@ def mode_now(before: dict[str, Autocast]) -> Mode:
 def autocast_on() -> Iterator[None]:
     """Autocast seems to be on inside, so that a model which switches it off shows that it does."""
     before = casts()
-    for kind in KINDS:
+    for kind in _KINDS:
         torch.set_autocast_enabled(kind, True)
     try:
         yield
@@ -96,7 +96,7 @@ def entered(mode: Mode | None) -> Iterator[None]:
         yield
 
 
-class Within:
+class _Within:
     """A function that runs in a mode, in a place: another function, a method by its name, or its first argument."""
 
     __name__ = "within"
@@ -149,5 +149,5 @@ def _within(graph: fx.Graph, node: fx.Node, copied: Callable[[fx.Node], Any]) ->
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), copied)
     mode, place = (node.meta.get(key) for key in KEPT)
     if node.op == "call_module":
-        return graph.call_function(Within(mode, place, None), (graph.get_attr(str(node.target)), *args), kwargs)
-    return graph.call_function(Within(mode, place, node.target), tuple(args), kwargs)
+        return graph.call_function(_Within(mode, place, None), (graph.get_attr(str(node.target)), *args), kwargs)
+    return graph.call_function(_Within(mode, place, node.target), tuple(args), kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stagewright.models.recipe import Recipe, image_recipe
 
-WIDTHS = (64, 128, 256, 512)
+_WIDTHS = (64, 128, 256, 512)
 
 
 class BasicBlock(nn.Module):
@@ -60,7 +60,7 @@ class Bottleneck(nn.Module):
         return added
 
 
-Block = type[BasicBlock] | type[Bottleneck]
+_Block = type[BasicBlock] | type[Bottleneck]
 
 
 def _shortcut(channels: int, width: int, stride: int) -> nn.Sequential | None:
@@ -73,14 +73,14 @@ def _shortcut(channels: int, width: int, stride: int) -> nn.Sequential | None:
 class ResNet(nn.Module):
     """A stem, four groups of residual blocks, and one fully connected layer."""
 
-    def __init__(self, block: Block, counts: Sequence[int], num_classes: int) -> None:
+    def __init__(self, block: _Block, counts: Sequence[int], num_classes: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         channels = 64
-        for number, (width, count) in enumerate(zip(WIDTHS, counts), 1):
+        for number, (width, count) in enumerate(zip(_WIDTHS, counts), 1):
             self.add_module(f"layer{number}", _group(block, channels, width, count, 1 if number == 1 else 2))
             channels = width * block.expansion
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
@@ -91,13 +91,13 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         images = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        for number in range(1, len(WIDTHS) + 1):
+        for number in range(1, len(_WIDTHS) + 1):
             images = self.get_submodule(f"layer{number}")(images)
         logits: Tensor = self.fc(torch.flatten(self.avgpool(images), 1))
         return logits
 
 
-def _group(block: Block, channels: int, width: int, count: int, stride: int) -> nn.Sequential:
+def _group(block: _Block, channels: int, width: int, count: int, stride: int) -> nn.Sequential:
     later = [block(width * block.expansion, width, 1) for _ in range(count - 1)]
     return nn.Sequential(block(channels, width, stride), *later)
 
@@ -117,7 +117,7 @@ def resnet101(num_classes: int = 1000, image_size: int = 224, label_smoothing: f
     return _recipe(Bottleneck, (3, 4, 23, 3), num_classes, image_size, label_smoothing)
 
 
-def _recipe(block: Block, counts: Sequence[int], num_classes: int, image_size: int, label_smoothing: float) -> Recipe:
+def _recipe(block: _Block, counts: Sequence[int], num_classes: int, image_size: int, label_smoothing: float) -> Recipe:
     blocks = [f"layer{number}.{i}" for number, count in enumerate(counts, 1) for i in range(count)]
     names = {"conv1": "conv1", **{name: name for name in blocks}, "avgpool": "fc"}
     return image_recipe(ResNet(block, counts, num_classes), names, image_size, label_smoothing)

@@ -55,7 +55,7 @@ class StageModule(nn.Module):
         self.__dict__["_parts"] = parts  # not by setattr, which would make it a child
         self.draws = any("place" in node.meta for node in graph.nodes)
         """Whether anything may be drawn at random."""
-        self._compute = compiled(graph)
+        self._compute = _compiled(graph)
 
     @property
     def has_loss(self) -> bool:
@@ -82,7 +82,7 @@ class StageModule(nn.Module):
             )
 
 
-def compiled(graph: fx.Graph) -> Callable[..., Any]:
+def _compiled(graph: fx.Graph) -> Callable[..., Any]:
     """The graph as a function of a module that holds its parts, and of the inputs."""
     graph = runnable(graph)
     paths = {str(node.target): nn.Identity() for node in graph.nodes if node.op in ("call_module", "get_attr")}

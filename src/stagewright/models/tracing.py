@@ -110,12 +110,12 @@ class Traced:
         return fx.GraphModule({**self.objects, TRAINING: True}, runnable(self.graph))
 
 
-LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, stagewright))
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, stagewright))
 
 
 def is_library(filename: str) -> bool:
     """Whether code is torch's, Python's or this library's own, not the model's."""
-    return filename.startswith((*LIBRARIES, "<", sys.base_prefix))
+    return filename.startswith((*_LIBRARIES, "<", sys.base_prefix))
 
 
 def line_in(trace: str | None) -> str | None:
@@ -143,7 +143,7 @@ def trace_sequential(model: nn.Sequential, sample: Sample) -> Traced:
         value = graph.call_module(path, (value,))
         value.meta["path"] = (path,)
     graph.output((value,))
-    return Traced(graph=graph, objects=referred(model, graph), tensors=sample.tensors)
+    return Traced(graph=graph, objects=_referred(model, graph), tensors=sample.tensors)
 
 
 def _sequential_paths(model: nn.Sequential, prefix: str = "") -> Iterator[str]:
@@ -175,7 +175,7 @@ def _line_being_run() -> str | None:
     return None
 
 
-class ModuleTracer(fx.Tracer):
+class _ModuleTracer(fx.Tracer):
     """Traces modules down to those without children or with hooks, torch's own, and the given leaves."""
 
     def __init__(self, leaves: Sequence[str]) -> None:
@@ -205,12 +205,12 @@ def trace_symbolic(model: nn.Module, sample: Sample, leaves: Sequence[str] = ())
     given = _bound(model, sample)
     constants = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
     names = [_name_of(tensor, given) for tensor in sample.tensors]
-    with torch.enable_grad(), autocast_on(), unchanged(model):
-        tracer = ModuleTracer(leaves)
+    with torch.enable_grad(), autocast_on(), _unchanged(model):
+        tracer = _ModuleTracer(leaves)
         with kept_functions(tracer) as kept:
             found = tracer.trace(model, concrete_args=constants or None)
         graph = _without_constants(found, names)
-        objects = {**referred(model, graph, kept.modules), **kept.modules}
+        objects = {**_referred(model, graph, kept.modules), **kept.modules}
     return Traced(graph=graph, objects=objects, tensors=sample.tensors)
 
 
@@ -244,7 +244,7 @@ def _without_constants(found: fx.Graph, tensors: Sequence[str]) -> fx.Graph:
     return graph
 
 
-def referred(model: nn.Module, graph: fx.Graph, others: Collection[str] = ()) -> dict[str, Any]:
+def _referred(model: nn.Module, graph: fx.Graph, others: Collection[str] = ()) -> dict[str, Any]:
     """What the graph's nodes refer to, by its path in the model; paths of others are left out."""
     paths = [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
     return {path: attribute(model, path) for path in paths if path != TRAINING and path not in others}
@@ -257,7 +257,7 @@ def attribute(model: nn.Module, path: str) -> Any:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def _unchanged(model: nn.Module) -> Iterator[None]:
     """Puts back the model's attributes on the way out: torch.fx leaves constants on it, and proxies in their place."""
     stores = [vars(module) for module in model.modules()]
     stores += [vars(module)[kind] for module in model.modules() for kind in ("_buffers", "_parameters", "_modules")]

@@ -26,8 +26,8 @@ from stagewright.models.modes import entered
 from stagewright.models.operations import count_batch, rate_in
 from stagewright.models.tracing import TRAINING, Traced, line_in, undisturbed
 
-FEW, MANY = 2, 3
-RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout")
+FEW, _MANY = 2, 3
+_RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Constant:
+class _Constant:
     """A value that is the same whatever the rows."""
 
     value: Any
@@ -71,20 +71,20 @@ class Stuck:
     is_tensor: bool = False
 
 
-Part = TensorSpec | Constant | PerRow | Here | Stuck
+_Part = TensorSpec | _Constant | PerRow | Here | Stuck
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
     """One node's value: its parts in order, how they nest, and whether it follows from no input."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[_Part, ...]
     nesting: pytree.TreeSpec
     free: bool
 
     @property
     def is_constant(self) -> bool:
-        return all(isinstance(part, Constant | PerRow | Here) for part in self.parts)
+        return all(isinstance(part, _Constant | PerRow | Here) for part in self.parts)
 
     @property
     def carried(self) -> tuple[TensorSpec, ...]:
@@ -96,7 +96,7 @@ class Fact:
         return tuple(p for p in self.parts if isinstance(p, TensorSpec) or (isinstance(p, Stuck) and p.is_tensor))
 
 
-class Recorder(fx.Interpreter):
+class _Recorder(fx.Interpreter):
     """Runs a graph and keeps every node's value."""
 
     def __init__(self, module: fx.GraphModule, after: Callable[[fx.Node], None] | None = None) -> None:
@@ -135,7 +135,7 @@ def run_on_shapes(
 
     `after` is called after each node, `finally_` with all values while they still have shapes only.
     """
-    recorder = Recorder(traced.module(), after)
+    recorder = _Recorder(traced.module(), after)
     with undisturbed(recorder.module), shapes_only(traced.device):
         if not training:
             recorder.module.eval()
@@ -166,7 +166,7 @@ def _does_not_run(rows: int, node: fx.Node | None, error: Exception) -> ModelErr
 
 def find_facts(traced: Traced) -> dict[fx.Node, Fact]:
     """What is known of each node's value."""
-    few, many = run_on_shapes(traced, FEW), run_on_shapes(traced, MANY)
+    few, many = run_on_shapes(traced, FEW), run_on_shapes(traced, _MANY)
     mutated = {node for user in traced.graph.nodes for node in mutated_by(user, traced.objects)}
     facts: dict[fx.Node, Fact] = {}
     for node in traced.graph.nodes:
@@ -180,7 +180,7 @@ def _fact(node: fx.Node, few: Any, many: Any, free: bool) -> Fact:
     leaves, nesting = pytree.tree_flatten(few)
     others = pytree.tree_leaves(many)
     if node.target in (TRAINING, rate_in):
-        parts: tuple[Part, ...] = (Stuck("depends on whether the stage trains or evaluates"),)
+        parts: tuple[_Part, ...] = (Stuck("depends on whether the stage trains or evaluates"),)
     elif len(leaves) != len(others):
         parts = (Stuck("changes its structure with the rows"),)
     else:
@@ -193,24 +193,24 @@ def _names(node: fx.Node, count: int) -> list[str]:
     return [node.name] if count == 1 else [f"{node.name}.{index}" for index in range(count)]
 
 
-def _part(name: str, few: Any, many: Any) -> Part:
+def _part(name: str, few: Any, many: Any) -> _Part:
     if isinstance(few, Tensor):
         return _tensor_part(name, few, many)
     if isinstance(few, torch.device):
         return Here()
     if type(few) is int and few != many:
-        if many * FEW == few * MANY:
+        if many * FEW == few * _MANY:
             return PerRow(few // FEW)
-        return Stuck(f"is the number {few} with {FEW} rows and {many} with {MANY}")
+        return Stuck(f"is the number {few} with {FEW} rows and {many} with {_MANY}")
     if few is None or isinstance(few, int | float | str | torch.dtype | torch.layout | slice):
-        return Constant(few)
+        return _Constant(few)
     return Stuck(f"is a {type(few).__name__}")
 
 
-def _tensor_part(name: str, few: Tensor, many: Tensor) -> Part:
-    sized = tuple(few.shape[:1]) == (FEW,) and tuple(many.shape[:1]) == (MANY,)
+def _tensor_part(name: str, few: Tensor, many: Tensor) -> _Part:
+    sized = tuple(few.shape[:1]) == (FEW,) and tuple(many.shape[:1]) == (_MANY,)
     if not sized or few.shape[1:] != many.shape[1:]:
-        return Stuck(f"has the shape {tuple(few.shape)} with {FEW} rows and {tuple(many.shape)} with {MANY}", True)
+        return Stuck(f"has the shape {tuple(few.shape)} with {FEW} rows and {tuple(many.shape)} with {_MANY}", True)
     shape = tuple(int(size) for size in few.shape[1:])
     return TensorSpec(name=name, shape_per_row=shape, dtype=few.dtype, needs_grad=few.requires_grad)
 
@@ -221,7 +221,7 @@ def _is_free(node: fx.Node, traced: Traced, facts: dict[fx.Node, Fact], value: A
         return False
     if node.op == "get_attr":
         return not isinstance(traced.objects.get(str(node.target)), nn.Parameter)
-    if is_random(node, traced.objects) or mutated_by(node, traced.objects) or _has_parameters(node, traced):
+    if _is_random(node, traced.objects) or mutated_by(node, traced.objects) or _has_parameters(node, traced):
         return False
     return all(facts[arg].free or facts[arg].is_constant for arg in node.all_input_nodes)
 
@@ -236,7 +236,7 @@ def _has_parameters(node: fx.Node, traced: Traced) -> bool:
     return next(traced.objects[str(node.target)].parameters(), None) is not None
 
 
-def is_random(node: fx.Node, objects: Any) -> bool:
+def _is_random(node: fx.Node, objects: Any) -> bool:
     """Whether a node draws random numbers."""
     if node.op == "call_module":
         return isinstance(objects[str(node.target)], nn.modules.dropout._DropoutNd)
@@ -244,7 +244,7 @@ def is_random(node: fx.Node, objects: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return node.op.startswith("call") and any(word in name for word in RANDOM)
+    return node.op.startswith("call") and any(word in name for word in _RANDOM)
 
 
 def mutated_by(node: fx.Node, objects: Any) -> list[fx.Node]:
@@ -259,11 +259,11 @@ def mutated_by(node: fx.Node, objects: Any) -> list[fx.Node]:
         name = str(node.target)
         return first if name.endswith("_") and not name.endswith("__") else []
     if node.op == "call_function":
-        return first if node.kwargs.get("inplace") is True or target in IN_PLACE else []
+        return first if node.kwargs.get("inplace") is True or target in _IN_PLACE else []
     return []
 
 
-IN_PLACE = (count_batch, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
+_IN_PLACE = (count_batch, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 
 
 def _written(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Any) -> list[fx.Node]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stagewright.models.pooling import MaxPool
 from stagewright.models.recipe import Recipe, image_recipe
 
-GROUPS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+_GROUPS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """The channels and the number of the convolutions between two poolings."""
 
 
@@ -36,7 +36,7 @@ class VGG(nn.Module):
 
 def _convolutions(batch_norm: bool) -> Iterator[nn.Module]:
     channels = 3
-    for width, count in GROUPS:
+    for width, count in _GROUPS:
         for _ in range(count):
             yield nn.Conv2d(channels, width, 3, padding=1)
             if batch_norm:
@@ -60,18 +60,18 @@ def _initialize(module: nn.Module) -> None:
 def vgg16(num_classes: int = 1000, image_size: int = 224, label_smoothing: float = 0.0) -> Recipe:
     """VGG16: 138,357,544 parameters."""
     module = VGG(num_classes, batch_norm=False)
-    return image_recipe(module, layer_names(module), image_size, label_smoothing)
+    return image_recipe(module, _layer_names(module), image_size, label_smoothing)
 
 
 def vgg16_bn(num_classes: int = 1000, image_size: int = 224, label_smoothing: float = 0.0) -> Recipe:
     """VGG16 with a batch norm after each convolution: 138,365,992 parameters."""
     module = VGG(num_classes, batch_norm=True)
-    return image_recipe(module, layer_names(module), image_size, label_smoothing)
+    return image_recipe(module, _layer_names(module), image_size, label_smoothing)
 
 
-def layer_names(module: VGG) -> dict[str, str]:
+def _layer_names(module: VGG) -> dict[str, str]:
     """conv1_1 … conv5_3 and fc1 … fc3, each begun by the module that has its weights."""
     convolutions = [index for index, child in enumerate(module.features) if isinstance(child, nn.Conv2d)]
-    numbers = [(group, n) for group, (_, count) in enumerate(GROUPS, 1) for n in range(1, count + 1)]
+    numbers = [(group, n) for group, (_, count) in enumerate(_GROUPS, 1) for n in range(1, count + 1)]
     names = {f"features.{index}": f"conv{g}_{n}" for index, (g, n) in zip(convolutions, numbers)}
     return names | {"classifier.0": "fc1", "classifier.3": "fc2", "classifier.6": "fc3"}

@@ -19,7 +19,7 @@ from stagewright.models.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """A model of the zoo: how it is built, and with which options."""
 
     name: str
@@ -43,8 +43,8 @@ class Entry:
         return (self.options["context"],)
 
 
-MODELS: Mapping[str, Entry] = {
-    name: Entry(name, build)
+MODELS: Mapping[str, _Entry] = {
+    name: _Entry(name, build)
     for name, build in (
         ("alexnet", alexnet.alexnet),
         ("alexnet-of", alexnet.alexnet_of),
@@ -76,14 +76,14 @@ def build_model(
 
     On the device "meta" it has shapes and no weights, and takes neither time nor memory.
     """
-    entry = find_entry(name)
+    entry = _find_entry(name)
     sizes = {"num_classes": num_classes, "image_size": image_size}
     recipe = _build(entry, options | {k: v for k, v in sizes.items() if v is not None}, seed, device)
     loss = smoothed(recipe.loss, label_smoothing) if label_smoothing else recipe.loss
     return make_layered(recipe.module, recipe.inputs, loss=loss, targets=recipe.targets, names=recipe.layers)
 
 
-def find_entry(name: str) -> Entry:
+def _find_entry(name: str) -> _Entry:
     """The zoo's entry of a name."""
     if name not in MODELS:
         close = get_close_matches(name, MODELS, n=3, cutoff=0.4)
@@ -92,7 +92,7 @@ def find_entry(name: str) -> Entry:
     return MODELS[name]
 
 
-def _build(entry: Entry, options: Mapping[str, Any], seed: int, device: torch.device | str) -> Recipe:
+def _build(entry: _Entry, options: Mapping[str, Any], seed: int, device: torch.device | str) -> Recipe:
     unknown = [option for option in options if option not in entry.options]
     if unknown:
         raise ModelError(f"'{entry.name}' has no option '{unknown[0]}'", f"it has {', '.join(entry.options)}")

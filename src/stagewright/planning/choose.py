@@ -30,12 +30,12 @@ TIE = 1e-3
 """Steps that differ by less than this share are equal, and the plainest plan is taken."""
 NEAR = 1.12
 """A plan is simulated if its estimate is no more than so many times what the fastest so far takes."""
-FAR = 1.25
+_FAR = 1.25
 """A shape in another setting is not worth a look if its estimate is so many times the best one."""
-MOST_POOL, MOST_CLIMB = 32, 24
+_MOST_POOL, _MOST_CLIMB = 32, 24
 """How many plans of the pool are simulated beside the best of each shape, and how many in vain around a plan."""
-NUM_CLIMBED = 3
-MOST_WORK = 300_000
+_NUM_CLIMBED = 3
+_MOST_WORK = 300_000
 """How many microbatches of replicas all simulations together may run: about five seconds."""
 
 
@@ -100,13 +100,13 @@ class Judge:
     @property
     def choices(self) -> list[Choice]:
         """All plans that fit, the fastest first."""
-        return sorted(filter(None, self.known.values()), key=lambda each: (each.step_s, plainness(each.plan)))
+        return sorted(filter(None, self.known.values()), key=lambda each: (each.step_s, _plainness(each.plan)))
 
     def __call__(self, plan: Plan) -> Choice | None:
         """The plan's step, peaks and limit; None where it does not fit or cannot be simulated."""
         if plan not in self.known:
-            self.work += work_of(plan) if self.score else 0
-            if self.work > MOST_WORK and self.choices:
+            self.work += _work_of(plan) if self.score else 0
+            if self.work > _MOST_WORK and self.choices:
                 return None
             self.known[plan] = self._judged(plan)
         return self.known[plan]
@@ -132,13 +132,13 @@ class Judge:
         return Choice(plan=plan, step_s=record.median_step_s, peak_bytes=peaks, limit=limit, record=record)
 
 
-def work_of(plan: Plan) -> int:
+def _work_of(plan: Plan) -> int:
     """About how many microbatches of replicas a simulation runs: more batches where there is no flush."""
     batches = 4 if plan.is_synchronous else 8 + 6 * max(plan.versions)
     return plan.num_microbatches * sum(plan.replicas) * batches
 
 
-def plainness(plan: Plan) -> tuple[object, ...]:
+def _plainness(plan: Plan) -> tuple[object, ...]:
     """What a person would rather have of two equally fast plans, the smallest first."""
     buckets = sum(stage.num_buckets for stage in plan.stages)
     is_other = plan.policy != DEFAULT_POLICY
@@ -147,18 +147,18 @@ def plainness(plan: Plan) -> tuple[object, ...]:
 
 def choose(problem: Problem, leaders: Iterable[Found], judge: Judge) -> list[Choice]:
     """The plan to take, then others, the fastest first; whoever exceeds memory is left out."""
-    pool = ranked(problem, leaders)
+    pool = _ranked(problem, leaders)
     fitting: set[Shape] = set()
     for _, stages, estimator in pool:
         if shape_of(stages) not in fitting and judge(whole_plan(problem, stages, estimator)) is not None:
             fitting.add(shape_of(stages))
     if not judge.choices:
-        raise refused(problem)
+        raise _refused(problem)
     if judge.score is not None:
-        for _, stages, estimator in islice(_that_could_lead(pool, judge), MOST_POOL):
+        for _, stages, estimator in islice(_that_could_lead(pool, judge), _MOST_POOL):
             judge(whole_plan(problem, stages, estimator))
-        for choice in of_each_shape(judge.choices)[:NUM_CLIMBED]:
-            finish(climb(choice, problem, judge), problem, judge)
+        for choice in _of_each_shape(judge.choices)[:_NUM_CLIMBED]:
+            _finish(_climb(choice, problem, judge), problem, judge)
     best = plainest(judge.choices, TIE if judge.score is not None else 0.0)
     return [best, *(choice for choice in judge.choices if choice is not best)]
 
@@ -173,7 +173,7 @@ def to_score(leaders: Leaders) -> list[Found]:
     return [*leaders.found, *(entry for entry in shallow if entry not in leaders.found)]
 
 
-def ranked(problem: Problem, leaders: Iterable[Found]) -> list[Found]:
+def _ranked(problem: Problem, leaders: Iterable[Found]) -> list[Found]:
     """Every leading shape in every setting that the estimate tells apart, the best first; none that is far behind."""
     pool: list[Found] = []
     settings, far_s = problem.settings(weighed=True), float("inf")
@@ -184,7 +184,7 @@ def ranked(problem: Problem, leaders: Iterable[Found]) -> list[Found]:
             found = price(candidate._replace(setting=setting), estimator, below_s)
             if found is not None:
                 pool.append((*found, estimator))
-                far_s = min(far_s, FAR * found[0])
+                far_s = min(far_s, _FAR * found[0])
                 below_s = max(far_s, min(below_s, found[0]))
     return sorted(pool, key=lambda entry: (entry[0], len(entry[1]), entry[1]))
 
@@ -200,7 +200,7 @@ def candidate_of(entry: Found) -> Candidate:
     return Candidate(edges, tuple(stage.devices for stage in stages), estimator.setting)
 
 
-def of_each_shape(choices: Sequence[Choice]) -> list[Choice]:
+def _of_each_shape(choices: Sequence[Choice]) -> list[Choice]:
     """The fastest choice of each shape, of those that come first."""
     found: dict[object, Choice] = {}
     for choice in choices:
@@ -208,7 +208,7 @@ def of_each_shape(choices: Sequence[Choice]) -> list[Choice]:
     return list(found.values())
 
 
-def climb(choice: Choice, problem: Problem, judge: Judge) -> Choice:
+def _climb(choice: Choice, problem: Problem, judge: Judge) -> Choice:
     """Changes one thing after the other for as long as the score finds a faster plan."""
     better: Choice | None = choice
     while better is not None:
@@ -225,13 +225,13 @@ def _faster(choice: Choice, problem: Problem, judge: Judge) -> Iterator[Choice]:
         found = price(candidate, estimator, NEAR * choice.step_s)
         around += [(*found, estimator)] if found is not None else []
     plans = (whole_plan(problem, stages, estimator) for _, stages, estimator in sorted(around, key=lambda e: e[:2]))
-    for plan in islice((plan for plan in plans if plan not in judge.known), MOST_CLIMB):
+    for plan in islice((plan for plan in plans if plan not in judge.known), _MOST_CLIMB):
         other = judge(plan)
         if other is not None and other.step_s < choice.step_s * (1 - TIE):
             yield other
 
 
-def finish(choice: Choice, problem: Problem, judge: Judge) -> None:
+def _finish(choice: Choice, problem: Problem, judge: Judge) -> None:
     """Tries gradients in more pieces, of which the first leaves sooner, and without a flush one batch at a time."""
     plan = choice.plan
     for times in (2, 4, 8) if problem.options.num_buckets is None and max(plan.replicas) > 1 else ():
@@ -248,7 +248,7 @@ def plainest(choices: Sequence[Choice], tie: float) -> Choice:
     """Of the plans that are as fast as the fastest the plainest: fewer stages, so fewer versions of weights as well."""
     near_s = min(choice.step_s for choice in choices) * (1 + tie)
     near = [choice for choice in choices if choice.step_s <= near_s]
-    return min(near, key=lambda choice: (plainness(choice.plan), choice.step_s))
+    return min(near, key=lambda choice: (_plainness(choice.plan), choice.step_s))
 
 
 def compare(problem: Problem, rivals: Leaders, judge: Judge) -> tuple[Choice | None, str]:
@@ -259,10 +259,10 @@ def compare(problem: Problem, rivals: Leaders, judge: Judge) -> tuple[Choice | N
             return found, ""
     devices = problem.costs.cluster.device_ids
     short = problem.data_parallel_shortage(devices)
-    return None, "" if short is None else f"does not fit: {describe(short, problem)}"
+    return None, "" if short is None else f"does not fit: {_describe(short, problem)}"
 
 
-def describe(short: Shortage, problem: Problem) -> str:
+def _describe(short: Shortage, problem: Problem) -> str:
     """`layers fc1 … loss need 2.3 GiB on 0:7, which has 1.0 GiB`."""
     names = problem.costs.profile.names[short.first : short.last]
     layers = f"layer {names[0]} needs" if len(names) == 1 else f"layers {names[0]} … {names[-1]} need"
@@ -270,10 +270,10 @@ def describe(short: Shortage, problem: Problem) -> str:
     return f"{layers} {need} on {short.device}, which has {has}"
 
 
-def refused(problem: Problem) -> PlanError:
+def _refused(problem: Problem) -> PlanError:
     """The error for a model that fits in no way, with the stage that came closest."""
     short = problem.shortage
-    why = "" if short is None else f"; closest: {describe(short, problem)}"
+    why = "" if short is None else f"; closest: {_describe(short, problem)}"
     return PlanError(
         f"no plan of {problem.costs.profile.model} for {problem.batch} rows fits on {problem.costs.cluster.name}{why}",
         "use a smaller --batch, more --microbatches, --recompute, or more or larger devices",

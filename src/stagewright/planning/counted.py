@@ -12,7 +12,7 @@ from stagewright.errors import ModelError
 from stagewright.planning.ratio import LayerTable
 
 
-class Layer(NamedTuple):
+class _Layer(NamedTuple):
     """One line of `--layers`."""
 
     name: str
@@ -26,7 +26,7 @@ class Model(NamedTuple):
     name: str
     about: str
     sample_shape: tuple[int, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[_Layer, ...]
 
     @property
     def parameters(self) -> int:
@@ -63,12 +63,12 @@ class Model(NamedTuple):
 def read_models() -> Mapping[str, Model]:
     """The models in the file of counts, by name."""
     plain = json.loads((files("stagewright") / "models" / "counts.json").read_text(encoding="utf-8"))
-    return {name: make_model(name, entry) for name, entry in plain.items()}
+    return {name: _make_model(name, entry) for name, entry in plain.items()}
 
 
-def make_model(name: str, entry: dict[str, Any]) -> Model:
+def _make_model(name: str, entry: dict[str, Any]) -> Model:
     """The model that one entry of the file describes."""
-    return Model(name, entry["about"], tuple(entry["sample"]), tuple(Layer(*layer) for layer in entry["layers"]))
+    return Model(name, entry["about"], tuple(entry["sample"]), tuple(_Layer(*layer) for layer in entry["layers"]))
 
 
 def find_model(name: str) -> Model:

@@ -313,7 +313,7 @@ def _ratio(shortage: Shortage) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class _Estimate:
     """What a plan should take, stage by stage."""
 
     step_s: float
@@ -335,10 +335,10 @@ def setting_of(plan: Plan) -> Setting:
     )
 
 
-def estimate(plan: Plan, costs: Costs, shared: Shared | None = None) -> Estimate:
+def estimate(plan: Plan, costs: Costs, shared: Shared | None = None) -> _Estimate:
     """The plan's step time, and whether it fits: the same figures that the searches add up."""
     estimator = Estimator(costs, setting_of(plan), shared)
-    edges, held, waiting = stage_edges(plan, costs), holds(plan), outstanding(plan)
+    edges, held, waiting = _stage_edges(plan, costs), holds(plan), outstanding(plan)
     parts: list[Part] = []
     crossings: list[Crossing] = []
     shortage: Shortage | None = None
@@ -357,11 +357,11 @@ def estimate(plan: Plan, costs: Costs, shared: Shared | None = None) -> Estimate
         label = estimator.extend(label, crossing, parts[-1])
     step_s = estimator.total(label, len(parts))
     ordered, between = tuple(parts[::-1]), tuple(crossings[::-1])
-    limit = name_limit(plan, costs, ordered, between, step_s)
-    return Estimate(step_s=step_s, parts=ordered, crossings=between, shortage=shortage, limit=limit)
+    limit = _name_limit(plan, costs, ordered, between, step_s)
+    return _Estimate(step_s=step_s, parts=ordered, crossings=between, shortage=shortage, limit=limit)
 
 
-def stage_edges(plan: Plan, costs: Costs) -> tuple[int, ...]:
+def _stage_edges(plan: Plan, costs: Costs) -> tuple[int, ...]:
     """Where each stage begins in the profile, and where the last one ends."""
     edges = [0]
     for stage in plan.stages:
@@ -369,10 +369,10 @@ def stage_edges(plan: Plan, costs: Costs) -> tuple[int, ...]:
     return tuple(edges)
 
 
-def name_limit(plan: Plan, costs: Costs, parts: Sequence[Part], crossings: Sequence[Crossing], step_s: float) -> str:
+def _name_limit(plan: Plan, costs: Costs, parts: Sequence[Part], crossings: Sequence[Crossing], step_s: float) -> str:
     """What takes most of the step: a stage's compute, a reduction, a transfer, or waiting."""
     found: list[tuple[float, int, str]] = []
-    edges = stage_edges(plan, costs)
+    edges = _stage_edges(plan, costs)
     for number, part in enumerate(parts):
         found.append((part.busy_s, -number, f"compute of stage {number}"))
         shown = part.exposed_s if part.versions == 1 else part.reduce_s

@@ -30,9 +30,9 @@ class Placed(NamedTuple):
 
 Found = tuple[float, tuple[Placed, ...], Estimator]
 """What the estimate says of a plan, its stages, and who said it."""
-SHALLOW, SIZES = 4, 3
+_SHALLOW, SIZES = 4, 3
 """Up to so many stages the best plans of each number are kept, of so many sizes of groups."""
-PLAIN, PLAIN_SLACK = 3, 1.15
+_PLAIN, PLAIN_SLACK = 3, 1.15
 """Up to so many stages a plan counts even where it is estimated to take so many times as long as the best."""
 
 
@@ -60,12 +60,12 @@ class Leaders:
     def offer(self, step_s: float, stages: tuple[Placed, ...], estimator: Estimator) -> None:
         """Keeps a plan if it is among the best; of plans with equal shape only the best."""
         fresh = (step_s, stages, estimator)
-        if len(stages) <= SHALLOW:
-            keep(self.shallow.setdefault(len(stages), []), SIZES, fresh, sizes_of)
-        keep(self.found, self.most, fresh, shape_of)
+        if len(stages) <= _SHALLOW:
+            _keep(self.shallow.setdefault(len(stages), []), SIZES, fresh, _sizes_of)
+        _keep(self.found, self.most, fresh, shape_of)
 
 
-def keep(found: list[Found], most: int, fresh: Found, kind_of: Callable[[Sequence[Placed]], object]) -> None:
+def _keep(found: list[Found], most: int, fresh: Found, kind_of: Callable[[Sequence[Placed]], object]) -> None:
     """Adds a plan to the best, of which there are at most so many, the fastest first; of each kind one alone."""
     step_s, stages, _ = fresh
     if len(found) >= most and step_s >= found[-1][0]:
@@ -87,12 +87,12 @@ def shape_of(stages: Sequence[Placed]) -> Shape:
     return tuple((stage.first, len(stage.devices)) for stage in stages)
 
 
-def sizes_of(stages: Sequence[Placed]) -> tuple[int, ...]:
+def _sizes_of(stages: Sequence[Placed]) -> tuple[int, ...]:
     """How many replicas each stage has."""
     return tuple(len(stage.devices) for stage in stages)
 
 
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """Stages from a cut to the end."""
 
     label: Label
@@ -101,7 +101,7 @@ class Entry(NamedTuple):
     replicas: int
 
 
-Key = tuple[Hashable, Devices, int]
+_Key = tuple[Hashable, Devices, int]
 
 
 def search_exactly(
@@ -111,8 +111,8 @@ def search_exactly(
 
     `cuts` are where a stage may begin or end, from 0 to the number of layers.
     """
-    start = Entry(Label(), space.start, (), 0)
-    table: dict[int, dict[Key, list[Entry]]] = {cut: {} for cut in cuts}
+    start = _Entry(Label(), space.start, (), 0)
+    table: dict[int, dict[_Key, list[_Entry]]] = {cut: {} for cut in cuts}
     table[cuts[-1]][space.start, (), 0] = [start]
     for place in range(len(cuts) - 1, 0, -1):
         firsts = cuts[place - 1 : place] if every_cut else cuts[:place]
@@ -124,11 +124,11 @@ def search_exactly(
 
 def _grow(
     estimator: Estimator,
-    entry: Entry,
+    entry: _Entry,
     cut: int,
     firsts: Sequence[int],
     space: Space,
-    table: dict[int, dict[Key, list[Entry]]],
+    table: dict[int, dict[_Key, list[_Entry]]],
     leaders: Leaders,
 ) -> None:
     later = len(entry.stages)
@@ -139,7 +139,7 @@ def _grow(
             if part is None:
                 continue
             label = estimator.extend(entry.label, between, part)
-            if estimator.total(label, later + 1) > leaders.bound * (PLAIN_SLACK if later < PLAIN else 1.0):
+            if estimator.total(label, later + 1) > leaders.bound * (PLAIN_SLACK if later < _PLAIN else 1.0):
                 if len(devices) == 1:
                     break  # a stage that begins even earlier takes longer still
                 continue  # with a reduction it may not: more bytes make more buckets, which may overlap better
@@ -151,12 +151,12 @@ def _grow(
                 leaders.offer(estimator.total(label, later + 1), grown.stages, estimator)
 
 
-def _grown(entry: Entry, label: Label, used: Hashable, first: int, last: int, devices: Devices, part: Part) -> Entry:
+def _grown(entry: _Entry, label: Label, used: Hashable, first: int, last: int, devices: Devices, part: Part) -> _Entry:
     stage = Placed(first, last, devices, part.recompute)
-    return Entry(label, used, (stage, *entry.stages), entry.replicas + len(devices))
+    return _Entry(label, used, (stage, *entry.stages), entry.replicas + len(devices))
 
 
-def _add(entries: list[Entry], fresh: Entry) -> None:
+def _add(entries: list[_Entry], fresh: _Entry) -> None:
     for entry in entries:
         if all(old <= new for old, new in zip(entry.label, fresh.label)):
             return

@@ -20,11 +20,11 @@ def fixed_plan(
     """The plan that the options describe; without a placement, data parallelism over the whole cluster."""
     table = table_of(layers) if isinstance(layers, Profile) else layers
     groups = parse_placement(options.placement or "", cluster)
-    cuts = choose_cuts(table, groups, options, cluster)
-    return assemble(table, cuts, groups, options, cluster, notes)
+    cuts = _choose_cuts(table, groups, options, cluster)
+    return _assemble(table, cuts, groups, options, cluster, notes)
 
 
-def choose_cuts(
+def _choose_cuts(
     table: LayerTable, groups: Sequence[Sequence[DeviceId]], options: PlanOptions, cluster: Cluster | None
 ) -> tuple[int, ...]:
     """Where the stages begin: at the named layers, by the ratio, or else in proportion to the stages' devices."""
@@ -36,7 +36,7 @@ def choose_cuts(
                 "give one layer for each stage after the first",
             )
         return cuts
-    shares = options.shares or tuple(sum(speed_of(id, cluster) for id in group) for group in groups)
+    shares = options.shares or tuple(sum(_speed_of(id, cluster) for id in group) for group in groups)
     if len(shares) != len(groups):
         raise UsageError(
             f"--ratio {options.ratio} names {len(shares)} stages, but the placement has {len(groups)}",
@@ -45,7 +45,7 @@ def choose_cuts(
     return cut_by_ratio(table.costs(options.ratio_of), shares) if len(groups) > 1 else ()
 
 
-def assemble(
+def _assemble(
     table: LayerTable,
     cuts: Sequence[int],
     groups: Sequence[Sequence[DeviceId]],
@@ -86,12 +86,12 @@ def assemble(
     return normal_form(plan)
 
 
-def speed_of(id: DeviceId, cluster: Cluster | None) -> float:
+def _speed_of(id: DeviceId, cluster: Cluster | None) -> float:
     """How fast a device is, 1 where no cluster says so."""
     return 1.0 if cluster is None else cluster.device(id).speed
 
 
 def row_weights(devices: Sequence[DeviceId], cluster: Cluster | None) -> tuple[float, ...] | None:
     """Rows in proportion to speed, where the devices of a stage differ."""
-    speeds = tuple(speed_of(id, cluster) for id in devices)
+    speeds = tuple(_speed_of(id, cluster) for id in devices)
     return None if len(set(speeds)) == 1 else speeds

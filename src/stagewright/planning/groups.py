@@ -57,7 +57,7 @@ class Setting:
         return all(self.versions(later) == 1 for later in range(num_stages))
 
 
-class Kind(NamedTuple):
+class _Kind(NamedTuple):
     """So many rows on devices like this one."""
 
     rows: int
@@ -71,7 +71,7 @@ class Kind(NamedTuple):
 class Group:
     """How a microbatch falls on some devices."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[_Kind, ...]
     """The distinct ones, the most rows first; devices without rows are left out."""
     edges: tuple[float, ...]
     """Where the rows are cut, as shares of a microbatch."""
@@ -104,7 +104,7 @@ def make_group(
     ordered = sorted(kinds.items(), key=lambda kind: (-kind[0][0], kind[1]))
     total = sum(weights)
     edges = tuple([passed / total for passed in accumulate(weights, initial=0)])
-    distinct = tuple(Kind(count, id, device, costs.speed(id, devices)) for (count, device), id in ordered)
+    distinct = tuple(_Kind(count, id, device, costs.speed(id, devices)) for (count, device), id in ordered)
     return Group(
         kinds=distinct,
         edges=edges,

@@ -12,8 +12,8 @@ from stagewright.errors import UsageError
 from stagewright.plan import POLICIES, ROUTES, Policy, Route
 
 RatioOf = Literal["time", "flops", "params", "layers"]
-RATIO_OF: tuple[RatioOf, ...] = get_args(RatioOf)
-STALENESS = r"0|none|ssp|2bw|any|\d{1,4}(,\d{1,4})*"
+_RATIO_OF: tuple[RatioOf, ...] = get_args(RatioOf)
+_STALENESS = r"0|none|ssp|2bw|any|\d{1,4}(,\d{1,4})*"
 """How it may be written; what it means for so many stages is `plan.parse_staleness`'s."""
 
 
@@ -51,11 +51,11 @@ class PlanOptions:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UsageError(f"{spelled(key)} is {value}: expected 1 or more")
-        for key, known in (("policy", POLICIES), ("route", ROUTES), ("ratio_of", RATIO_OF)):
+        for key, known in (("policy", POLICIES), ("route", ROUTES), ("ratio_of", _RATIO_OF)):
             value = getattr(self, key)
             if value is not None and value not in known:
                 raise UsageError(f"{spelled(key)} is {value!r}: expected one of {', '.join(known)}")
-        if self.staleness is not None and not re.fullmatch(STALENESS, self.staleness, re.ASCII):
+        if self.staleness is not None and not re.fullmatch(_STALENESS, self.staleness, re.ASCII):
             raise UsageError(
                 f"--staleness is {self.staleness!r}: expected 0, ssp, 2bw, or versions of each stage such as 2,1"
             )

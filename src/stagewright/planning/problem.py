@@ -18,9 +18,9 @@ from stagewright.planning.ratio import cut_by_names, cut_by_ratio, table_of
 from stagewright.planning.spaces import Devices
 from stagewright.policy import DISTINCT, RULES, held_before
 
-MAX_MICROBATCHES = 64
+_MAX_MICROBATCHES = 64
 """The search tries 1, 2, 4 … up to so many."""
-ANY_STALENESS = "any"
+_ANY_STALENESS = "any"
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Problem:
         """The numbers of microbatches to try."""
         if self.options.num_microbatches is not None:
             return (self.options.num_microbatches,)
-        return tuple(2**power for power in range(10) if 2**power <= min(self.batch, MAX_MICROBATCHES))
+        return tuple(2**power for power in range(10) if 2**power <= min(self.batch, _MAX_MICROBATCHES))
 
     @property
     def stalenesses(self) -> tuple[str, ...]:
         """The ways to keep versions to try; none but exact training unless it is allowed."""
         wish = self.options.staleness or FLUSHED
-        return (FLUSHED, "ssp", "2bw") if wish == ANY_STALENESS else (wish,)
+        return (FLUSHED, "ssp", "2bw") if wish == _ANY_STALENESS else (wish,)
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -170,12 +170,12 @@ def make_problem(costs: Costs, options: PlanOptions) -> Problem:
     batch = options.rows(len(groups[0]) if groups else 1)
     if options.num_microbatches is not None and options.num_microbatches > batch:
         raise PlanError(f"--microbatches is {options.num_microbatches}, but the batch has {batch} rows")
-    cuts, every = find_cuts(costs, options, batch)
+    cuts, every = _find_cuts(costs, options, batch)
     _check_stages(cuts, every, groups, options)
     return Problem(costs, options, batch, cuts, every, groups, Shared(costs), {})
 
 
-def find_cuts(costs: Costs, options: PlanOptions, batch: int) -> tuple[tuple[int, ...], bool]:
+def _find_cuts(costs: Costs, options: PlanOptions, batch: int) -> tuple[tuple[int, ...], bool]:
     """Where stages may begin and end, and whether all of these cuts must be made."""
     profile = costs.profile
     ends = (0, len(profile.layers))

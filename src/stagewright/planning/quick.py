@@ -23,13 +23,13 @@ from stagewright.planning.exact import Leaders, Placed, Shape
 from stagewright.planning.groups import Setting, Twins
 from stagewright.planning.spaces import Devices
 
-MAX_STAGES = 12
-HIDDEN_SHARE = 0.7
+_MAX_STAGES = 12
+_HIDDEN_SHARE = 0.7
 """The share of backward behind which a reduction is taken to hide, while balancing."""
-MAX_ROUNDS = 60
+_MAX_ROUNDS = 60
 
-Estimators = Callable[[Setting], Estimator]
-StageTable = Callable[[Estimator, Sequence[int], Devices, Devices], np.ndarray]
+_Estimators = Callable[[Setting], Estimator]
+_StageTable = Callable[[Estimator, Sequence[int], Devices, Devices], np.ndarray]
 """(estimator, cuts, a stage's devices, the device after them) → seconds from each cut to each later one."""
 
 
@@ -62,16 +62,16 @@ def thin_cuts(costs: Costs, cuts: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def balanced(
-    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], priced: StageTable
+    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], priced: _StageTable
 ) -> list[Candidate]:
     """For each number of stages the plan whose slowest stage is fastest, on neighbours in the order."""
     count, points = len(order), len(cuts)
-    tables = stage_tables(estimator, cuts, order, sizes, priced)
+    tables = _stage_tables(estimator, cuts, order, sizes, priced)
     best = np.full((count + 1, points), np.inf)
     best[:, points - 1] = 0.0
     found: list[Candidate] = []
     ways: list[np.ndarray] = []
-    for _ in range(min(MAX_STAGES, count, points - 1)):
+    for _ in range(min(_MAX_STAGES, count, points - 1)):
         best, way = _one_more(best, tables)
         ways.append(way)
         used = int(np.argmin(best[:, 0]))
@@ -109,8 +109,8 @@ def _trace(ways: Sequence[np.ndarray], used: int, cuts: Sequence[int], order: De
     return Candidate(tuple(edges), tuple(groups), setting)
 
 
-def stage_tables(
-    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], priced: StageTable
+def _stage_tables(
+    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], priced: _StageTable
 ) -> dict[tuple[int, int], np.ndarray]:
     """The table of each run of devices, by where it ends and its size; runs that are wired alike share one."""
     twins = estimator.twins
@@ -139,7 +139,7 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
     weights = _between(np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float))
     if len(devices) > 1:
         reduction = weights * costs.reduce_s(2**30, estimator.twins.lowest(devices), 64) / 2**30
-        exposed = np.maximum(0.0, reduction - HIDDEN_SHARE * backward)
+        exposed = np.maximum(0.0, reduction - _HIDDEN_SHARE * backward)
         seconds = seconds + exposed if setting.staleness == "0" else np.maximum(seconds, reduction)
     if after:
         crossing = np.array([estimator.crossing(cut, devices, after).all_s for cut in cuts]) / 2
@@ -171,7 +171,7 @@ def _between(sums: np.ndarray) -> np.ndarray:
     return np.asarray(sums[None, :] - sums[:, None])
 
 
-class Tail(NamedTuple):
+class _Tail(NamedTuple):
     """The last stages of a candidate, priced."""
 
     label: Label
@@ -183,11 +183,11 @@ class Tail(NamedTuple):
     """The largest `step_s` of these stages and of fewer of them."""
 
 
-NO_CROSSING = Crossing(0.0, 0.0)
-NO_STAGES = Tail(Label(), (), 0, 0.0, 0.0)
+_NO_CROSSING = Crossing(0.0, 0.0)
+_NO_STAGES = _Tail(Label(), (), 0, 0.0, 0.0)
 
 
-def tails(candidate: Candidate, estimator: Estimator, tail: Tail = NO_STAGES) -> Iterator[Tail]:
+def _tails(candidate: Candidate, estimator: Estimator, tail: _Tail = _NO_STAGES) -> Iterator[_Tail]:
     """A candidate's stages priced after those of a tail, one more at a time; it ends before one that does not fit."""
     for number in reversed(range(len(candidate.groups) - len(tail.stages))):
         first, last, devices = candidate.edges[number], candidate.edges[number + 1], candidate.groups[number]
@@ -195,30 +195,30 @@ def tails(candidate: Candidate, estimator: Estimator, tail: Tail = NO_STAGES) ->
         part = estimator.part(first, last, devices, later, tail.replicas)
         if part is None:
             return
-        between = estimator.crossing(last, devices, tail.stages[0].devices) if later else NO_CROSSING
+        between = estimator.crossing(last, devices, tail.stages[0].devices) if later else _NO_CROSSING
         label = estimator.extend(tail.label, between, part)
         stages = (Placed(first, last, devices, part.recompute), *tail.stages)
         step_s = estimator.total(label, later + 1)
-        tail = Tail(label, stages, tail.replicas + len(devices), step_s, max(tail.most_s, step_s))
+        tail = _Tail(label, stages, tail.replicas + len(devices), step_s, max(tail.most_s, step_s))
         yield tail
 
 
 def price(
-    candidate: Candidate, estimator: Estimator, below: float = float("inf"), known: Tail = NO_STAGES
+    candidate: Candidate, estimator: Estimator, below: float = float("inf"), known: _Tail = _NO_STAGES
 ) -> tuple[float, tuple[Placed, ...]] | None:
     """The estimate of a candidate whose last stages may be known; None where it does not fit, or is not below."""
     if known.most_s >= below:
         return None
     tail = known
-    for tail in tails(candidate, estimator, known):
+    for tail in _tails(candidate, estimator, known):
         if tail.step_s >= below:
             return None
     return (tail.step_s, tail.stages) if len(tail.stages) == len(candidate.groups) else None
 
 
-def shared_tail(other: Candidate, here: Candidate, priced: Sequence[Tail]) -> Tail:
+def _shared_tail(other: Candidate, here: Candidate, priced: Sequence[_Tail]) -> _Tail:
     """The longest tail of a candidate that another one has as well."""
-    found = NO_STAGES
+    found = _NO_STAGES
     for same, tail in enumerate(priced if other.setting is here.setting else (), start=1):
         if same > len(other.groups) or other.groups[-same] != here.groups[-same]:
             break
@@ -229,7 +229,7 @@ def shared_tail(other: Candidate, here: Candidate, priced: Sequence[Tail]) -> Ta
 
 
 def improve(
-    start: Candidate, estimators: Estimators, cuts: Sequence[int], settings: Sequence[Setting], leaders: Leaders
+    start: Candidate, estimators: _Estimators, cuts: Sequence[int], settings: Sequence[Setting], leaders: Leaders
 ) -> None:
     """Changes a candidate little by little while the estimate falls, and offers every step to the leaders."""
     here = start
@@ -237,14 +237,14 @@ def improve(
     now = priced[0] if priced else float("inf")
     if priced:
         leaders.offer(*priced, estimators(here.setting))
-    for _ in range(MAX_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         best: Candidate | None = None
-        known = tuple(tails(here, estimators(here.setting)))
+        known = tuple(_tails(here, estimators(here.setting)))
         same = (setting for setting in settings if setting.staleness == here.setting.staleness)
-        for other in neighbours(here, cuts, same):
+        for other in _neighbours(here, cuts, same):
             estimator = estimators(other.setting)
             leaders.looked_at += 1
-            found = price(other, estimator, now * (1 - 1e-9), shared_tail(other, here, known))
+            found = price(other, estimator, now * (1 - 1e-9), _shared_tail(other, here, known))
             if found is not None:
                 leaders.offer(*found, estimator)
                 now, best = found[0], other
@@ -253,7 +253,7 @@ def improve(
         here = best
 
 
-def neighbours(here: Candidate, cuts: Sequence[int], settings: Iterable[Setting]) -> Iterator[Candidate]:
+def _neighbours(here: Candidate, cuts: Sequence[int], settings: Iterable[Setting]) -> Iterator[Candidate]:
     """The candidate with one thing changed: a cut, a device's stage, two stages joined, the setting."""
     yield from moved_cuts(here, cuts)
     yield from moved_devices(here)
@@ -263,7 +263,7 @@ def neighbours(here: Candidate, cuts: Sequence[int], settings: Iterable[Setting]
 
 def slide(here: Candidate, estimator: Estimator, cuts: Sequence[int], leaders: Leaders) -> None:
     """Tries every place of every cut between its neighbours, one cut after the other, while the estimate falls."""
-    known = tuple(tails(here, estimator))
+    known = tuple(_tails(here, estimator))
     now = known[-1].step_s if len(known) == len(here.groups) else float("inf")
     before = float("inf")
     while now < before:
@@ -273,9 +273,9 @@ def slide(here: Candidate, estimator: Estimator, cuts: Sequence[int], leaders: L
                 if here.edges[number - 1] < cut < here.edges[number + 1]:
                     other = here._replace(edges=(*here.edges[:number], cut, *here.edges[number + 1 :]))
                     leaders.looked_at += 1
-                    found = price(other, estimator, now * (1 - 1e-9), shared_tail(other, here, known))
+                    found = price(other, estimator, now * (1 - 1e-9), _shared_tail(other, here, known))
                     if found is not None:
-                        now, here, known = found[0], other, tuple(tails(other, estimator))
+                        now, here, known = found[0], other, tuple(_tails(other, estimator))
                         leaders.offer(*found, estimator)
 
 

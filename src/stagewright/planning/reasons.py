@@ -31,7 +31,7 @@ def explain(plan: Plan, step_s: float, costs: Costs, rival: Plan | None, rival_s
         return f"{shape(plan)} fits; data parallelism does not."
     if len(plan.stages) == 1:
         return f"{shape(plan)} is fastest: no cut gains more than its transfers and waiting cost."
-    alone, reduced, total = reduced_bytes(plan, costs)
+    alone, reduced, total = _reduced_bytes(plan, costs)
     gain = f"{rival_s / step_s:.2f} × as fast as data parallelism"
     if alone > total / 4:
         kept = max(
@@ -47,7 +47,7 @@ def explain(plan: Plan, step_s: float, costs: Costs, rival: Plan | None, rival_s
     return f"{shape(plan)} reduces each stage's gradients among fewer devices, and hides its transfers: {gain}."
 
 
-def reduced_bytes(plan: Plan, costs: Costs) -> tuple[int, int, int]:
+def _reduced_bytes(plan: Plan, costs: Costs) -> tuple[int, int, int]:
     """Weights on stages of one device, on stages of several, and all of them."""
     weights = [_weights(plan, costs, number) for number in range(len(plan.stages))]
     alone = sum(size for size, stage in zip(weights, plan.stages) if len(stage.devices) == 1)

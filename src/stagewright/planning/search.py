@@ -26,19 +26,19 @@ from stagewright.planning.reasons import explain, shape
 from stagewright.planning.spaces import Given, Runs, Space, Subsets, device_orders, group_sizes
 from stagewright.profile import Profile
 
-EXACT_DEVICES = 6
-EXACT_LAYERS = 12
+_EXACT_DEVICES = 6
+_EXACT_LAYERS = 12
 """Up to here every cut and every group of devices is looked at; beyond, plans are balanced and then improved."""
-EXACT_CUTS = 64
+_EXACT_CUTS = 64
 """Up to here every cut is looked at where a placement gives the devices."""
-QUICK_CUTS = 40
-PIPEDREAM_CUTS = 256
-NUM_STARTS = 2
-MAX_STARTS = 5
+_QUICK_CUTS = 40
+_PIPEDREAM_CUTS = 256
+_NUM_STARTS = 2
+_MAX_STARTS = 5
 """How many plans of each number of stages, and of all numbers, are improved."""
-NUM_SLID = 3
-NUM_LEADERS = 12
-NUM_OTHERS = 3
+_NUM_SLID = 3
+_NUM_LEADERS = 12
+_NUM_OTHERS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     """The fastest plan that fits: by the estimate, and among the best of those and around them by the score."""
     begin = perf_counter()
     problem = make_problem(Costs(profile, cluster), options)
-    leaders, rivals = Leaders(most=NUM_LEADERS), Leaders(most=1)
-    search_data_parallel(problem, rivals)
+    leaders, rivals = Leaders(most=_NUM_LEADERS), Leaders(most=1)
+    _search_data_parallel(problem, rivals)
     search(problem, leaders, rivals)
     judge = Judge(problem, score)
     rival, why_not = compare(problem, rivals, judge if problem.is_free else Judge(problem, score))
@@ -73,7 +73,7 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     others.pop(shape(best.plan), None)
     return Search(
         best=replace(best, plan=replace(best.plan, notes=(reason,))),
-        others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:NUM_OTHERS]),
+        others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:_NUM_OTHERS]),
         data_parallel=rival,
         why_no_data_parallel=why_not,
         reason=reason,
@@ -83,7 +83,7 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     )
 
 
-def search_data_parallel(problem: Problem, rivals: Leaders) -> None:
+def _search_data_parallel(problem: Problem, rivals: Leaders) -> None:
     """Offers one stage on every device, with each number of microbatches; plain means exact training."""
     whole = (0, len(problem.costs.profile.layers))
     devices = problem.costs.cluster.device_ids
@@ -94,44 +94,44 @@ def search_data_parallel(problem: Problem, rivals: Leaders) -> None:
 def search(problem: Problem, leaders: Leaders, rivals: Leaders) -> None:
     """Fills the leaders: on few devices and layers with the best of all, else with balanced plans, improved."""
     costs, devices = problem.costs, problem.costs.cluster.device_ids
-    small = len(devices) <= EXACT_DEVICES and len(problem.cuts) - 1 <= EXACT_LAYERS
+    small = len(devices) <= _EXACT_DEVICES and len(problem.cuts) - 1 <= _EXACT_LAYERS
     spaces: list[Space] = [Subsets(costs, devices)]
     if problem.is_free:
         for entry in rivals.found:
             leaders.offer(*entry)
-        search_quickly(problem, leaders)
+        _search_quickly(problem, leaders)
         if not small:
             return
     elif problem.groups is not None:
         spaces = [Given(problem.groups)]
     elif not small:
         spaces = [Runs(order, group_sizes(len(devices))) for order in device_orders(costs, devices)]
-    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, EXACT_CUTS)
+    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, _EXACT_CUTS)
     for setting in problem.settings(weighed=True):
         for space in spaces:
             search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
 
 
-def search_quickly(problem: Problem, leaders: Leaders) -> None:
+def _search_quickly(problem: Problem, leaders: Leaders) -> None:
     """Balanced plans for a few settings; the best of them are improved."""
     costs, devices = problem.costs, problem.costs.cluster.device_ids
-    cuts, sizes = thin_cuts(costs, problem.cuts, QUICK_CUTS), group_sizes(len(devices))
+    cuts, sizes = thin_cuts(costs, problem.cuts, _QUICK_CUTS), group_sizes(len(devices))
     starts: dict[int, Leaders] = {}
     for setting in _few_settings(problem):
         for order in device_orders(costs, devices):
             for start in balanced(problem.estimator(setting), cuts, order, sizes, stage_table):
-                _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=NUM_STARTS)))
+                _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=_NUM_STARTS)))
     for start in _pipedream_starts(problem):
-        _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=NUM_STARTS)))
+        _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=_NUM_STARTS)))
     leaders.looked_at += sum(each.looked_at for each in starts.values())
     entries = sorted((entry for each in starts.values() for entry in each.found), key=lambda entry: entry[:2])
     for entry in entries:
         leaders.offer(*entry)
-    for entry in entries[:MAX_STARTS]:
+    for entry in entries[:_MAX_STARTS]:
         improve(candidate_of(entry), problem.estimator, problem.cuts, problem.settings(), leaders)
-    for entry in leaders.found[:NUM_SLID]:
+    for entry in leaders.found[:_NUM_SLID]:
         slide(candidate_of(entry), entry[2], problem.cuts, leaders)
-    for entry in leaders.found[:NUM_SLID]:
+    for entry in leaders.found[:_NUM_SLID]:
         # A cut and a number of microbatches may be better together, though neither is alone.
         here = candidate_of(entry)
         for setting in problem.settings():
@@ -144,7 +144,7 @@ def search_quickly(problem: Problem, leaders: Leaders) -> None:
 def _pipedream_starts(problem: Problem) -> list[Candidate]:
     """The plans that PipeDream's prices favour, so that ours is never predicted slower than they are."""
     costs, devices = problem.costs, problem.costs.cluster.device_ids
-    cuts, order = thin_cuts(costs, problem.cuts, PIPEDREAM_CUTS), device_orders(costs, devices)[0]
+    cuts, order = thin_cuts(costs, problem.cuts, _PIPEDREAM_CUTS), device_orders(costs, devices)[0]
     found = []
     for staleness in problem.stalenesses:
         estimator = problem.estimator(problem.setting(problem.counts[0], problem.routes[0], staleness))

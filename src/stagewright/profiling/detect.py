@@ -18,7 +18,7 @@ from stagewright.profiling.topology import (
     parse_table,
 )
 
-Asker = Callable[[Sequence[str]], str | None]
+_Asker = Callable[[Sequence[str]], str | None]
 
 _LOCAL_BYTES_PER_S = 2e9
 _LOCAL_LATENCY_S = 1e-4
@@ -41,7 +41,7 @@ def cluster_or_here(name_or_file: str | None) -> Cluster:
     return detect_cluster() if name_or_file is None else find_cluster(name_or_file)
 
 
-def detect_cluster(num_devices: int | None = None, ask: Asker = ask) -> Cluster:
+def detect_cluster(num_devices: int | None = None, ask: _Asker = ask) -> Cluster:
     """The machine's GPUs and their wires; without GPUs, its CPU cores as `num_devices` workers."""
     listing = ask(("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"))
     if listing is not None and listing.strip():

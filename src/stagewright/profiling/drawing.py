@@ -18,7 +18,7 @@ def draw_cluster(cluster: Cluster) -> str:
          └─ 12.0 GB/s PIX ─ 0:1
     """
     lines = [f"{cluster.name}: {count(len(cluster.hosts), 'host')}, {count(len(cluster.device_ids), 'device')}"]
-    for first, last, host in alike(cluster.hosts):
+    for first, last, host in _alike(cluster.hosts):
         title = f"host {first}" if first == last else f"hosts {first} to {last}, each"
         lines += ["", f"{title}   {describe_devices(host.devices)}{_decoding(host)}"]
         lines += [f"  {line}" for line in _draw_host(host, first)]
@@ -27,7 +27,7 @@ def draw_cluster(cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def alike(hosts: Sequence[Host]) -> Iterator[tuple[int, int, Host]]:
+def _alike(hosts: Sequence[Host]) -> Iterator[tuple[int, int, Host]]:
     """Runs of equal hosts, as (first, last, host)."""
     start = 0
     for _, run in groupby(hosts, key=lambda host: (host.devices, host.links, host.decode_images_per_s)):

@@ -49,8 +49,8 @@ def find_facts(pieces: Pieces) -> tuple[_UnitFacts, ...]:
                 kind="loss" if unit.module.has_loss and unit.last - unit.first == 1 else _kind_of(many[number].forward),
                 output_bytes=outputs[number],
                 saved_bytes=max(0.0, (many[number].saved_bytes - few[number].saved_bytes) / (_MANY - _FEW)),
-                parameter_bytes=num_bytes(own),
-                buffer_bytes=num_bytes(list(unit.module.buffers())),
+                parameter_bytes=_num_bytes(own),
+                buffer_bytes=_num_bytes(list(unit.module.buffers())),
                 flops=flops,
                 weight_share=weight_share(unit, many[number]),
                 inputs=inputs[number],
@@ -66,7 +66,7 @@ def saved_by_row(model: Layered, edges: Sequence[int], precision: Precision) -> 
     return [saved / _MANY for saved in record_saved(pieces, _MANY)]
 
 
-def num_bytes(tensors: Sequence[Tensor]) -> int:
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of some tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -31,17 +31,17 @@ def keep_longer() -> None:
 
 def keep_freed_memory() -> bool:
     """Asks glibc to keep freed memory, and to take all of it from the heap; whether it does."""
-    mallopt = glibc("mallopt")
+    mallopt = _glibc("mallopt")
     return mallopt is not None and bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, _MOST))
 
 
 def give_back_freed_memory() -> None:
     """Returns to the system what is kept, where something large is over for good."""
-    trim = glibc("malloc_trim")
+    trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
-def glibc(name: str) -> Any:
+def _glibc(name: str) -> Any:
     """A function of the C library; None where it has none of that name."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

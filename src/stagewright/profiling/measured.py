@@ -129,7 +129,7 @@ def make_profile(
     layers = layer_profiles(model, facts, forward, backward, weight_s=weight, spread=spread)
     return Profile(
         model=name or type(model.model).__name__.lower(),
-        device=device_name(device),
+        device=_device_name(device),
         precision=precision,
         source="measured",
         batch_sizes=tuple(batch_sizes),
@@ -137,7 +137,7 @@ def make_profile(
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
         optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings),
-        versions=versions(device),
+        versions=_versions(device),
         notes=(f"median of {repeats} repeats after {_WARM_UP}; {torch.get_num_threads()} CPU threads",),
     )
 
@@ -237,7 +237,7 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """The kind of a torch device: `h200`, `cpu`."""
     from stagewright.profiling.kinds import kind_called, plain_name
 
@@ -248,7 +248,7 @@ def device_name(device: torch.device) -> str:
     return kind.name if kind is not None else plain_name(called)
 
 
-def versions(device: torch.device) -> dict[str, str]:
+def _versions(device: torch.device) -> dict[str, str]:
     """What the figures depend on."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if device.type == "cuda":

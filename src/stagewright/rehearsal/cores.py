@@ -26,7 +26,7 @@ _PERIOD_US = 20_000
 _FEWEST_US = 1_000
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 _SPIN = "while True: pass"
-LEAVE_S = 5.0
+_LEAVE_S = 5.0
 """How long a control group's killed processes may take to be gone."""
 
 
@@ -108,7 +108,7 @@ def groups(prefix: str) -> list[Path]:
 
 def remove_group(folder: Path) -> None:
     """Ends what still runs in a control group, and removes it."""
-    until = time.monotonic() + LEAVE_S
+    until = time.monotonic() + _LEAVE_S
     while folder.is_dir():
         for word in (folder / "cgroup.procs").read_text().split():
             end(int(word))

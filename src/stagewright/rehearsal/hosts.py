@@ -68,7 +68,7 @@ class EmulatedHosts:
     @property
     def addresses(self) -> tuple[str, ...]:
         """For each host its address."""
-        return tuple(address(number) for number in range(len(self.wirings)))
+        return tuple(_address(number) for number in range(len(self.wirings)))
 
     def workers(self, plan: Plan) -> tuple[int, ...]:
         """One worker a host; a plan for slices of one card has a host for each of its workers too."""
@@ -108,7 +108,7 @@ def namespace(key: str, host: int | str) -> str:
     return f"{prefix(key)}{host}"
 
 
-def address(host: int) -> str:
+def _address(host: int) -> str:
     """A host's address."""
     return f"{_RANGE}.{host + 1}"
 
@@ -120,7 +120,7 @@ def emulated_hosts(cluster: Cluster) -> Iterator[EmulatedHosts]:
     wanted = wirings(cluster)
     mark = new_mark()
     try:
-        with _answering(signal.SIGTERM, leave), kept_awake(namespace(mark.key, "awake"), os.sched_getaffinity(0)):
+        with _answering(signal.SIGTERM, _leave), kept_awake(namespace(mark.key, "awake"), os.sched_getaffinity(0)):
             yield replace(_make_hosts(mark.key, wanted), cpus=_shared_cpus(cluster))
     finally:
         # A second Ctrl-C must not stop the removal.
@@ -151,7 +151,7 @@ def _shared_cpus(cluster: Cluster) -> tuple[int, ...]:
     return tuple(own[:wanted]) if wanted < len(own) else ()
 
 
-def leave(number: int, frame: FrameType | None) -> None:
+def _leave(number: int, frame: FrameType | None) -> None:
     """Ends this process in order, so that what it made is removed."""
     sys.exit(128 + number)
 
@@ -167,9 +167,9 @@ def _make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
         call("ip", "netns", "add", own)
         call("ip", "link", "add", _WIRE, "netns", own, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
         batch("ip", [f"link set port{number} master bridge", f"link set port{number} up"], switch)
-        batch("ip", [f"address add {address(number)}/24 dev {_WIRE}", f"link set {_WIRE} up", "link set lo up"], own)
-        batch("tc", limit(_WIRE, wiring, has_latency), own)
-        batch("tc", limit(f"port{number}", wiring, has_latency), switch)
+        batch("ip", [f"address add {_address(number)}/24 dev {_WIRE}", f"link set {_WIRE} up", "link set lo up"], own)
+        batch("tc", _limit(_WIRE, wiring, has_latency), own)
+        batch("tc", _limit(f"port{number}", wiring, has_latency), switch)
     groups = _make_groups(key, [wiring.cores for wiring in wanted])
     return EmulatedHosts(key, wanted, groups, has_latency or not any(wiring.latency_s for wiring in wanted))
 
@@ -183,7 +183,7 @@ def _make_groups(key: str, shares: Sequence[float | None]) -> tuple[str, ...]:
     )
 
 
-def limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
+def _limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
     """tc's lines for what leaves through an interface: a bucket of tokens, and a delay behind it."""
     burst = round(min(max(wiring.bytes_per_s * _BURST_S, _LEAST_BURST_BYTES), _MOST_BURST_BYTES))
     rate = f"rate {round(wiring.bytes_per_s * 8)}bit burst {burst} limit {_QUEUE_BYTES}"

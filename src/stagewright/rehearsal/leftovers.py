@@ -96,13 +96,13 @@ def is_stale(key: str) -> bool:
 def remove(key: str) -> None:
     """Ends the processes of a rehearsal's hosts, and removes their namespaces, links and control groups."""
     for name in namespaces(prefix(key)):
-        empty(name)
+        _empty(name)
         call("ip", "netns", "delete", name)
     for folder in groups(prefix(key)):
         remove_group(folder)
 
 
-def empty(namespace: str) -> None:
+def _empty(namespace: str) -> None:
     """Ends the processes in a namespace."""
     until = time.monotonic() + _LEAVE_S
     while (running := call("ip", "netns", "pids", namespace).split()) and time.monotonic() < until:

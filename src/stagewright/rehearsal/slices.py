@@ -21,7 +21,7 @@ from stagewright.runtime.mps import CONTROL, shared_cards
 
 _MOST_SLICES = 48
 """As many as MPS lets share a card."""
-SLICE = "slice"
+_SLICE = "slice"
 """The kind of a device that is one."""
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _LOOPBACK_BYTES_PER_S = 1e9
@@ -102,7 +102,7 @@ def slice_hosts(slices: int, rate: str) -> AbstractContextManager[EmulatedHosts]
 def slice_cluster(slices: int, bytes_per_s: float = _LOOPBACK_BYTES_PER_S) -> Cluster:
     """The hosts of the slices, each with a link to one switch and its part of the card's memory."""
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else slices << 30
-    host = Host(devices=(Device(kind=SLICE, memory_bytes=memory // slices),), links=(_local_link(),))
+    host = Host(devices=(Device(kind=_SLICE, memory_bytes=memory // slices),), links=(_local_link(),))
     links = (
         Link(ends=(f"{number}:nic", "net"), kind="NET", bytes_per_s=bytes_per_s, latency_s=0.0)
         for number in range(slices)

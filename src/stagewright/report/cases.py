@@ -28,7 +28,7 @@ from stagewright.plan import Plan, parse_staleness
 from stagewright.record import DeviceUse, Record, Source
 
 RECORD_END, FAILURE_END = ".record.json", ".failure.json"
-RUN_RECORD = "record.json"
+_RUN_RECORD = "record.json"
 """What a run leaves in its own folder."""
 SOURCES: tuple[Source, ...] = ("measured", "rehearsed", "simulated")
 """The strongest evidence first."""
@@ -149,7 +149,7 @@ def make_cases(records: Iterable[Record], files: Iterable[Path | None] = ()) -> 
     for record in records:
         file = next(remaining, None)
         if record.step_s:
-            groups.setdefault(case_key(record), []).append((record, file))
+            groups.setdefault(_case_key(record), []).append((record, file))
     return tuple(
         Case(records=tuple(record for record, _ in pairs), files=tuple(file for _, file in pairs))
         for pairs in groups.values()
@@ -168,7 +168,7 @@ def in_order(cases: Sequence[Case]) -> tuple[Case, ...]:
     return tuple(sorted(cases, key=rank))
 
 
-def case_key(record: Record) -> object:
+def _case_key(record: Record) -> object:
     """What two repetitions of one case have in common."""
     return record.name, record.source, record.cluster, plan_key(record.plan), work_key(record), record.epoch_images
 
@@ -210,38 +210,38 @@ def read_results(folder: Path, clusters: Sequence[Cluster] = ()) -> Results:
         raise FileError(
             f"{folder}: no such folder", "give the folder that `stagewright train` or `bench` wrote to with -o"
         )
-    records = read_records(folder)
-    failures = tuple(map(Failure.load, sorted(folder.rglob(f"*{FAILURE_END}"), key=natural)))
+    records = _read_records(folder)
+    failures = tuple(map(Failure.load, sorted(folder.rglob(f"*{FAILURE_END}"), key=_natural)))
     if not records and not failures:
         raise UsageError(
-            f"{folder} holds no {RUN_RECORD}, no *{RECORD_END} and no *{FAILURE_END}",
+            f"{folder} holds no {_RUN_RECORD}, no *{RECORD_END} and no *{FAILURE_END}",
             "run `stagewright train … -o DIR` or `stagewright bench SUITE -o DIR`",
         )
     found = [*folder.rglob("cluster.yaml"), *folder.rglob("*.cluster.yaml")]
     return Results(
         cases=in_order(make_cases(records.values(), records)),
-        failures=(*failures, *(nothing_done(record) for record in records.values() if not record.step_s)),
+        failures=(*failures, *(_nothing_done(record) for record in records.values() if not record.step_s)),
         clusters=(*clusters, *map(Cluster.load, sorted(found))),
     )
 
 
-def read_records(folder: Path) -> dict[Path, Record]:
+def _read_records(folder: Path) -> dict[Path, Record]:
     """The records under a folder, by file; one that a run left in its own folder is called by that folder.
 
     A record that was saved again under a name counts once: no two runs take the same time to the last digit.
     """
-    found = {file: Record.load(file) for file in sorted(folder.rglob(f"*{RECORD_END}"), key=natural)}
-    seen = {run_key(record) for record in found.values()}
-    for file in sorted(folder.rglob(RUN_RECORD), key=natural):
+    found = {file: Record.load(file) for file in sorted(folder.rglob(f"*{RECORD_END}"), key=_natural)}
+    seen = {_run_key(record) for record in found.values()}
+    for file in sorted(folder.rglob(_RUN_RECORD), key=_natural):
         record, home = Record.load(file), file.parent
-        if run_key(record) not in seen:
+        if _run_key(record) not in seen:
             name = home.resolve().name if home == folder else home.relative_to(folder).as_posix()
             found[file] = replace(record, name=name)
-            seen.add(run_key(record))
+            seen.add(_run_key(record))
     return found
 
 
-def nothing_done(record: Record) -> Failure:
+def _nothing_done(record: Record) -> Failure:
     """The row of a resumed run that had no step left to do."""
     return Failure(
         name=record.name, reason="it was resumed after its last step: nothing was trained", model=record.plan.model,
@@ -249,12 +249,12 @@ def nothing_done(record: Record) -> Failure:
     )  # fmt: skip
 
 
-def run_key(record: Record) -> object:
+def _run_key(record: Record) -> object:
     """What tells one run from another."""
     return record.source, plan_key(record.plan), record.step_s
 
 
-def natural(path: Path) -> list[tuple[int, str]]:
+def _natural(path: Path) -> list[tuple[int, str]]:
     """What files sort by, so that 8 comes before 16."""
     parts = re.findall(r"\d+|\D+", str(path))
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
@@ -270,6 +270,6 @@ def log_of(file: Path | None) -> Path | None:
     if file is None:
         return None
     stem = file.name.removesuffix(RECORD_END)
-    names = ("events.jsonl",) if file.name == RUN_RECORD else (stem + ".log", stem + ".zip")
+    names = ("events.jsonl",) if file.name == _RUN_RECORD else (stem + ".log", stem + ".zip")
     beside = (file.with_name(name) for name in names)
     return next((path for path in beside if path.is_file()), file)

@@ -24,44 +24,44 @@ from stagewright.report.timeline import (
     whole,
 )
 
-Plain = dict[str, Any]
+_Plain = dict[str, Any]
 
-MAX_SPANS = 20_000
+_MAX_SPANS = 20_000
 """Spans that the page carries of one run; more would make it slow to open."""
-MAX_ALL_SPANS = 200_000
-MAX_POINTS = 600
+_MAX_ALL_SPANS = 200_000
+_MAX_POINTS = 600
 """Points of one curve: more than a screen has columns for is wasted."""
-OTHER = "not told apart"
+_OTHER = "not told apart"
 """Memory that a record does not divide by kind."""
 
 
-def chart_data(cases: Sequence[Case], pairs: Sequence[Pair]) -> Plain:
+def chart_data(cases: Sequence[Case], pairs: Sequence[Pair]) -> _Plain:
     """Everything that the charts draw, family by family, so that no chart mixes models, data or precisions."""
-    groups = [family_charts(family) for family in families(cases)]
+    groups = [_family_charts(family) for family in families(cases)]
     return {
         "families": groups,
-        "curves": [chart for family in families(cases) for chart in curve_charts(family)],
-        "errors": [error_bar(pair) for pair in pairs],
-        "memory_kinds": [*MEMORY_KINDS, OTHER],
+        "curves": [chart for family in families(cases) for chart in _curve_charts(family)],
+        "errors": [_error_bar(pair) for pair in pairs],
+        "memory_kinds": [*MEMORY_KINDS, _OTHER],
         "span_families": [[family.name, family.colour] for family in FAMILIES],
         "words": dict(WORDS),
         "num_lanes": NUM_COMMUNICATION_LANES,
     }
 
 
-def family_charts(family: Sequence[Case]) -> Plain:
+def _family_charts(family: Sequence[Case]) -> _Plain:
     """The bars and lines of the cases of one model, data and precision."""
     batches = {case.plan.batch for case in family}
     return {
         "title": family_title(family),
         "same_batch": len(batches) == 1,
-        "throughput": [throughput_bar(case, len(batches) > 1) for case in family],
-        "speedup": speedup_lines(family),
-        "memory": [bar for case in family for bar in memory_bars(case)],
+        "throughput": [_throughput_bar(case, len(batches) > 1) for case in family],
+        "speedup": _speedup_lines(family),
+        "memory": [bar for case in family for bar in _memory_bars(case)],
     }
 
 
-def throughput_bar(case: Case, tell_batch: bool) -> Plain:
+def _throughput_bar(case: Case, tell_batch: bool) -> _Plain:
     """A bar with its spread, its limit, and the words for both."""
     limit = case.limit_images_per_s
     told = f"{rate(limit)} images/s if the busiest device never waited" if limit else ""
@@ -79,22 +79,22 @@ def throughput_bar(case: Case, tell_batch: bool) -> Plain:
     }
 
 
-def speedup_lines(family: Sequence[Case]) -> list[Plain]:
+def _speedup_lines(family: Sequence[Case]) -> list[_Plain]:
     """A line for each type and source, over the number of devices; none where all cases have as many."""
     bases = [(case, find_base(case, family)) for case in sorted(family, key=lambda case: case.num_devices)]
     smallest = min(case.num_devices for case in family)
-    found: dict[tuple[str, str], list[Plain]] = {}
+    found: dict[tuple[str, str], list[_Plain]] = {}
     for case, base in bases:
         # One ideal line holds for all points only if their bases have as many devices.
         if base is not None and base.num_devices == smallest:
             told = "data parallel" if strategy(case.plan) == "one device" else strategy(case.plan)
-            found.setdefault((told, case.source), []).append(speedup_point(case, base))
+            found.setdefault((told, case.source), []).append(_speedup_point(case, base))
     if len({point["devices"] for points in found.values() for point in points}) < 2:
         return []
     return [{"type": told, "source": source, "points": points} for (told, source), points in found.items()]
 
 
-def speedup_point(case: Case, base: Case) -> Plain:
+def _speedup_point(case: Case, base: Case) -> _Plain:
     """Devices, speedup, and what a perfect one would be: as many times as the base has devices."""
     ratio = case.images_per_s / base.images_per_s
     return {
@@ -106,7 +106,7 @@ def speedup_point(case: Case, base: Case) -> Plain:
     }
 
 
-def memory_bars(case: Case) -> list[Plain]:
+def _memory_bars(case: Case) -> list[_Plain]:
     """The fullest device of the first and of the last stage, by kind."""
     stages = sorted({0, len(case.plan.stages) - 1})
     found = ((stage, case.stage_uses[stage]) for stage in stages)
@@ -116,21 +116,21 @@ def memory_bars(case: Case) -> list[Plain]:
             "source": case.source,
             "device": use.device,
             "text": size(use.peak_bytes),
-            "parts": parts_of(use),
+            "parts": _parts_of(use),
         }
         for stage, use in found
         if use is not None
     ]
 
 
-def parts_of(use: DeviceUse) -> dict[str, int]:
+def _parts_of(use: DeviceUse) -> dict[str, int]:
     """The peak by kind; what the kinds leave over, beyond rounding, is shown as such."""
     parts = {kind: use.peak_parts[kind] for kind in MEMORY_KINDS if use.peak_parts.get(kind)}
     rest = use.peak_bytes - sum(parts.values())
-    return {**parts, OTHER: rest} if rest > use.peak_bytes / 200 else parts
+    return {**parts, _OTHER: rest} if rest > use.peak_bytes / 200 else parts
 
 
-def curve_charts(family: Sequence[Case]) -> list[Plain]:
+def _curve_charts(family: Sequence[Case]) -> list[_Plain]:
     """A chart for each curve (loss, top1 …) with a line a case."""
     names = dict.fromkeys(point.name for case in family for point in case.record.points)
     return [
@@ -149,12 +149,12 @@ def curve_charts(family: Sequence[Case]) -> list[Plain]:
 def curve(record: Record, name: str) -> list[list[float]]:
     """Step, value and epoch along one curve, evenly thinned, its last point kept."""
     points: list[Point] = [point for point in record.points if point.name == name]
-    stride = -(-len(points) // MAX_POINTS)
+    stride = -(-len(points) // _MAX_POINTS)
     kept = [*points[:-1:stride], points[-1]]
     return [[point.step, point.value, point.epoch] for point in kept]
 
 
-def error_bar(pair: Pair) -> Plain:
+def _error_bar(pair: Pair) -> _Plain:
     """A prediction's errors in percent, of throughput and of peak memory."""
     memory = pair.memory_error
     return {
@@ -166,7 +166,7 @@ def error_bar(pair: Pair) -> Plain:
     }
 
 
-def run_data(case: Case, limit: int) -> Plain:
+def run_data(case: Case, limit: int) -> _Plain:
     """One run's timeline and memory; times in microseconds from its first span."""
     record = case.record
     spans = thin(record.spans, limit)
@@ -180,18 +180,18 @@ def run_data(case: Case, limit: int) -> Plain:
         "several": record.plan.num_microbatches > 1,
         "notes": [note for note in record.notes if note.startswith(WHERE_TIME_GOES)],
         "num_left_out": len(record.spans) - len(spans),
-        "window": [micro(edge - start_s) for edge in window] if window else None,
-        "spans": span_groups(spans, start_s),
-        "memory": memory_curves((use for use in record.devices if use.memory_s), start_s),
+        "window": [_micro(edge - start_s) for edge in window] if window else None,
+        "spans": _span_groups(spans, start_s),
+        "memory": _memory_curves((use for use in record.devices if use.memory_s), start_s),
     }
 
 
-def micro(value_s: float) -> float:
+def _micro(value_s: float) -> float:
     """Microseconds, to a hundredth: shorter to write, and no reader sees more."""
     return round(value_s * 1e6, 2)
 
 
-def span_groups(spans: Sequence[Span], start_s: float) -> Plain:
+def _span_groups(spans: Sequence[Span], start_s: float) -> _Plain:
     """Spans column by column, those of workers that did the same at the same time once; the page writes them out."""
     families_by_name = [family.name for family in FAMILIES]
     kinds = sorted({span.kind for span in spans})
@@ -199,7 +199,7 @@ def span_groups(spans: Sequence[Span], start_s: float) -> Plain:
     number_of = {text: number for number, text in enumerate(texts)}
     rows: dict[int, list[tuple[float, ...]]] = {}
     for span, lane in zip(spans, lanes(spans)):
-        times = micro(span.start_s - start_s), micro(span.stop_s - span.start_s)
+        times = _micro(span.start_s - start_s), _micro(span.stop_s - span.start_s)
         text = number_of[action_text(span)]
         rows.setdefault(span.worker, []).append((kinds.index(span.kind), lane, span.batch, text, *times))
     alike: dict[tuple[tuple[float, ...], ...], list[int]] = {}
@@ -215,28 +215,28 @@ def span_groups(spans: Sequence[Span], start_s: float) -> Plain:
     }
 
 
-def memory_curves(uses: Iterable[DeviceUse], start_s: float) -> list[Plain]:
+def _memory_curves(uses: Iterable[DeviceUse], start_s: float) -> list[_Plain]:
     """Memory over time by kind; devices with the same curve share it."""
-    alike: dict[str, Plain] = {}
+    alike: dict[str, _Plain] = {}
     for use in uses:
-        curve = memory_curve(use, start_s)
+        curve = _memory_curve(use, start_s)
         alike.setdefault(json.dumps(curve), {"devices": [], **curve})["devices"].append(use.device)
     return list(alike.values())
 
 
-def memory_curve(use: DeviceUse, start_s: float) -> Plain:
+def _memory_curve(use: DeviceUse, start_s: float) -> _Plain:
     """A device's memory over time, thinned so that the highest moment of each stretch stays; one number where a kind
     never changes.
     """
     kinds = [kind for kind in MEMORY_KINDS if kind in use.memory_parts]
     totals = [sum(use.memory_parts[kind][index] for kind in kinds) for index in range(len(use.memory_s))]
-    stride = -(-len(totals) // MAX_POINTS)
+    stride = -(-len(totals) // _MAX_POINTS)
     stretches = (range(first, min(first + stride, len(totals))) for first in range(0, len(totals), stride))
     kept = [max(stretch, key=totals.__getitem__) for stretch in stretches]
     parts = {kind: [use.memory_parts[kind][index] for index in kept] for kind in kinds}
     peak = f"{size(max(totals))} at {seconds(use.memory_s[totals.index(max(totals))] - start_s)}" if totals else ""
     return {
-        "time": [micro(use.memory_s[index] - start_s) for index in kept],
+        "time": [_micro(use.memory_s[index] - start_s) for index in kept],
         "parts": {kind: part[0] if len(set(part)) == 1 else part for kind, part in parts.items()},
         "peak": peak,
     }
@@ -245,4 +245,4 @@ def memory_curve(use: DeviceUse, start_s: float) -> Plain:
 def span_limit(cases: Sequence[Case]) -> int:
     """How many spans of each run the page carries, so that all of them stay within what it can hold."""
     drawn = sum(1 for case in cases if case.record.spans)
-    return max(min(MAX_SPANS, MAX_ALL_SPANS // max(drawn, 1)), 1_000)
+    return max(min(_MAX_SPANS, _MAX_ALL_SPANS // max(drawn, 1)), 1_000)

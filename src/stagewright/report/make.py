@@ -33,13 +33,13 @@ def make_report(
 ) -> ReportPaths:
     """Writes `report.html` and `report.md` into the folder `out`, from records or from a folder of them."""
     folder = Path(out)
-    found = gather(results, tuple(failures), tuple(clusters))
-    page = write(folder / "report.html", render_page(found, folder))
-    markdown = write(folder / "report.md", render_markdown(found, folder))
+    found = _gather(results, tuple(failures), tuple(clusters))
+    page = _write(folder / "report.html", render_page(found, folder))
+    markdown = _write(folder / "report.md", _render_markdown(found, folder))
     return ReportPaths(page, markdown, sentences(found)[0])
 
 
-def gather(
+def _gather(
     results: Iterable[Record] | str | Path, failures: tuple[Failure, ...], clusters: Sequence[Cluster]
 ) -> Results:
     """Cases, failures and clusters, wherever they come from."""
@@ -52,7 +52,7 @@ def gather(
     return Results(cases=cases, failures=failures, clusters=tuple(clusters))
 
 
-def write(path: Path, text: str) -> Path:
+def _write(path: Path, text: str) -> Path:
     """The file, written whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,24 +63,24 @@ def write(path: Path, text: str) -> Path:
         raise FileError(f"{path}: {fault.strerror}", "give a folder that can be written with --out") from None
 
 
-def render_markdown(results: Results, folder: Path | None = None) -> str:
+def _render_markdown(results: Results, folder: Path | None = None) -> str:
     """The sentence, the tables of the series, the failures, and how it was measured."""
     first, *further = map(markdown_text, sentences(results))
     parts = ["# Report\n", f"{first}\n", *(f"- {line}" for line in further), ""]
     for table in tables_of(results, folder).values():
-        parts += [f"## {table.title}\n", *notes_lines(table), markdown_table(table)]
-    parts += ["## How it was measured\n", *environment_lines(results)]
+        parts += [f"## {table.title}\n", *_notes_lines(table), markdown_table(table)]
+    parts += ["## How it was measured\n", *_environment_lines(results)]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def notes_lines(table: Table) -> list[str]:
+def _notes_lines(table: Table) -> list[str]:
     """The sentences above a table: the first as a paragraph, the others as a list."""
     if not table.notes:
         return []
     return [markdown_text(table.notes[0]), "", *(f"- {markdown_text(note)}" for note in table.notes[1:]), ""]
 
 
-def environment_lines(results: Results) -> list[str]:
+def _environment_lines(results: Results) -> list[str]:
     """The environments and the commands, as lists."""
     lines = [
         "Images a second are images really processed, over the median of the steady steps. ● was measured on real "
@@ -90,19 +90,19 @@ def environment_lines(results: Results) -> list[str]:
         tuple(sorted(record.environment.items())) for case in results.cases for record in case.records
     )
     for environment in environments:
-        lines += [line for key, value in environment for line in fact_lines(key, value)] + [""]
+        lines += [line for key, value in environment for line in _fact_lines(key, value)] + [""]
     commands = [" ".join(case.record.command.split()) for case in results.cases if case.record.command]
-    return [*lines, *fenced(dict.fromkeys(commands))]
+    return [*lines, *_fenced(dict.fromkeys(commands))]
 
 
-def fact_lines(key: str, value: str) -> list[str]:
+def _fact_lines(key: str, value: str) -> list[str]:
     """A fact as an entry of a list; text of several lines, such as a table, keeps them."""
     if "\n" not in value.strip():
         return [f"- {markdown_text(key)}: {markdown_text(value)}"]
-    return [f"- {markdown_text(key)}:", "", *("  " + line for line in fenced(value.splitlines())), ""]
+    return [f"- {markdown_text(key)}:", "", *("  " + line for line in _fenced(value.splitlines())), ""]
 
 
-def fenced(lines: Iterable[str]) -> list[str]:
+def _fenced(lines: Iterable[str]) -> list[str]:
     """Lines as a block of code that none of them can end; nothing for no lines."""
     held = list(lines)
     longest = max((len(run) for line in held for run in re.findall("`+", line)), default=0)

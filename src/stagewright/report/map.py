@@ -16,17 +16,17 @@ from typing import NamedTuple
 from stagewright.cluster import Cluster, Host, Link
 from stagewright.report.figures import size
 
-DEVICE_WIDTH, DEVICE_HEIGHT, COLUMN, LEVEL, MARGIN, PER_ROW = 52, 40, 62, 62, 14, 8
+_DEVICE_WIDTH, _DEVICE_HEIGHT, _COLUMN, _LEVEL, _MARGIN, _PER_ROW = 52, 40, 62, 62, 14, 8
 
 
-class Spot(NamedTuple):
+class _Spot(NamedTuple):
     """Where a node's middle stands."""
 
     x: float
     y: float
 
 
-class HostDrawing(NamedTuple):
+class _HostDrawing(NamedTuple):
     """A host's picture and the words beneath it."""
 
     title: str
@@ -34,44 +34,44 @@ class HostDrawing(NamedTuple):
     facts: tuple[str, ...]
 
 
-def draw_cluster(cluster: Cluster) -> tuple[HostDrawing, ...]:
+def draw_cluster(cluster: Cluster) -> tuple[_HostDrawing, ...]:
     """A drawing for each host; devices carry `data-device`, so that the page can put stages on them."""
-    return tuple(draw_host(host, number) for number, host in enumerate(cluster.hosts))
+    return tuple(_draw_host(host, number) for number, host in enumerate(cluster.hosts))
 
 
-def draw_host(host: Host, number: int) -> HostDrawing:
+def _draw_host(host: Host, number: int) -> _HostDrawing:
     """One host: devices in rows, junctions beneath them, lines for links."""
-    spots = place(host)
-    width = max(spot.x for spot in spots.values()) + DEVICE_WIDTH / 2 + MARGIN
-    height = max(spot.y for spot in spots.values()) + DEVICE_HEIGHT / 2 + MARGIN
+    spots = _place(host)
+    width = max(spot.x for spot in spots.values()) + _DEVICE_WIDTH / 2 + _MARGIN
+    height = max(spot.y for spot in spots.values()) + _DEVICE_HEIGHT / 2 + _MARGIN
     shape = f"width:min(100%,{width:.0f}px);min-width:min({width:.0f}px,26rem)"
     parts = [f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="{shape}" role="img">']
     parts.append(f"<title>host {number}</title>")
-    parts += (draw_link(link, spots) for link in host.links)
-    parts += (draw_node(name, spot, number) for name, spot in spots.items())
+    parts += (_draw_link(link, spots) for link in host.links)
+    parts += (_draw_node(name, spot, number) for name, spot in spots.items())
     title = f"host {number}" + (f" · {host.address}" if host.address else "")
-    return HostDrawing(title, "".join([*parts, "</svg>"]), tuple(host_facts(host)))
+    return _HostDrawing(title, "".join([*parts, "</svg>"]), tuple(_host_facts(host)))
 
 
-def place(host: Host) -> dict[str, Spot]:
+def _place(host: Host) -> dict[str, _Spot]:
     """A spot for each device and junction: a junction stands as deep as its links are from the devices."""
     count = len(host.devices)
-    spots = {str(index): device_spot(index) for index in range(count)}
+    spots = {str(index): _device_spot(index) for index in range(count)}
     base = max(spot.y for spot in spots.values())
-    for level, names in enumerate(levels(host), start=1):
-        wanted = sorted(names, key=lambda name: middle(name, host.links, spots))
-        xs = apart([middle(name, host.links, spots) for name in wanted])
-        spots |= {name: Spot(x, base + LEVEL * level) for name, x in zip(wanted, xs)}
+    for level, names in enumerate(_levels(host), start=1):
+        wanted = sorted(names, key=lambda name: _middle(name, host.links, spots))
+        xs = _apart([_middle(name, host.links, spots) for name in wanted])
+        spots |= {name: _Spot(x, base + _LEVEL * level) for name, x in zip(wanted, xs)}
     return spots
 
 
-def device_spot(index: int) -> Spot:
+def _device_spot(index: int) -> _Spot:
     """Devices stand eight to a row."""
-    x = MARGIN + DEVICE_WIDTH / 2 + COLUMN * (index % PER_ROW)
-    return Spot(x, MARGIN + DEVICE_HEIGHT / 2 + (DEVICE_HEIGHT + 16) * (index // PER_ROW))
+    x = _MARGIN + _DEVICE_WIDTH / 2 + _COLUMN * (index % _PER_ROW)
+    return _Spot(x, _MARGIN + _DEVICE_HEIGHT / 2 + (_DEVICE_HEIGHT + 16) * (index // _PER_ROW))
 
 
-def levels(host: Host) -> Iterator[list[str]]:
+def _levels(host: Host) -> Iterator[list[str]]:
     """The junctions, by how many links they are away from the nearest device."""
     known = {str(index) for index in range(len(host.devices))}
     edges = [link.ends for link in host.links]
@@ -86,63 +86,63 @@ def levels(host: Host) -> Iterator[list[str]]:
         yield sorted(lost)
 
 
-def middle(name: str, links: Sequence[Link], spots: dict[str, Spot]) -> float:
+def _middle(name: str, links: Sequence[Link], spots: dict[str, _Spot]) -> float:
     """The mean place of a junction's neighbours that already stand."""
     ends = [link.ends for link in links if name in link.ends]
     near = [spots[a if b == name else b].x for a, b in ends if (a if b == name else b) in spots]
-    return sum(near) / len(near) if near else MARGIN + DEVICE_WIDTH / 2
+    return sum(near) / len(near) if near else _MARGIN + _DEVICE_WIDTH / 2
 
 
-def apart(xs: Sequence[float]) -> list[float]:
+def _apart(xs: Sequence[float]) -> list[float]:
     """The places, ascending, moved right where two would overlap."""
     placed: list[float] = []
     for x in xs:
-        placed.append(max(x, placed[-1] + COLUMN) if placed else x)
+        placed.append(max(x, placed[-1] + _COLUMN) if placed else x)
     return placed
 
 
-def draw_link(link: Link, spots: dict[str, Spot]) -> str:
+def _draw_link(link: Link, spots: dict[str, _Spot]) -> str:
     """A line between two nodes, or an arc above two devices; thicker where the link is faster."""
     first, second = (spots[end] for end in link.ends)
     thick = 1.0 if link.bytes_per_s < 2e9 else 1.8 if link.bytes_per_s < 2e10 else 2.8
-    title = f"<title>{escape(link.kind)}, {rate_text(link)}</title>"
+    title = f"<title>{escape(link.kind)}, {_rate_text(link)}</title>"
     shape = f"M{first.x:.1f} {first.y:.1f}L{second.x:.1f} {second.y:.1f}"
     if first.y == second.y:
-        lift = DEVICE_HEIGHT / 2 + 10
+        lift = _DEVICE_HEIGHT / 2 + 10
         shape = f"M{first.x:.1f} {first.y:.1f}Q{(first.x + second.x) / 2:.1f} {first.y - 2 * lift:.1f} "
         shape += f"{second.x:.1f} {second.y:.1f}"
     return f'<path class="wire" stroke-width="{thick}" d="{shape}">{title}</path>'
 
 
-def draw_node(name: str, spot: Spot, host: int) -> str:
+def _draw_node(name: str, spot: _Spot, host: int) -> str:
     """A device as a box for its stages, a junction as a pill with its name."""
     if not name.isdecimal():
         width = max(7.2 * len(name) + 14, 34)
         box = f'x="{spot.x - width / 2:.1f}" y="{spot.y - 10:.1f}" width="{width:.1f}" height="20" rx="10"'
         return f'<rect class="junction" {box}/><text class="small" x="{spot.x:.1f}" y="{spot.y + 4:.1f}">{name}</text>'
-    left, top = spot.x - DEVICE_WIDTH / 2, spot.y - DEVICE_HEIGHT / 2
+    left, top = spot.x - _DEVICE_WIDTH / 2, spot.y - _DEVICE_HEIGHT / 2
     return (
         f'<g class="device" data-device="{host}:{name}" transform="translate({left:.1f} {top:.1f})">'
-        f'<rect class="box" width="{DEVICE_WIDTH}" height="{DEVICE_HEIGHT}" rx="6"/><g class="stages"></g>'
-        f'<text x="{DEVICE_WIDTH / 2}" y="17">{host}:{name}</text><text class="small stage-name" '
-        f'x="{DEVICE_WIDTH / 2}" y="32"></text></g>'
+        f'<rect class="box" width="{_DEVICE_WIDTH}" height="{_DEVICE_HEIGHT}" rx="6"/><g class="stages"></g>'
+        f'<text x="{_DEVICE_WIDTH / 2}" y="17">{host}:{name}</text><text class="small stage-name" '
+        f'x="{_DEVICE_WIDTH / 2}" y="32"></text></g>'
     )
 
 
-def host_facts(host: Host) -> Iterator[str]:
+def _host_facts(host: Host) -> Iterator[str]:
     """`8 × TITAN V, 11.8 GiB` for each kind of device; `PCIe 12.0 GB/s` for each kind of link."""
     kinds = [(device.kind, device.memory_bytes) for device in host.devices]
     for kind, memory in dict.fromkeys(kinds):
         yield f"{kinds.count((kind, memory))} × {kind}, {size(memory)}"
-    yield from dict.fromkeys(f"{link.kind} {rate_text(link)}" for link in host.links)
+    yield from dict.fromkeys(f"{link.kind} {_rate_text(link)}" for link in host.links)
 
 
 def link_facts(cluster: Cluster) -> tuple[str, ...]:
     """The links between hosts, in words: `0:nic – net: Ethernet 1.2 GB/s`."""
-    return tuple(f"{link.ends[0]} – {link.ends[1]}: {link.kind} {rate_text(link)}" for link in cluster.links)
+    return tuple(f"{link.ends[0]} – {link.ends[1]}: {link.kind} {_rate_text(link)}" for link in cluster.links)
 
 
-def rate_text(link: Link) -> str:
+def _rate_text(link: Link) -> str:
     """`12.0 GB/s`, `125 MB/s`: decimal, as network and bus rates are told."""
     giga = link.bytes_per_s / 1e9
     return f"{giga:.1f} GB/s" if giga >= 1 else f"{giga * 1e3:.0f} MB/s"

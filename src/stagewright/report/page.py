@@ -23,72 +23,75 @@ from stagewright.report.map import draw_cluster, link_facts
 from stagewright.report.summary import find_hero, sentences
 from stagewright.report.tables import SOURCE_MARKS, Table, case_table, pair_table, scaling_table
 
-SCRIPTS = ("base.js", "tables.js", "charts.js", "runs.js", "timeline.js")
+_SCRIPTS = ("base.js", "tables.js", "charts.js", "runs.js", "timeline.js")
 
 
 def render_page(results: Results, folder: Path | None = None) -> str:
     """The report as one HTML file that needs nothing else and asks for nothing from anywhere."""
-    library, script = read_part("vendor/echarts.min.js"), wrap_script([read_part(f"page/{name}") for name in SCRIPTS])
+    library, script = (
+        _read_part("vendor/echarts.min.js"),
+        _wrap_script([_read_part(f"page/{name}") for name in _SCRIPTS]),
+    )
     told = sentences(results)
-    page: str = page_template().render(
-        title=title_of(results),
-        policy=security_policy(library, script),
-        style=Markup(read_part("page/page.css")),
+    page: str = _page_template().render(
+        title=_title_of(results),
+        policy=_security_policy(library, script),
+        style=Markup(_read_part("page/page.css")),
         library=Markup(library),
         script=Markup(script),
         headline=told[0],
         further=told[1:],
-        facts=facts_of(results),
+        facts=_facts_of(results),
         marks=SOURCE_MARKS,
         tables=tables_of(results, folder),
-        runs=runs_of(results.cases),
-        drawings=drawings_of(results),
-        environments=environments_of(results.cases),
-        commands=commands_of(results),
+        runs=_runs_of(results.cases),
+        drawings=_drawings_of(results),
+        environments=_environments_of(results.cases),
+        commands=_commands_of(results),
         failures=results.failures,
-        charts=as_json(chart_data(results.cases, find_pairs(results.cases))),
+        charts=_as_json(chart_data(results.cases, find_pairs(results.cases))),
     )
     return page
 
 
 @cache
-def read_part(name: str) -> str:
+def _read_part(name: str) -> str:
     """A file that comes with this package."""
     return files("stagewright.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def page_template() -> Any:
+def _page_template() -> Any:
     """The page's template; every value is escaped unless it is marked as safe here."""
     return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
-        read_part("page/page.html")
+        _read_part("page/page.html")
     )
 
 
-def wrap_script(parts: Sequence[str]) -> str:
+def _wrap_script(parts: Sequence[str]) -> str:
     """The page's scripts as one, with nothing left lying about in the window."""
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();"
 
 
-def security_policy(*scripts: str) -> str:
+def _security_policy(*scripts: str) -> str:
     """A policy under which only these scripts run, and no request leaves the page."""
     digests = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
 
 
-def as_json(plain: object) -> Markup:
+def _as_json(plain: object) -> Markup:
     """JSON that no text inside it can end early."""
     text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
-def title_of(results: Results) -> str:
+def _title_of(results: Results) -> str:
     """The models, in the order of their appearance."""
     models = [*dict.fromkeys(case.plan.model for case in results.cases)] or ["no results"]
     return ", ".join(models)
 
 
-def facts_of(results: Results) -> tuple[str, ...]:
+def _facts_of(results: Results) -> tuple[str, ...]:
     """`● 4 measured cases`, `✕ 1 failed`: what the page is made from."""
     sources = [case.source for case in results.cases]
     told = [f"{mark} {sources.count(source)} {source}" for source, mark in SOURCE_MARKS.items() if source in sources]
@@ -106,7 +109,7 @@ def tables_of(results: Results, folder: Path | None) -> dict[str, Table]:
     return {**found, "pairs": pair_table(pairs)} if pairs else found
 
 
-def runs_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
+def _runs_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """A run for each case, the one that the summary is about first; each with its own block of data."""
     hero = find_hero(cases) if cases else None
     limit = span_limit(cases)
@@ -116,25 +119,25 @@ def runs_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
         {
             "label": f"{SOURCE_MARKS[case.source]} {case.name} ({case.source})",
             "cluster": case.record.cluster,
-            "data": as_json(run_data(case, limit)),
+            "data": _as_json(run_data(case, limit)),
         }
         for case in drawn
     ]
 
 
-def drawings_of(results: Results) -> list[dict[str, Any]]:
+def _drawings_of(results: Results) -> list[dict[str, Any]]:
     """The clusters that the cases ran on, as far as their files are known."""
     wanted = dict.fromkeys(case.record.cluster for case in results.cases)
     given = {cluster.name: cluster for cluster in results.clusters}
-    found = (given.get(name) or ready_made(name) for name in wanted)
+    found = (given.get(name) or _ready_made(name) for name in wanted)
     return [
-        {"name": cluster.name, "hosts": safe_hosts(cluster), "links": link_facts(cluster), "notes": cluster.notes}
+        {"name": cluster.name, "hosts": _safe_hosts(cluster), "links": link_facts(cluster), "notes": cluster.notes}
         for cluster in found
         if cluster is not None
     ]
 
 
-def ready_made(name: str) -> Cluster | None:
+def _ready_made(name: str) -> Cluster | None:
     """The cluster of this name that comes with the package, if there is one and it can be read."""
     path = ready_made_clusters().get(name)
     try:
@@ -144,13 +147,13 @@ def ready_made(name: str) -> Cluster | None:
         return None
 
 
-def safe_hosts(cluster: Cluster) -> list[dict[str, Any]]:
+def _safe_hosts(cluster: Cluster) -> list[dict[str, Any]]:
     """The hosts' drawings, which are made here and escape what they hold."""
     drawings = draw_cluster(cluster)
     return [{"title": drawn.title, "svg": Markup(drawn.svg), "facts": drawn.facts} for drawn in drawings]
 
 
-def environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
+def _environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Each environment once, with the cases that ran in it."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for case in cases:
@@ -161,7 +164,7 @@ def environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return [{"facts": facts, "cases": names} for facts, names in groups.items() if facts]
 
 
-def commands_of(results: Results) -> list[Mapping[str, str]]:
+def _commands_of(results: Results) -> list[Mapping[str, str]]:
     """The command of each case, failed ones included."""
     pairs = [(f"{SOURCE_MARKS[case.source]} {case.name}", case.record.command) for case in results.cases]
     pairs += [(f"{SOURCE_MARKS['failed']} {failure.name}", failure.command) for failure in results.failures]

@@ -25,9 +25,9 @@ from stagewright.report.timeline import (
     row_names,
 )
 
-LABEL_WIDTH, ROW_HEIGHT, COMPUTE_HEIGHT, LANE_HEIGHT, TOP = 120, 40, 20, 4, 30
+_LABEL_WIDTH, _ROW_HEIGHT, _COMPUTE_HEIGHT, _LANE_HEIGHT, _TOP = 120, 40, 20, 4, 30
 
-SVG_STYLE = """
+_SVG_STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #333 }
 .idle { fill: #e9e9ee } .tag { fill: #fff; font-size: 10px; text-anchor: middle; pointer-events: none }
 @media (prefers-color-scheme: dark) { text { fill: #ddd } .idle { fill: #33343b } .tag { fill: #fff } }
@@ -37,23 +37,23 @@ text { font: 12px system-ui, sans-serif; fill: #333 }
 def timeline_svg(record: Record, *, window: Window | None = None, width: int = 960) -> str:
     """One step as an SVG picture: a row a worker, compute above communication; a title on each span says its action."""
     if not record.spans:
-        return empty_svg(width)
+        return _empty_svg(width)
     window = window or one_step(record.spans)
     spans = inside(record.spans, window)
     rows = row_names(record)
-    height = TOP + ROW_HEIGHT * len(rows) + 8
+    height = _TOP + _ROW_HEIGHT * len(rows) + 8
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">']
     parts += [f"<title>{escape(f'{record.name}: {seconds(window.stop_s - window.start_s)}, {record.source}')}</title>"]
-    parts += [f"<style>{SVG_STYLE}</style>", *svg_legend()]
+    parts += [f"<style>{_SVG_STYLE}</style>", *_svg_legend()]
     for worker, name in enumerate(rows):
-        y = TOP + ROW_HEIGHT * worker
+        y = _TOP + _ROW_HEIGHT * worker
         parts.append(f'<text x="0" y="{y + 14}">{escape(name)}</text>')
-        parts.append(f'<rect class="idle" x="{LABEL_WIDTH}" y="{y}" width="{width - LABEL_WIDTH}" height="20"/>')
-    parts += (svg_span(span, lane, window, width) for span, lane in zip(spans, lanes(spans)))
+        parts.append(f'<rect class="idle" x="{_LABEL_WIDTH}" y="{y}" width="{width - _LABEL_WIDTH}" height="20"/>')
+    parts += (_svg_span(span, lane, window, width) for span, lane in zip(spans, lanes(spans)))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def empty_svg(width: int) -> str:
+def _empty_svg(width: int) -> str:
     """A picture that says that there is nothing to draw."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 40" width="{width}">'
@@ -61,21 +61,21 @@ def empty_svg(width: int) -> str:
     )
 
 
-def svg_legend() -> Iterator[str]:
+def _svg_legend() -> Iterator[str]:
     """A square and a word for each family, in a line."""
     for number, family in enumerate(FAMILIES):
-        x = LABEL_WIDTH + 96 * number
+        x = _LABEL_WIDTH + 96 * number
         yield f'<rect x="{x}" y="4" width="12" height="12" rx="2" fill="{family.colour}"/>'
         yield f'<text x="{x + 17}" y="14">{family.name}</text>'
 
 
-def svg_span(span: Span, lane: int, window: Window, width: int) -> str:
+def _svg_span(span: Span, lane: int, window: Window, width: int) -> str:
     """One span, cut at the window's edges, with its action in it where that fits."""
-    scale = (width - LABEL_WIDTH) / (window.stop_s - window.start_s)
-    left = LABEL_WIDTH + max(span.start_s - window.start_s, 0.0) * scale
-    right = LABEL_WIDTH + (min(span.stop_s, window.stop_s) - window.start_s) * scale
-    y = TOP + ROW_HEIGHT * span.worker + (0 if lane == 0 else COMPUTE_HEIGHT + 1 + LANE_HEIGHT * (lane - 1))
-    height = COMPUTE_HEIGHT if lane == 0 else LANE_HEIGHT - 1
+    scale = (width - _LABEL_WIDTH) / (window.stop_s - window.start_s)
+    left = _LABEL_WIDTH + max(span.start_s - window.start_s, 0.0) * scale
+    right = _LABEL_WIDTH + (min(span.stop_s, window.stop_s) - window.start_s) * scale
+    y = _TOP + _ROW_HEIGHT * span.worker + (0 if lane == 0 else _COMPUTE_HEIGHT + 1 + _LANE_HEIGHT * (lane - 1))
+    height = _COMPUTE_HEIGHT if lane == 0 else _LANE_HEIGHT - 1
     box = f'x="{left:.2f}" y="{y}" width="{max(right - left - 0.5, 0.5):.2f}" height="{height}"'
     title = f"{action_text(span)} of batch {span.batch}: {WORDS.get(span.kind, span.kind)}, "
     title += seconds(span.stop_s - span.start_s)
@@ -101,15 +101,15 @@ def timeline_text(record: Record, width: int = 72, *, window: Window | None = No
     for worker, (name, share) in enumerate(zip(names, shares)):
         mine = [span for span in inside(record.spans, window) if span.worker == worker]
         text.append(f"{name:<{label}}  ")
-        text.append_text(bar(mine, window, cells))
+        text.append_text(_bar(mine, window, cells))
         text.append(f"  {'' if share is None else f'{share:.0%}':>4}\n")
-    return text.append_text(text_legend(window))
+    return text.append_text(_text_legend(window))
 
 
-def bar(spans: Sequence[Span], window: Window, cells: int) -> Text:
+def _bar(spans: Sequence[Span], window: Window, cells: int) -> Text:
     """One worker's row: each character is what its slice of time was for; computing outranks communicating."""
-    computing = covered([span for span in spans if is_compute(span)], window, cells)
-    communicating = covered([span for span in spans if not is_compute(span)], window, cells)
+    computing = _covered([span for span in spans if is_compute(span)], window, cells)
+    communicating = _covered([span for span in spans if not is_compute(span)], window, cells)
     half_s = (window.stop_s - window.start_s) / cells / 2
     text = Text()
     for busy, other in zip(computing, communicating):
@@ -119,7 +119,7 @@ def bar(spans: Sequence[Span], window: Window, cells: int) -> Text:
     return text
 
 
-def covered(spans: Sequence[Span], window: Window, cells: int) -> list[dict[Family, float]]:
+def _covered(spans: Sequence[Span], window: Window, cells: int) -> list[dict[Family, float]]:
     """For each slice of a window the seconds that each family took of it."""
     slice_s = (window.stop_s - window.start_s) / cells
     found: list[dict[Family, float]] = [{} for _ in range(cells)]
@@ -134,7 +134,7 @@ def covered(spans: Sequence[Span], window: Window, cells: int) -> list[dict[Fami
     return found
 
 
-def text_legend(window: Window) -> Text:
+def _text_legend(window: Window) -> Text:
     """`█ forward  ▓ backward …  149.2 ms`."""
     text = Text()
     for family in FAMILIES:

@@ -9,7 +9,7 @@ from stagewright.report.cases import SOURCES, Case, Results, strategy
 from stagewright.report.comparison import AS_PREDICTED, differences, families, find_prediction
 from stagewright.report.figures import percent, plus, rate, times
 
-VERBS = {
+_VERBS = {
     "measured": "trains",
     "rehearsed": "trains, rehearsed on emulated hosts,",
     "simulated": "would train, by simulation,",
@@ -21,10 +21,10 @@ def sentences(results: Results) -> tuple[str, ...]:
     if not results.cases:
         return (f"{count(len(results.failures), 'case')} failed, and none gave a result.",)
     told = [(find_hero(family), family) for family in families(results.cases)]
-    told.sort(key=lambda pair: (SOURCES.index(pair[0].source), -gain(*pair)))
+    told.sort(key=lambda pair: (SOURCES.index(pair[0].source), -_gain(*pair)))
     models = [hero.plan.model for hero, _ in told]
     return tuple(
-        sentence(hero, family, results.cases, tell_data=models.count(hero.plan.model) > 1) for hero, family in told
+        _sentence(hero, family, results.cases, tell_data=models.count(hero.plan.model) > 1) for hero, family in told
     )
 
 
@@ -36,7 +36,7 @@ def find_hero(family: Sequence[Case]) -> Case:
     return max(staged or strong, key=lambda case: case.images_per_s)
 
 
-def find_rival(hero: Case, family: Sequence[Case]) -> Case | None:
+def _find_rival(hero: Case, family: Sequence[Case]) -> Case | None:
     """Data parallelism over as many devices, or one device; with the least that differs."""
     others = [case for case in family if case.source == hero.source and case is not hero]
     peers = [case for case in others if strategy(case.plan) == "data parallel" and case.num_devices == hero.num_devices]
@@ -45,40 +45,40 @@ def find_rival(hero: Case, family: Sequence[Case]) -> Case | None:
     return min(pool, key=lambda case: (len(differences(hero, case)), -case.images_per_s), default=None)
 
 
-def gain(hero: Case, family: Sequence[Case]) -> float:
+def _gain(hero: Case, family: Sequence[Case]) -> float:
     """How many times as fast the hero is as its rival; 0 without one."""
-    rival = find_rival(hero, family)
+    rival = _find_rival(hero, family)
     return 0.0 if rival is None else hero.images_per_s / rival.images_per_s
 
 
-def sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case], *, tell_data: bool = False) -> str:
+def _sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case], *, tell_data: bool = False) -> str:
     """`VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,488 against 702 images/s …`"""
-    rival = find_rival(hero, family)
+    rival = _find_rival(hero, family)
     device = "device" if hero.num_devices == 1 else "devices"
     which = f" ({hero.record.precision}, {hero.record.data} data)" if tell_data else ""
-    start = f"{hero.plan.model}{which} over {plus(hero.plan.replicas)} {device} {VERBS[hero.source]}"
+    start = f"{hero.plan.model}{which} over {plus(hero.plan.replicas)} {device} {_VERBS[hero.source]}"
     if rival is None:
-        told = f"at {rate(hero.images_per_s)} images/s{median_of(hero)}"
+        told = f"at {rate(hero.images_per_s)} images/s{_median_of(hero)}"
     else:
-        told = f"{against(hero, rival)} ({rate(hero.images_per_s)} against {rate(rival.images_per_s)} images/s"
-        told += f"{median_of(hero, comma=True)}{though(hero, rival)})"
-    return f"{start} {told}{prophecy(hero, rival, cases)}."
+        told = f"{_against(hero, rival)} ({rate(hero.images_per_s)} against {rate(rival.images_per_s)} images/s"
+        told += f"{_median_of(hero, comma=True)}{_though(hero, rival)})"
+    return f"{start} {told}{_prophecy(hero, rival, cases)}."
 
 
-def against(hero: Case, rival: Case) -> str:
+def _against(hero: Case, rival: Case) -> str:
     """`2.1 × as fast as data parallelism`; runs whose spreads overlap are not told apart."""
     name = "one device" if strategy(rival.plan) == "one device" else "data parallelism"
-    if overlap(hero, rival):
+    if _overlap(hero, rival):
         return f"as fast as {name} to within the spread"
     return f"{times(hero.images_per_s / rival.images_per_s)} as fast as {name}"
 
 
-def overlap(hero: Case, rival: Case) -> bool:
+def _overlap(hero: Case, rival: Case) -> bool:
     """Whether the spreads of two cases have rates in common."""
     return min(hero.rates) <= max(rival.rates) and min(rival.rates) <= max(hero.rates)
 
 
-def median_of(case: Case, *, comma: bool = False) -> str:
+def _median_of(case: Case, *, comma: bool = False) -> str:
     """`, median of 7` or ` (median of 7)`; nothing for a single run."""
     if len(case.records) == 1:
         return ""
@@ -86,18 +86,18 @@ def median_of(case: Case, *, comma: bool = False) -> str:
     return f", {text}" if comma else f" ({text})"
 
 
-def though(hero: Case, rival: Case) -> str:
+def _though(hero: Case, rival: Case) -> str:
     """What differs between the two works, where something does."""
     found = differences(hero, rival)
     return f"; not the same work: {', '.join(found)}" if found else ""
 
 
-def prophecy(hero: Case, rival: Case | None, cases: Sequence[Case]) -> str:
+def _prophecy(hero: Case, rival: Case | None, cases: Sequence[Case]) -> str:
     """`, as predicted (2.1 ×: 1,501 against 715)`, or what was predicted instead; nothing where nothing was.
 
     What is compared is what the sentence claims: which of two cases is faster and by how much, or one rate alone.
     """
-    predicted, other = foretold(hero, cases), None if rival is None else foretold(rival, cases)
+    predicted, other = _foretold(hero, cases), None if rival is None else _foretold(rival, cases)
     if predicted is None:
         return ""
     if rival is None or other is None:
@@ -110,14 +110,14 @@ def prophecy(hero: Case, rival: Case | None, cases: Sequence[Case]) -> str:
         )
     found, ratio = hero.images_per_s / rival.images_per_s, predicted.images_per_s / other.images_per_s
     told = f"{times(ratio)}: {rate(predicted.images_per_s)} against {rate(other.images_per_s)}"
-    if overlap(hero, rival):
+    if _overlap(hero, rival):
         return f", as predicted ({told})" if abs(ratio - 1) <= AS_PREDICTED else f"; predicted were {told}"
     if (ratio - 1) * (found - 1) < 0:
         return f"; the opposite was predicted ({told})"
     return f", as predicted ({told})" if abs(ratio / found - 1) <= AS_PREDICTED else f"; predicted were {told}"
 
 
-def foretold(case: Case, cases: Sequence[Case]) -> Case | None:
+def _foretold(case: Case, cases: Sequence[Case]) -> Case | None:
     """The prediction of a case for the cluster that it ran on."""
     found = find_prediction(case, cases)
     return found if found is not None and found.record.cluster == case.record.cluster else None

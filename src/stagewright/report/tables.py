@@ -27,7 +27,7 @@ SOURCE_MARKS: Mapping[str, str] = {"measured": "●", "rehearsed": "◐", "simul
 """A shape beside the word, so that no one has to tell rows apart by colour."""
 
 
-class Cell(NamedTuple):
+class _Cell(NamedTuple):
     """One figure or word, what it sorts by, and what stands small beneath it."""
 
     text: str
@@ -36,15 +36,15 @@ class Cell(NamedTuple):
     href: str = ""
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """The cells of one case; `kind` is its source, or `failed`, and then there is a reason."""
 
     kind: str
-    cells: tuple[Cell, ...]
+    cells: tuple[_Cell, ...]
     reason: str = ""
 
 
-class Column(NamedTuple):
+class _Column(NamedTuple):
     """A heading, and the side its cells lean to."""
 
     title: str
@@ -56,43 +56,43 @@ class Table:
     """Headings and rows, with the sentences that must be read with them."""
 
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    columns: tuple[_Column, ...]
+    rows: tuple[_Row, ...]
     notes: tuple[str, ...] = ()
 
 
-EMPTY = Cell(GAP, -1.0)
+_EMPTY = _Cell(GAP, -1.0)
 
 
-def number(value: float, text: str, note: str = "") -> Cell:
+def _number(value: float, text: str, note: str = "") -> _Cell:
     """A cell that sorts by its value."""
-    return Cell(text, value, note)
+    return _Cell(text, value, note)
 
 
-def word(text: str, note: str = "") -> Cell:
+def _word(text: str, note: str = "") -> _Cell:
     """A cell that sorts by its text."""
-    return Cell(text or GAP, text.lower(), note)
+    return _Cell(text or GAP, text.lower(), note)
 
 
-def source_cell(kind: str) -> Cell:
+def _source_cell(kind: str) -> _Cell:
     """`● measured`: a mark and a word."""
-    return word(f"{SOURCE_MARKS[kind]} {kind}")
+    return _word(f"{SOURCE_MARKS[kind]} {kind}")
 
 
-CASE_COLUMNS = (
-    Column("case"),
-    Column("source"),
-    Column("work"),
-    Column("type"),
-    Column("data"),
-    Column("stages"),
-    Column("static order"),
-    Column("images/s", "right"),
-    Column("step", "right"),
-    Column("memory first / last stage", "right"),
-    Column("epoch time", "right"),
-    Column("limited by"),
-    Column("log"),
+_CASE_COLUMNS = (
+    _Column("case"),
+    _Column("source"),
+    _Column("work"),
+    _Column("type"),
+    _Column("data"),
+    _Column("stages"),
+    _Column("static order"),
+    _Column("images/s", "right"),
+    _Column("step", "right"),
+    _Column("memory first / last stage", "right"),
+    _Column("epoch time", "right"),
+    _Column("limited by"),
+    _Column("log"),
 )
 
 
@@ -100,44 +100,44 @@ def case_table(results: Results, folder: Path | None = None) -> Table:
     """Every case a row: type, data, stages, order, throughput with its spread, memory, epoch, log."""
     known = works(results.cases)
     signs = {work: work_sign(index) for index, work in enumerate(known)}
-    rows = [case_row(case, signs[work_key(case.record)], folder) for case in results.cases]
-    rows += [failure_row(failure, CASE_COLUMNS) for failure in results.failures]
-    return Table(title="All cases", columns=CASE_COLUMNS, rows=tuple(rows), notes=work_notes(known, signs))
+    rows = [_case_row(case, signs[work_key(case.record)], folder) for case in results.cases]
+    rows += [_failure_row(failure, _CASE_COLUMNS) for failure in results.failures]
+    return Table(title="All cases", columns=_CASE_COLUMNS, rows=tuple(rows), notes=_work_notes(known, signs))
 
 
-EPOCH_NOTE = "An epoch's time is that of the images named beneath it, computed from the median step."
+_EPOCH_NOTE = "An epoch's time is that of the images named beneath it, computed from the median step."
 
 
-def work_notes(known: Sequence[Work], signs: Mapping[Work, str]) -> tuple[str, ...]:
+def _work_notes(known: Sequence[Work], signs: Mapping[Work, str]) -> tuple[str, ...]:
     """The warning that rows of different letters are not to be set against one another, and what the letters mean."""
     if len(known) < 2:
-        return tuple(f"All rows do the same work: {work_text(work)}. {EPOCH_NOTE}" for work in known)
+        return tuple(f"All rows do the same work: {work_text(work)}. {_EPOCH_NOTE}" for work in known)
     head = "These rows do different work. Compare images/s and times only among rows of the same letter:"
-    return head, *(f"{signs[work]}: {work_text(work)}" for work in known), EPOCH_NOTE
+    return head, *(f"{signs[work]}: {work_text(work)}" for work in known), _EPOCH_NOTE
 
 
-def case_row(case: Case, sign: str, folder: Path | None) -> Row:
+def _case_row(case: Case, sign: str, folder: Path | None) -> _Row:
     """One case as a row."""
     plan, record = case.plan, case.record
     cells = (
-        word(case.name, "; ".join(remarks(record))),
-        source_cell(case.source),
-        word(sign),
-        word(strategy(plan), f"K = {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
-        word(record.data),
-        word("-".join(map(str, plan.replicas)), plan.placement),
-        word("no" if RULES[plan.policy].by_arrival else "yes", plan.policy),
-        number(case.images_per_s, rate(case.images_per_s), spread_text(case)),
-        number(case.step_s, seconds(case.step_s)),
-        memory_cell(case),
-        epoch_cell(case),
-        word(record.limit),
-        log_cell(case, folder),
+        _word(case.name, "; ".join(remarks(record))),
+        _source_cell(case.source),
+        _word(sign),
+        _word(strategy(plan), f"K = {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
+        _word(record.data),
+        _word("-".join(map(str, plan.replicas)), plan.placement),
+        _word("no" if RULES[plan.policy].by_arrival else "yes", plan.policy),
+        _number(case.images_per_s, rate(case.images_per_s), _spread_text(case)),
+        _number(case.step_s, seconds(case.step_s)),
+        _memory_cell(case),
+        _epoch_cell(case),
+        _word(record.limit),
+        _log_cell(case, folder),
     )
-    return Row(case.source, cells)
+    return _Row(case.source, cells)
 
 
-def spread_text(case: Case) -> str:
+def _spread_text(case: Case) -> str:
     """`1,466–1,495 in 7 runs`, or how many steps a single run has."""
     if len(case.records) > 1:
         return f"{span_of(case.rates)} in {len(case.records)} runs"
@@ -145,93 +145,95 @@ def spread_text(case: Case) -> str:
     return f"1 run, {steps:,} step{'s' * (steps != 1)}"
 
 
-def memory_cell(case: Case) -> Cell:
+def _memory_cell(case: Case) -> _Cell:
     """The peaks of the fullest device of the first and the last stage, and what was seen of them from outside."""
-    uses = [use for use in outer_uses(case) if use is not None]
+    uses = [use for use in _outer_uses(case) if use is not None]
     if not uses:
-        return EMPTY
+        return _EMPTY
     driver = [use.driver_bytes for use in uses if use.driver_bytes]
     shares = [f"{use.driver_share:.0%}" for use in uses if use.driver_share is not None]
-    seen = [short_sizes(driver)] * bool(driver) + [f"{' / '.join(shares)} busy"] * bool(shares)
-    return number(uses[0].peak_bytes, memory_text(case), f"driver {', '.join(seen)}" if seen else "")
+    seen = [_short_sizes(driver)] * bool(driver) + [f"{' / '.join(shares)} busy"] * bool(shares)
+    return _number(uses[0].peak_bytes, memory_text(case), f"driver {', '.join(seen)}" if seen else "")
 
 
-def epoch_cell(case: Case) -> Cell:
+def _epoch_cell(case: Case) -> _Cell:
     """Up to three repetitions' epochs, or their median and range; always with the images that an epoch covers."""
     times_s = case.epochs_s
     if not times_s:
-        return EMPTY
+        return _EMPTY
     covers = f"{case.record.epoch_images:,} images"
     middle = sorted(times_s)[len(times_s) // 2]
     if len(times_s) <= 3:
-        return number(middle, " · ".join(map(seconds, times_s)), covers)
-    return number(middle, seconds(middle), f"{seconds(min(times_s))} to {seconds(max(times_s))}; {covers}")
+        return _number(middle, " · ".join(map(seconds, times_s)), covers)
+    return _number(middle, seconds(middle), f"{seconds(min(times_s))} to {seconds(max(times_s))}; {covers}")
 
 
-def log_cell(case: Case, folder: Path | None) -> Cell:
+def _log_cell(case: Case, folder: Path | None) -> _Cell:
     """A link to the log of the repetition that stands for the case."""
     path = log_of(case.files[case.records.index(case.record)])
     if path is None:
-        return word("")
+        return _word("")
     shown = relpath(path, folder) if folder else str(path)
     # Beside the case's name, only what the file's own name adds to it is worth the room.
-    return Cell(path.name.removeprefix(f"{case.name}."), path.name, href=Path(shown).as_posix())
+    return _Cell(path.name.removeprefix(f"{case.name}."), path.name, href=Path(shown).as_posix())
 
 
-def failure_row(failure: Failure, columns: Sequence[Column]) -> Row:
+def _failure_row(failure: Failure, columns: Sequence[_Column]) -> _Row:
     """A case that failed, with its reason where the figures would stand."""
-    told = {"case": word(failure.name), "source": Cell("✕ failed", "failed", f"was to be {failure.source}")}
-    told |= {"stages": word(failure.placement), "limited by": word(failure.reason), "model": word(failure.model)}
-    told |= {"against": word(failure.reason)}
-    return Row("failed", tuple(told.get(column.title, EMPTY) for column in columns), failure.reason)
+    told = {"case": _word(failure.name), "source": _Cell("✕ failed", "failed", f"was to be {failure.source}")}
+    told |= {"stages": _word(failure.placement), "limited by": _word(failure.reason), "model": _word(failure.model)}
+    told |= {"against": _word(failure.reason)}
+    return _Row("failed", tuple(told.get(column.title, _EMPTY) for column in columns), failure.reason)
 
 
-SCALING_COLUMNS = (
-    Column("case"),
-    Column("source"),
-    Column("model"),
-    Column("num_nodes", "right"),
-    Column("gpu_num_per_node", "right"),
-    Column("batch_size_per_device", "right"),
-    Column("precision"),
-    Column("throughput", "right"),
-    Column("speedup", "right"),
-    Column("against"),
+_SCALING_COLUMNS = (
+    _Column("case"),
+    _Column("source"),
+    _Column("model"),
+    _Column("num_nodes", "right"),
+    _Column("gpu_num_per_node", "right"),
+    _Column("batch_size_per_device", "right"),
+    _Column("precision"),
+    _Column("throughput", "right"),
+    _Column("speedup", "right"),
+    _Column("against"),
 )
 
 
 def scaling_table(results: Results) -> Table:
     """Hosts, devices, rows a device, throughput, and speedup against the smallest run of the same kind."""
-    rows = [scaling_row(case, family) for family in families(results.cases) for case in family]
-    rows += [failure_row(failure, SCALING_COLUMNS) for failure in results.failures]
+    rows = [_scaling_row(case, family) for family in families(results.cases) for case in family]
+    rows += [_failure_row(failure, _SCALING_COLUMNS) for failure in results.failures]
     notes = (
         "Throughput is images really processed, over the median step. A speedup is told only against a run with the "
         "same model, data, precision and source; what else differs stands beneath it.",
     )
-    return Table(title="Scaling", columns=SCALING_COLUMNS, rows=tuple(rows), notes=notes)
+    return Table(title="Scaling", columns=_SCALING_COLUMNS, rows=tuple(rows), notes=notes)
 
 
-def scaling_row(case: Case, family: Sequence[Case]) -> Row:
+def _scaling_row(case: Case, family: Sequence[Case]) -> _Row:
     """One case as a row of the scaling table."""
-    hosts = per_host(case)
+    hosts = _per_host(case)
     even = str(hosts[0]) if len(set(hosts)) == 1 else ", ".join(map(str, hosts))
     base = find_base(case, family)
     cells = (
-        word(case.name),
-        source_cell(case.source),
-        word(case.plan.model),
-        number(len(hosts), str(len(hosts))),
-        number(max(hosts), even),
-        number(case.rows_per_device, rows_of(case.rows_per_device), f"batch {case.plan.batch:,}"),
-        word(case.record.precision),
-        number(case.images_per_s, f"{rate(case.images_per_s)} images/s"),
-        EMPTY if base is None else number(speedup(case, base), times(speedup(case, base))),
-        word("") if base is None else word("itself" if base is case else base.name, "; ".join(differences(case, base))),
+        _word(case.name),
+        _source_cell(case.source),
+        _word(case.plan.model),
+        _number(len(hosts), str(len(hosts))),
+        _number(max(hosts), even),
+        _number(case.rows_per_device, rows_of(case.rows_per_device), f"batch {case.plan.batch:,}"),
+        _word(case.record.precision),
+        _number(case.images_per_s, f"{rate(case.images_per_s)} images/s"),
+        _EMPTY if base is None else _number(speedup(case, base), times(speedup(case, base))),
+        _word("")
+        if base is None
+        else _word("itself" if base is case else base.name, "; ".join(differences(case, base))),
     )
-    return Row(case.source, cells)
+    return _Row(case.source, cells)
 
 
-def per_host(case: Case) -> tuple[int, ...]:
+def _per_host(case: Case) -> tuple[int, ...]:
     """How many devices of each host the plan uses."""
     hosts = [device.host for device in case.plan.devices]
     return tuple(hosts.count(host) for host in sorted(set(hosts)))
@@ -242,48 +244,48 @@ def speedup(case: Case, base: Case) -> float:
     return case.images_per_s / base.images_per_s
 
 
-PAIR_COLUMNS = (
-    Column("case"),
-    Column("held against"),
-    Column("predicted", "right"),
-    Column("found", "right"),
-    Column("error", "right"),
-    Column("memory predicted", "right"),
-    Column("memory found", "right"),
-    Column("memory error", "right"),
+_PAIR_COLUMNS = (
+    _Column("case"),
+    _Column("held against"),
+    _Column("predicted", "right"),
+    _Column("found", "right"),
+    _Column("error", "right"),
+    _Column("memory predicted", "right"),
+    _Column("memory found", "right"),
+    _Column("memory error", "right"),
 )
 
 
 def pair_table(pairs: Sequence[Pair]) -> Table:
     """Each prediction beside what a rehearsal or a measurement found."""
     notes = ("The error is (predicted − found) / found. Memory is first / last stage, its error that of the peak.",)
-    rows = tuple(Row(pair.found.source, pair_cells(pair)) for pair in pairs)
-    return Table(title="Predicted against measured", columns=PAIR_COLUMNS, rows=rows, notes=notes)
+    rows = tuple(_Row(pair.found.source, _pair_cells(pair)) for pair in pairs)
+    return Table(title="Predicted against measured", columns=_PAIR_COLUMNS, rows=rows, notes=notes)
 
 
-def pair_cells(pair: Pair) -> tuple[Cell, ...]:
+def _pair_cells(pair: Pair) -> tuple[_Cell, ...]:
     """A pair's figures; what makes it less than fair stands beneath the name."""
     predicted, found, memory = pair.predicted, pair.found, pair.memory_error
     doubts = [] if pair.same_cluster else [f"predicted for {predicted.record.cluster}, run on {found.record.cluster}"]
     doubts += [] if pair.same_plan else ["the two plans differ"]
     return (
-        word(found.name, "; ".join(doubts)),
-        source_cell(found.source),
-        number(predicted.images_per_s, f"{rate(predicted.images_per_s)} images/s", seconds(predicted.step_s)),
-        number(found.images_per_s, f"{rate(found.images_per_s)} images/s", seconds(found.step_s)),
-        number(pair.rate_error, percent(pair.rate_error)),
-        word(memory_text(predicted)),
-        word(memory_text(found)),
-        EMPTY if memory is None else number(memory, percent(memory)),
+        _word(found.name, "; ".join(doubts)),
+        _source_cell(found.source),
+        _number(predicted.images_per_s, f"{rate(predicted.images_per_s)} images/s", seconds(predicted.step_s)),
+        _number(found.images_per_s, f"{rate(found.images_per_s)} images/s", seconds(found.step_s)),
+        _number(pair.rate_error, percent(pair.rate_error)),
+        _word(memory_text(predicted)),
+        _word(memory_text(found)),
+        _EMPTY if memory is None else _number(memory, percent(memory)),
     )
 
 
 def memory_text(case: Case) -> str:
     """`6.9 / 3.1 GiB`: the first and the last stage, or one figure for one stage."""
-    return short_sizes([use.peak_bytes for use in outer_uses(case) if use is not None]) or GAP
+    return _short_sizes([use.peak_bytes for use in _outer_uses(case) if use is not None]) or GAP
 
 
-def short_sizes(values: Sequence[int]) -> str:
+def _short_sizes(values: Sequence[int]) -> str:
     """Sizes with their unit once, where they share it: `6.9 / 3.1 GiB`."""
     texts = [size(value).split(" ") for value in values]
     if len({unit for _, unit in texts}) == 1:
@@ -291,7 +293,7 @@ def short_sizes(values: Sequence[int]) -> str:
     return " / ".join(" ".join(text) for text in texts)
 
 
-def outer_uses(case: Case) -> tuple[DeviceUse | None, ...]:
+def _outer_uses(case: Case) -> tuple[DeviceUse | None, ...]:
     """What the fullest devices of the first and the last stage held; one where there is one stage."""
     return (case.stage_uses[0], case.stage_uses[-1])[: len(case.plan.stages)]
 
@@ -301,11 +303,11 @@ def markdown_table(table: Table) -> str:
     heads = " | ".join(markdown_text(column.title) for column in table.columns)
     rules = " | ".join("---:" if column.align == "right" else "---" for column in table.columns)
     lines = [f"| {heads} |", f"| {rules} |"]
-    lines += ("| " + " | ".join(map(markdown_cell, row.cells)) + " |" for row in table.rows)
+    lines += ("| " + " | ".join(map(_markdown_cell, row.cells)) + " |" for row in table.rows)
     return "\n".join(lines) + "\n"
 
 
-def markdown_cell(cell: Cell) -> str:
+def _markdown_cell(cell: _Cell) -> str:
     """`1,488 (1,466–1,495 in 7 runs)`."""
     text = markdown_text(cell.text)
     if cell.href:

@@ -14,12 +14,12 @@ from stagewright.report.comparison import peak_bytes
 from stagewright.report.figures import GAP, percent, rate, seconds
 from stagewright.report.tables import SOURCE_MARKS, memory_text
 
-ORDER = ("simulated", "rehearsed", "measured")
+_ORDER = ("simulated", "rehearsed", "measured")
 
-FIGURES: tuple[tuple[str, Callable[[Case], str], Callable[[Case], float] | None], ...] = (
+_FIGURES: tuple[tuple[str, Callable[[Case], str], Callable[[Case], float] | None], ...] = (
     ("step", lambda case: seconds(case.step_s), lambda case: case.step_s),
     ("images/s", lambda case: rate(case.images_per_s), lambda case: case.images_per_s),
-    ("epoch", lambda case: epoch_text(case), None),
+    ("epoch", lambda case: _epoch_text(case), None),
     ("memory first / last", memory_text, peak_bytes),
     ("busiest device", lambda case: f"{case.busiest_share:.0%}" if case.busiest_share else GAP, None),
     ("limited by", lambda case: case.record.limit or GAP, None),
@@ -35,25 +35,25 @@ def comparison_table(records: Iterable[Record]) -> RichTable:
       step         149.2 ms     150.5 ms   −0.9 %
     """
     cases = make_cases(records)
-    present = [source for source in ORDER if any(case.source == source for case in cases)]
+    present = [source for source in _ORDER if any(case.source == source for case in cases)]
     table = RichTable(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for source in present:
         table.add_column(f"{SOURCE_MARKS[source]} {source}", justify="right")
     if len(present) > 1:
         table.add_column("error", justify="right")
-    for group in comparable(cases):
-        add_group(table, group, present)
+    for group in _comparable(cases):
+        _add_group(table, group, present)
     return table
 
 
-def comparable(cases: Sequence[Case]) -> tuple[dict[str, Case], ...]:
+def _comparable(cases: Sequence[Case]) -> tuple[dict[str, Case], ...]:
     """Cases of one work and one plan, or at least one name, together, by source."""
     groups: list[dict[str, Case]] = []
     for case in cases:
         free = [group for group in groups if case.source not in group]
-        same_plan = (group for group in free if all(is_alike(case, other, plan=True) for other in group.values()))
-        same_name = (group for group in free if all(is_alike(case, other, plan=False) for other in group.values()))
+        same_plan = (group for group in free if all(_is_alike(case, other, plan=True) for other in group.values()))
+        same_name = (group for group in free if all(_is_alike(case, other, plan=False) for other in group.values()))
         home = next(same_plan, None) or next(same_name, None)
         if home is None:
             groups.append({case.source: case})
@@ -62,27 +62,27 @@ def comparable(cases: Sequence[Case]) -> tuple[dict[str, Case], ...]:
     return tuple(groups)
 
 
-def is_alike(case: Case, other: Case, *, plan: bool) -> bool:
+def _is_alike(case: Case, other: Case, *, plan: bool) -> bool:
     """Whether two cases do the same work, under the same plan or else under the same name."""
     if work_key(case.record) != work_key(other.record):
         return False
     return plan_key(case.plan) == plan_key(other.plan) if plan else case.name == other.name
 
 
-def add_group(table: RichTable, group: Mapping[str, Case], present: Sequence[str]) -> None:
+def _add_group(table: RichTable, group: Mapping[str, Case], present: Sequence[str]) -> None:
     """A line with the name and the work, then a line a figure; figures that no case has are left out."""
     first = next(iter(group.values()))
     if table.row_count:
         table.add_row()
     table.add_row(Text(first.name, style="bold"))
-    for title, text, value in FIGURES:
+    for title, text, value in _FIGURES:
         cells = [text(group[source]) if source in group else GAP for source in present]
         if any(cell != GAP for cell in cells):
-            error = [error_text(group, value)] if len(present) > 1 else []
+            error = [_error_text(group, value)] if len(present) > 1 else []
             table.add_row(f"  {title}", *map(Text, [*cells, *error]))
 
 
-def error_text(group: Mapping[str, Case], value: Callable[[Case], float] | None) -> str:
+def _error_text(group: Mapping[str, Case], value: Callable[[Case], float] | None) -> str:
     """The prediction's error against the strongest evidence; nothing where one of them is missing."""
     found = group.get("measured") or group.get("rehearsed")
     predicted = group.get("simulated")
@@ -91,7 +91,7 @@ def error_text(group: Mapping[str, Case], value: Callable[[Case], float] | None)
     return percent(value(predicted) / value(found) - 1)
 
 
-def epoch_text(case: Case) -> str:
+def _epoch_text(case: Case) -> str:
     """`14 min 13 s (1,281,167 images)`."""
     if not case.epochs_s:
         return GAP

@@ -13,7 +13,7 @@ from stagewright.record import Record, Span
 from stagewright.schedule import Action, Kind
 
 NUM_COMMUNICATION_LANES = 3
-ACTION_KINDS = frozenset(Kind)
+_ACTION_KINDS = frozenset(Kind)
 
 
 class Family(NamedTuple):
@@ -35,7 +35,7 @@ FAMILIES = (
     Family("reduction", ("G", "A"), "#7a5c2e", "═"),
     Family("loading", ("data",), "#8e8e99", "░"),
 )
-COMPUTE_FAMILIES = ("forward", "backward", "update")
+_COMPUTE_FAMILIES = ("forward", "backward", "update")
 IDLE_MARK = "·"
 
 WORDS: Mapping[str, str] = {
@@ -64,12 +64,12 @@ def family_of(kind: str) -> Family:
 
 def is_compute(span: Span) -> bool:
     """Whether a span stands in the compute lane."""
-    return family_of(span.kind).name in COMPUTE_FAMILIES
+    return family_of(span.kind).name in _COMPUTE_FAMILIES
 
 
 def action_text(span: Span) -> str:
     """The action as schedules write it: `F0.3`, `SF0.3>5`, `U1`; the batch is told apart."""
-    if span.kind not in ACTION_KINDS:
+    if span.kind not in _ACTION_KINDS:
         return span.kind
     return str(Action(Kind(span.kind), span.stage, 0, span.microbatch, span.peer))
 
@@ -85,14 +85,14 @@ def lanes(spans: Sequence[Span]) -> tuple[int, ...]:
         span = spans[index]
         if is_compute(span):
             continue
-        open_lanes = (lane for lane in LANE_RANGE if free.get((span.worker, lane), span.start_s) <= span.start_s)
+        open_lanes = (lane for lane in _LANE_RANGE if free.get((span.worker, lane), span.start_s) <= span.start_s)
         lane = next(open_lanes, NUM_COMMUNICATION_LANES)
         free[span.worker, lane] = max(span.stop_s, free.get((span.worker, lane), 0.0))
         chosen[index] = lane
     return tuple(chosen)
 
 
-LANE_RANGE = range(1, NUM_COMMUNICATION_LANES + 1)
+_LANE_RANGE = range(1, NUM_COMMUNICATION_LANES + 1)
 
 
 class Window(NamedTuple):

@@ -18,39 +18,39 @@ from stagewright.runtime.stem import Stem, StemGoneError, state_of
 
 STORE = "STAGEWRIGHT_STORE"
 """The variable that names the file in which the workers of one host meet."""
-LOOK_EVERY_S = 0.05
-STOPPED_GRACE = 1.5
+_LOOK_EVERY_S = 0.05
+_STOPPED_GRACE = 1.5
 """So many timeouts a worker may be stopped (SIGSTOP). Those who wait for it end sooner, and know at which action."""
-STOPPED = ("T", "t")
-LEAVE_S = 10
+_STOPPED = ("T", "t")
+_LEAVE_S = 10
 """How long workers may take to end when they are asked to."""
-Look = Callable[[Iterable[int]], None]
+_Look = Callable[[Iterable[int]], None]
 """Is given the workers' processes about once a second."""
 
 
 def run_agent(
     stem: Stem, command: Sequence[str], num_workers: int, logs: Path, environment: Mapping[str, str], timeout_s: float,
-    look: Look = lambda processes: None,
+    look: _Look = lambda processes: None,
 ) -> dict[int, int]:  # fmt: skip
     """Runs workers until all have ended well, or one has not; returns the exit status of those that failed."""
     logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     store = os.memfd_create("stagewright-store")
     own = {**os.environ, **environment, STORE: f"/proc/{os.getpid()}/fd/{store}"}
-    agent = Agent(stem, num_workers, timeout_s, look)
+    agent = _Agent(stem, num_workers, timeout_s, look)
     try:
         for worker in range(num_workers):
             log = logs / f"worker-{worker}.log"
-            stem.fork(worker, command, {**own, **variables_of(worker, num_workers)}, log, log)
+            stem.fork(worker, command, {**own, **_variables_of(worker, num_workers)}, log, log)
         return agent.wait()
     finally:
         agent.end()
         os.close(store)
 
 
-class Agent:
+class _Agent:
     """Watches workers that a stem was asked for, and ends them."""
 
-    def __init__(self, stem: Stem, num_workers: int, timeout_s: float, look: Look) -> None:
+    def __init__(self, stem: Stem, num_workers: int, timeout_s: float, look: _Look) -> None:
         self._stem, self._num_workers, self._timeout_s, self._look = stem, num_workers, timeout_s, look
         self._processes: dict[int, int] = {}
         """For each worker that is there its process."""
@@ -65,12 +65,12 @@ class Agent:
         One that is stopped then is among them: it cannot have been the others' victim.
         """
         while len(self._statuses) < self._num_workers:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(_LOOK_EVERY_S)
             self._listen()
             failed = {worker: status for worker, status in self._statuses.items() if status != 0}
             late = self._stopped_too_long()
             if failed or late:
-                stopped = [worker for worker, process in self._alive().items() if state_of(process) in STOPPED]
+                stopped = [worker for worker, process in self._alive().items() if state_of(process) in _STOPPED]
                 return {**dict.fromkeys(stopped, -signal.SIGSTOP), **failed}
         return {worker: status for worker, status in self._statuses.items() if status != 0}
 
@@ -100,26 +100,26 @@ class Agent:
         watched = [*alive.values(), *([stem] if stem is not None else [])]
         since = {each: self._stopped_since.get(each, now) for each in watched if state_of(each) == "T"}
         self._stopped_since = since
-        late = {each for each, start in since.items() if now - start > self._timeout_s * STOPPED_GRACE}
+        late = {each for each, start in since.items() if now - start > self._timeout_s * _STOPPED_GRACE}
         if stem in late:
             os.kill(int(stem or 0), signal.SIGKILL)
         return any(process in late for process in alive.values())
 
     def end(self) -> None:
         """Ends the workers that are left: asks first, but for those that are stopped and hear nothing."""
-        self._send(lambda process: signal.SIGKILL if state_of(process) in STOPPED else signal.SIGTERM)
+        self._send(lambda process: signal.SIGKILL if state_of(process) in _STOPPED else signal.SIGTERM)
         stem = self._stem.process
-        is_deaf = stem is not None and state_of(stem) in STOPPED
-        if not is_deaf and not self._all_end(LEAVE_S):
+        is_deaf = stem is not None and state_of(stem) in _STOPPED
+        if not is_deaf and not self._all_end(_LEAVE_S):
             self._send(lambda process: signal.SIGKILL)
-            is_deaf = not self._all_end(LEAVE_S)
+            is_deaf = not self._all_end(_LEAVE_S)
         if is_deaf or len(self._processes) < self._num_workers:
             # It tells nothing, or has not come to all orders yet, and must not when others follow.
             self._stem.close()
 
     def _send(self, number: Callable[[int], signal.Signals]) -> None:
         for process in self._alive().values():
-            send(process, number(process))
+            _send(process, number(process))
 
     def _all_end(self, timeout_s: float) -> bool:
         """Whether all workers that were there have ended in time."""
@@ -133,7 +133,7 @@ class Agent:
         return False
 
 
-def send(process: int, number: signal.Signals) -> None:
+def _send(process: int, number: signal.Signals) -> None:
     """Sends a signal to a worker and all it has started; one just forked may not lead a group yet."""
     try:
         os.killpg(process, number)
@@ -142,7 +142,7 @@ def send(process: int, number: signal.Signals) -> None:
             os.kill(process, number)
 
 
-def variables_of(worker: int, num_workers: int) -> dict[str, str]:
+def _variables_of(worker: int, num_workers: int) -> dict[str, str]:
     """What a worker finds in its environment, as torchrun would put it."""
     size = str(num_workers)
     return {

@@ -51,13 +51,13 @@ def prune(run_folder: Path, keep: int, run: str | None, good: set[str]) -> None:
         if not is_of_run(path, run):
             continue
         if kept >= keep:
-            remove(path)
-        elif path.name in good or is_good(path):
+            _remove(path)
+        elif path.name in good or _is_good(path):
             good.add(path.name)
             kept += 1
 
 
-def is_good(path: Path) -> bool:
+def _is_good(path: Path) -> bool:
     """Whether every file of a checkpoint is as it was written."""
     try:
         read_manifest(path)
@@ -66,7 +66,7 @@ def is_good(path: Path) -> bool:
     return True
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Removes a checkpoint; first it loses its name: half removed, it must not be taken for one."""
     doomed = unfinished(path)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -75,7 +75,7 @@ def remove(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Saved:
+class _Saved:
     """What became of one checkpoint."""
 
     step: int
@@ -95,7 +95,7 @@ class Saved:
 
 
 @dataclass
-class Copies:
+class _Copies:
     """A checkpoint on its way from the stages to the thread."""
 
     waiting: set[int | str]
@@ -121,19 +121,19 @@ class Checkpointer:
         self._limit_s = worker.settings.save_timeout_s
         wait = max(world.timeout, timedelta(seconds=self._limit_s))
         self.group = dist.new_group(timeout=wait, backend="gloo") if world.size > 1 else None
-        self.left_over, self.aliases = outside_stages(layered) if world.worker == 0 else ({}, {})
+        self.left_over, self.aliases = _outside_stages(layered) if world.worker == 0 else ({}, {})
         self.last_step: int | None = None
         """The last step that was handed to the thread."""
         self._patience, self._may_prune = patience, may_prune
         """What holds while this worker waits for the disk; whether what is saved now is worth more than what was."""
         self._good: set[str] = set()
         self._warned: set[str] = set()
-        self._under_way: dict[int, Copies] = {}
+        self._under_way: dict[int, _Copies] = {}
         self._free: list[Tensors] = []
-        self._jobs: queue.SimpleQueue[tuple[int, Copies, Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, _Copies, Any] | None] = queue.SimpleQueue()
         self._is_idle = threading.Event()
         self._is_idle.set()
-        self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[_Saved] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def is_due(self, batch: int) -> bool:
@@ -145,8 +145,8 @@ class Checkpointer:
         if self.is_due(batch):
             copies = self._copies(batch)
             started, here = time.perf_counter(), self.worker.hosted[stage]
-            self._copy(own_share(stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
-            copies.sums[str(stage)] = sum_of_bits(here.weights.newest().parameters())
+            self._copy(_own_share(stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
+            copies.sums[str(stage)] = _sum_of_bits(here.weights.newest().parameters())
             if here.replica == 0:
                 self._copy(stage_buffers(here), copies)
                 copies.about["stages"][str(stage)] = stage_numbers(here)
@@ -174,12 +174,12 @@ class Checkpointer:
         self.note_worker(step - 1)
         self.every = every
 
-    def _copies(self, batch: int) -> Copies:
+    def _copies(self, batch: int) -> _Copies:
         if batch not in self._under_way:
             # One is written at a time: a disk that cannot keep up slows the run, it does not fill the memory.
             started = time.perf_counter()
             self._wait_for_disk()
-            copies = Copies({*self.worker.hosted, "worker"}, self._free.pop() if self._free else {})
+            copies = _Copies({*self.worker.hosted, "worker"}, self._free.pop() if self._free else {})
             copies.stopped_s = time.perf_counter() - started
             self._under_way[batch] = copies
         return self._under_way[batch]
@@ -194,7 +194,7 @@ class Checkpointer:
                     f"look at the disk of {self.folder}, or give more with --save-timeout",
                 )
 
-    def _copy(self, tensors: Tensors, copies: Copies) -> None:
+    def _copy(self, tensors: Tensors, copies: _Copies) -> None:
         """Copies tensors into memory of the host that is kept for them."""
         for key, tensor in tensors.items():
             place = copies.places.get(key)
@@ -230,12 +230,12 @@ class Checkpointer:
                     event.synchronize()
                 warning = self._write(step, copies)
             except BaseException as failure:  # the run goes on with the checkpoints that it has
-                fault = reason(failure)
-            self._news.put(Saved(step, time.perf_counter() - started, copies.stopped_s, fault, warning))
+                fault = _reason(failure)
+            self._news.put(_Saved(step, time.perf_counter() - started, copies.stopped_s, fault, warning))
             self._free.append(copies.places)
             self._is_idle.set()
 
-    def _write(self, step: int, copies: Copies) -> str | None:
+    def _write(self, step: int, copies: _Copies) -> str | None:
         """Writes a checkpoint together with all other workers; returns a warning, raises on all where one cannot."""
         world, path = self.worker.world, path_of(self.folder, step)
         bits = {stage: int(number) for stage, number in copies.sums.items()}
@@ -258,7 +258,7 @@ class Checkpointer:
 
     def _write_part(self, path: Path, tensors: Tensors) -> dict[str, Any]:
         lost = next(
-            (key for key, tensor in tensors.items() if key.startswith("model/") and not is_finite(tensor)), None
+            (key for key, tensor in tensors.items() if key.startswith("model/") and not _is_finite(tensor)), None
         )
         if lost is not None:
             raise CheckpointError(f"{lost.removeprefix('model/')} has numbers that are not finite")
@@ -269,7 +269,7 @@ class Checkpointer:
         try:
             told = {"made": do()}
         except Exception as failure:
-            told = {"fault": reason(failure)}
+            told = {"fault": _reason(failure)}
         every = gather_json(told, self.group, self.worker.world.size)
         fault = next((each["fault"] for each in every if "fault" in each), None)
         if fault is not None:
@@ -302,7 +302,7 @@ class Checkpointer:
             "scheduler": next((stage["scheduler"] for stage in stages if stage["scheduler"]), {}),
         }  # fmt: skip
 
-    def news(self) -> Iterator[Saved]:
+    def news(self) -> Iterator[_Saved]:
         """What became of the checkpoints since the last time."""
         while not self._news.empty():
             yield self._news.get()
@@ -315,7 +315,7 @@ class Checkpointer:
             self._thread = None
 
 
-def own_share(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
+def _own_share(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
     """The tensors that this replica saves: all replicas hold the same ones and share the work by size."""
     loads, mine = [0] * num_replicas, {}
     for key in sorted(tensors):
@@ -326,7 +326,7 @@ def own_share(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
     return mine
 
 
-def outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
+def _outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
     """What the whole model has that no stage does: tensors that nothing uses, and second names of tied ones."""
     used = {
         id(tensor): name for name, tensor in layered.stage(0, layered.num_layers).state_dict(keep_vars=True).items()
@@ -341,7 +341,7 @@ def outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
 
 
 @torch.no_grad()
-def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
+def _sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     """The bits of some tensors, added up as whole numbers: the same for the same numbers in any order."""
     found = [bits(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.numel()]
     return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
@@ -353,12 +353,12 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(sizes[tensor.element_size()])
 
 
-def is_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Whether a tensor has no infinite number and no NaN."""
     return not tensor.dtype.is_floating_point or bool(torch.isfinite(tensor).all())
 
 
-def reason(failure: BaseException) -> str:
+def _reason(failure: BaseException) -> str:
     """Why a checkpoint could not be written, in a line."""
     if isinstance(failure, StagewrightError):
         return failure.what

@@ -32,7 +32,7 @@ class Clock:
         self.on = True
         if self._is_cuda:
             torch.cuda.synchronize()
-            event = new_event()
+            event = _new_event()
             event.record()
             event.synchronize()
             self._zero = (event, time.perf_counter())
@@ -44,7 +44,7 @@ class Clock:
             yield
             return
         if self._is_cuda:
-            first, last = (new_event() for _ in range(2))
+            first, last = (_new_event() for _ in range(2))
             first.record()
             yield
             last.record()
@@ -57,7 +57,7 @@ class Clock:
     def mark(self) -> None:
         """Notes that a step is over: a moment on the host, or on the card's stream."""
         if self._is_cuda:
-            event = new_event()
+            event = _new_event()
             event.record()
             self._marks.append(event)
         else:
@@ -94,6 +94,6 @@ class Clock:
         return sorted(self._spans, key=lambda span: span.start_s)
 
 
-def new_event() -> torch.cuda.Event:
+def _new_event() -> torch.cuda.Event:
     """An event that keeps the time."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

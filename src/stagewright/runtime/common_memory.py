@@ -34,7 +34,7 @@ def is_common(group: dist.ProcessGroup, size: int) -> bool:
         return False
     works = torch.ones(1)
     try:
-        common_bytes(mmap.PAGESIZE, group, size)
+        _common_bytes(mmap.PAGESIZE, group, size)
     except OSError:  # some systems hide processes from one another
         works.zero_()
     dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
@@ -54,10 +54,10 @@ def identity() -> str | None:
 def common_rows(num_rows: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, size: int) -> Tensor:
     """Rows of zeros that the members of a group have in common, each on pages of its own. All of them must ask."""
     stride = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-    return common_bytes(num_rows * stride, group, size).view(dtype).view(num_rows, -1)[:, :numel]
+    return _common_bytes(num_rows * stride, group, size).view(dtype).view(num_rows, -1)[:, :numel]
 
 
-def common_bytes(num_bytes: int, group: dist.ProcessGroup, size: int) -> Tensor:
+def _common_bytes(num_bytes: int, group: dist.ProcessGroup, size: int) -> Tensor:
     """So many bytes that the members of a group have in common: the first makes them, the others find them."""
     is_first = dist.get_rank(group) == 0
     file = os.memfd_create("stagewright") if is_first else None
@@ -67,7 +67,7 @@ def common_bytes(num_bytes: int, group: dist.ProcessGroup, size: int) -> Tensor:
         process, number = gather_json([os.getpid(), file], group, size)[0]
         fault = None
         try:
-            common = mapped(f"/proc/{process}/fd/{number}", num_bytes)
+            common = _mapped(f"/proc/{process}/fd/{number}", num_bytes)
         except OSError as raised:
             fault = raised
         dist.barrier(group=group)  # the file stays open until all have it
@@ -79,7 +79,7 @@ def common_bytes(num_bytes: int, group: dist.ProcessGroup, size: int) -> Tensor:
     return common
 
 
-def mapped(path: str, num_bytes: int) -> Tensor:
+def _mapped(path: str, num_bytes: int) -> Tensor:
     """The bytes of a file as a tensor, common to all who map it."""
     file = os.open(path, os.O_RDWR)
     try:

@@ -11,8 +11,8 @@ from stagewright.runtime.worker import Worker, together
 from stagewright.schedule import Action, Kind
 from stagewright.scheduling.windows import AHEAD, Key, Unit, windows
 
-Group = list[Action]
-Streams = dict[tuple[int, bool], deque[Unit[Group]]]
+_Group = list[Action]
+_Streams = dict[tuple[int, bool], deque[Unit[_Group]]]
 
 
 def run_dynamic(worker: Worker, num_batches: int, first_batch: int = 0) -> None:
@@ -22,14 +22,14 @@ def run_dynamic(worker: Worker, num_batches: int, first_batch: int = 0) -> None:
     for window in windows(groups, lambda group: (group[0], group[0].batch)):
         for group in window.late:
             worker.act(group)
-        run_units(worker, window.units.values(), limits)
+        _run_units(worker, window.units.values(), limits)
         for group in window.rest:
             worker.act(group)
 
 
-def run_units(worker: Worker, units: Iterable[Unit[Group]], limits: tuple[int, ...]) -> None:
+def _run_units(worker: Worker, units: Iterable[Unit[_Group]], limits: tuple[int, ...]) -> None:
     """Runs units until none is left: a backward that is ready, else a forward that is ready and may be held."""
-    streams: Streams = {}
+    streams: _Streams = {}
     for unit in units:
         stage, _, _, is_forward = unit.key
         streams.setdefault((stage, is_forward), deque()).append(unit)
@@ -37,11 +37,11 @@ def run_units(worker: Worker, units: Iterable[Unit[Group]], limits: tuple[int, .
     priority = sorted(streams, key=lambda key: (key[1], -key[0]))
     posted: set[Key] = set()
     while any(streams.values()):
-        post(worker, streams.values(), posted)
+        _post(worker, streams.values(), posted)
         worker.transport.arrived.clear()
-        chosen = next((key for key in priority if can_run(worker, streams[key], limits)), None)
+        chosen = next((key for key in priority if _can_run(worker, streams[key], limits)), None)
         if chosen is None:
-            wait(worker, streams)
+            _wait(worker, streams)
             continue
         unit = streams[chosen].popleft()
         worker.act(unit.compute)
@@ -49,7 +49,7 @@ def run_units(worker: Worker, units: Iterable[Unit[Group]], limits: tuple[int, .
             worker.act(group)
 
 
-def post(worker: Worker, streams: Iterable[deque[Unit[Group]]], posted: set[Key]) -> None:
+def _post(worker: Worker, streams: Iterable[deque[Unit[_Group]]], posted: set[Key]) -> None:
     """Posts the receives of the first units of every stream."""
     for stream in streams:
         for unit in list(stream)[:AHEAD]:
@@ -59,7 +59,7 @@ def post(worker: Worker, streams: Iterable[deque[Unit[Group]]], posted: set[Key]
                     worker.act(group)
 
 
-def can_run(worker: Worker, stream: deque[Unit[Group]], limits: tuple[int, ...]) -> bool:
+def _can_run(worker: Worker, stream: deque[Unit[_Group]], limits: tuple[int, ...]) -> bool:
     """Whether the first unit of a stream has its rows and, going forward, a place to hold them."""
     if not stream:
         return False
@@ -72,7 +72,7 @@ def can_run(worker: Worker, stream: deque[Unit[Group]], limits: tuple[int, ...])
     return worker.is_ready(action)
 
 
-def wait(worker: Worker, streams: Streams) -> None:
+def _wait(worker: Worker, streams: _Streams) -> None:
     """Waits until something arrives."""
     if not worker.transport.arrived.wait(worker.world.timeout.total_seconds()):
         stuck = ", ".join(str(stream[0].compute[0]) for stream in streams.values() if stream)

@@ -16,10 +16,10 @@ from stagewright.runtime.worker import Worker
 from stagewright.schedule import Kind, Schedule
 from stagewright.scheduling import make_schedule
 
-FORWARD_ONLY = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
+_FORWARD_ONLY = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
 
 
-def forward_schedule(plan: Plan, rows: int) -> Schedule:
+def _forward_schedule(plan: Plan, rows: int) -> Schedule:
     """The forwards and transfers of a batch of `rows` rows over the plan's stages."""
     stages = tuple(replace(stage, versions=1) for stage in plan.stages)
     microbatches = min(plan.num_microbatches, rows)
@@ -27,14 +27,14 @@ def forward_schedule(plan: Plan, rows: int) -> Schedule:
     whole = make_schedule(
         replace(plan, stages=stages, batch=rows, num_microbatches=microbatches, policy=policy, hold=None)
     )
-    orders = tuple(tuple(action for action in order if action.kind in FORWARD_ONLY) for order in whole.orders)
+    orders = tuple(tuple(action for action in order if action.kind in _FORWARD_ONLY) for order in whole.orders)
     return replace(whole, orders=orders)
 
 
 @torch.no_grad()
 def evaluate(worker: Worker, feed: Feed, num_rows: int, batch: int) -> Tensor:
     """Loss and metric over all rows, as means; every worker gets them."""
-    share_buffers(worker)
+    _share_buffers(worker)
     total: Tensor | None = None
     for module in worker.current_modules():
         module.eval()
@@ -42,7 +42,7 @@ def evaluate(worker: Worker, feed: Feed, num_rows: int, batch: int) -> Tensor:
     done = 0
     for rows, num_batches in sizes:
         if num_batches:
-            sums = run_forward(worker, feed, rows, num_batches, done)
+            sums = _run_forward(worker, feed, rows, num_batches, done)
             total = sums if total is None else total + sums
             done += num_batches
     for module in worker.current_modules():
@@ -58,9 +58,9 @@ def means(sums: Tensor, num_rows: int) -> Tensor:
     return torch.cat([loss / torch.where(number > 0, number, 1), metric / num_rows])
 
 
-def run_forward(worker: Worker, feed: Feed, rows: int, num_batches: int, first_batch: int) -> Tensor:
+def _run_forward(worker: Worker, feed: Feed, rows: int, num_batches: int, first_batch: int) -> Tensor:
     """The sums of loss and metric over some batches of one size."""
-    helper = worker.for_evaluation(forward_schedule(worker.plan, rows), feed)
+    helper = worker.for_evaluation(_forward_schedule(worker.plan, rows), feed)
     helper.run(num_batches, first_batch)
     numbers = range(first_batch, first_batch + num_batches)
     sums = torch.stack([helper.figures(number) for number in numbers]).sum(0).cpu()
@@ -69,7 +69,7 @@ def run_forward(worker: Worker, feed: Feed, rows: int, num_batches: int, first_b
     return sums
 
 
-def share_buffers(worker: Worker) -> None:
+def _share_buffers(worker: Worker) -> None:
     """Gives every replica the first replica's buffers: running statistics follow each replica's own rows."""
     for here in worker.hosted.values():
         group = here.reducer.group

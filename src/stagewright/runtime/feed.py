@@ -12,7 +12,7 @@ from stagewright.errors import DataError
 from stagewright.models import TensorSpec
 from stagewright.models.loss import IGNORED
 
-ROUNDED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
+_ROUNDED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
 """What rows may be given as where the first stage takes them in a shorter format."""
 
 
@@ -41,7 +41,7 @@ def check_rows(
                 f"the data gave '{spec.name}' with shape {tuple(tensor.shape)} for the {where}",
                 f"give {expected}: rows first, and as in the sample that the model was made with",
             )
-        same = tensor.dtype == spec.dtype or (tensor.dtype, spec.dtype) in ROUNDED
+        same = tensor.dtype == spec.dtype or (tensor.dtype, spec.dtype) in _ROUNDED
         if not same:
             raise DataError(
                 f"the data gave '{spec.name}' as {tensor.dtype} for the {where}",

@@ -13,7 +13,7 @@ from stagewright.schedule import Action, Kind
 
 HEAD = struct.Struct("<qqdd")
 """entries so far, process id, when the process was last seen to be alive, how long it may be silent"""
-BEAT = struct.Struct("<d")
+_BEAT = struct.Struct("<d")
 ENTRY = struct.Struct("<dBhiih")
 """time, kind, stage, batch, microbatch, peer"""
 NUM_ENTRIES = 64
@@ -22,7 +22,7 @@ STATUSES = "statuses.json"
 """The file in a run's folder that holds what its workers do, for those who read their recorders."""
 STOP_FILE = "stop"
 """The file in a run's folder by which the launcher asks workers to save and stop."""
-KINDS = list(Kind)
+_KINDS = list(Kind)
 
 
 class Flight:
@@ -40,7 +40,7 @@ class Flight:
         """Notes that an action begins."""
         kind, stage, batch, microbatch, peer = action
         place = HEAD.size + ENTRY.size * (self.count % NUM_ENTRIES)
-        entry = (time.time(), KINDS.index(kind), stage, batch & 0x7FFFFFFF, microbatch, peer)
+        entry = (time.time(), _KINDS.index(kind), stage, batch & 0x7FFFFFFF, microbatch, peer)
         ENTRY.pack_into(self._map, place, *entry)
         self.count += 1
         struct.pack_into("<q", self._map, 0, self.count)
@@ -48,7 +48,7 @@ class Flight:
     def beat(self) -> None:
         """Notes that the process is alive: one that is stopped or gone cannot."""
         if not self._map.closed:
-            BEAT.pack_into(self._map, HEAD.size - 2 * BEAT.size, time.time())
+            _BEAT.pack_into(self._map, HEAD.size - 2 * _BEAT.size, time.time())
 
     def close(self) -> None:
         """Lets the file go."""
@@ -61,7 +61,7 @@ def path_of(folder: Path, worker: int) -> Path:
     return folder / f"worker-{worker}.flight"
 
 
-def read_raw(folder: Path, worker: int) -> bytes | None:
+def _read_raw(folder: Path, worker: int) -> bytes | None:
     """The bytes of a worker's recorder; None where there is no whole one."""
     try:
         raw = path_of(folder, worker).read_bytes()
@@ -72,13 +72,13 @@ def read_raw(folder: Path, worker: int) -> bytes | None:
 
 def read_beat(folder: Path, worker: int) -> tuple[float, float] | None:
     """When a worker was last alive, and how long it may be silent; None where there is no recorder."""
-    raw = read_raw(folder, worker)
+    raw = _read_raw(folder, worker)
     return HEAD.unpack_from(raw)[2:] if raw is not None else None
 
 
 def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
     """A worker's last actions with their times, oldest first; empty where there is no readable file."""
-    raw = read_raw(folder, worker)
+    raw = _read_raw(folder, worker)
     if raw is None:
         return []
     count, entries = HEAD.unpack_from(raw)[0], []
@@ -86,8 +86,8 @@ def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
         when, kind, stage, batch, microbatch, peer = ENTRY.unpack_from(
             raw, HEAD.size + ENTRY.size * (number % NUM_ENTRIES)
         )
-        if kind < len(KINDS):
-            entries.append((when, Action(KINDS[kind], stage, batch, microbatch, peer)))
+        if kind < len(_KINDS):
+            entries.append((when, Action(_KINDS[kind], stage, batch, microbatch, peer)))
     return entries
 
 

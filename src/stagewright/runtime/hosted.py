@@ -109,14 +109,14 @@ class Hosted:
         found, mine = self._partners.get((other, microbatch)), self.share(microbatch)
         if found is None and mine is not None:
             workers, shares = self.plan.workers[other], self.plan.shares(other, microbatch)
-            common = {workers[share.replica]: overlap(mine, share) for share in shares}
+            common = {workers[share.replica]: _overlap(mine, share) for share in shares}
             found = self._partners[other, microbatch] = {
                 worker: (rows[0] - mine.start, rows[1] - mine.start) for worker, rows in common.items() if rows
             }
         return found or {}
 
 
-def overlap(one: Share, other: Share) -> tuple[int, int] | None:
+def _overlap(one: Share, other: Share) -> tuple[int, int] | None:
     """The rows that two shares have in common, or None."""
     start, stop = max(one.start, other.start), min(one.stop, other.stop)
     return (start, stop) if start < stop else None
@@ -136,7 +136,7 @@ def host_stages(
         add_up = make_sum(world, number, plan.workers[number], staged=is_staged(world, settings))
         norms = world.group("batch norm", plan.workers[number]) if settings.sync_batch_norm else None
         if world.worker in plan.workers[number]:
-            module = place(layered.stage(first, last), settings, world.device)
+            module = _place(layered.stage(first, last), settings, world.device)
             module = synchronize_batch_norm(module, norms) if settings.sync_batch_norm else module
             if group is not None:
                 # A model that was built without a seed differs from worker to worker; a stage has one beginning.
@@ -146,7 +146,7 @@ def host_stages(
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
             weights = Weights(module, stage.versions, make_optimizer, layered.unreached)
-            deferred = [DeferredGradients(slot) for slot in weights.modules] if defers(plan, number, settings) else []
+            deferred = [DeferredGradients(slot) for slot in weights.modules] if _defers(plan, number, settings) else []
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
             for slot, each in enumerate(deferred):
                 each.put(reducer.places(slot))
@@ -159,7 +159,7 @@ def host_stages(
     return hosted
 
 
-def defers(plan: Plan, stage: int, settings: Settings) -> bool:
+def _defers(plan: Plan, stage: int, settings: Settings) -> bool:
     """Whether linear layers make their weight gradients themselves: of several microbatches, or in a known place."""
     if settings.compile or RULES[plan.policy].halves:  # compiled code and backward in halves have their own ways
         return False
@@ -168,7 +168,7 @@ def defers(plan: Plan, stage: int, settings: Settings) -> bool:
     return replicas > 1 or handled.microbatches > 1
 
 
-def place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:
+def _place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:
     """The module on its device, in its number format and layout, in training mode."""
     module = module.to(device, torch.float64) if settings.precision == "fp64" else module.to(device)
     if settings.channels_last:

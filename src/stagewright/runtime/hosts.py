@@ -27,12 +27,12 @@ PORT = 29_400
 """Where the workers of several hosts meet."""
 LEAVE_S = 10.0
 """How long hosts' commands may take to end when they are asked to."""
-ANSWER_S = 15.0
+_ANSWER_S = 15.0
 """How long a host may take to answer whether it is there."""
 NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", re.ASCII)
 
 
-class HostError(RunError):
+class _HostError(RunError):
     """A host whose command failed."""
 
     def __init__(self, host: int, status: int, what: str, todo: str | None = None) -> None:
@@ -99,8 +99,8 @@ class OverSsh:
             subprocess.Popen(self.reach(host, ["true"]), stdin=quiet, stdout=quiet, stderr=quiet)
             for host in range(len(self.names))
         ]
-        until = time.monotonic() + ANSWER_S
-        return [host for host, process in enumerate(asked) if not ended_well(process, until)]
+        until = time.monotonic() + _ANSWER_S
+        return [host for host, process in enumerate(asked) if not _ended_well(process, until)]
 
     def without(self, lost: Collection[int]) -> OverSsh:
         """The hosts that are left."""
@@ -110,7 +110,7 @@ class OverSsh:
         return {}
 
 
-def ended_well(process: subprocess.Popen[bytes], until: float) -> bool:
+def _ended_well(process: subprocess.Popen[bytes], until: float) -> bool:
     """Whether a process has ended with status 0 by then; one that has not is ended."""
     try:
         return process.wait(max(0.0, until - time.monotonic())) == 0
@@ -139,14 +139,14 @@ def host_commands(
     return made
 
 
-def lone_commands(command: Sequence[str], hosts: Hosts, port: int) -> list[list[str]]:
+def _lone_commands(command: Sequence[str], hosts: Hosts, port: int) -> list[list[str]]:
     """For each host the command that starts its one worker without a launcher, which takes twice as long."""
-    given = [f"{key}={value}" for key, value in lone_environment(hosts, port).items()]
+    given = [f"{key}={value}" for key, value in _lone_environment(hosts, port).items()]
     every = range(len(hosts.addresses))
     return [hosts.reach(host, ["env", f"RANK={host}", *given, sys.executable, *command]) for host in every]
 
 
-def lone_environment(hosts: Hosts, port: int) -> dict[str, str]:
+def _lone_environment(hosts: Hosts, port: int) -> dict[str, str]:
     """What the one worker of each host is told of the others; its own RANK is the host's number."""
     return {
         "WORLD_SIZE": str(len(hosts.addresses)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
@@ -166,13 +166,15 @@ def launch_in(
         before = [hosts.python, "-m", "stagewright.runtime.leash", str(timeout_s), "env", *given]
     commands = host_commands(command, hosts, hosts.workers(plan), PORT, before)
     try:
-        launch_hosts(commands, folder, {**environment, **hosts.environment()})
-    except HostError as failure:
+        _launch_hosts(commands, folder, {**environment, **hosts.environment()})
+    except _HostError as failure:
         lost = hosts.lost() if isinstance(hosts, OverSsh) else []
         raise explain(plan, folder, {}, failure, {host: hosts.addresses[host] for host in lost}) from None
 
 
-def launch_hosts(commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+def _launch_hosts(
+    commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] | None = None
+) -> None:
     """Runs one command for each host side by side; when one fails, all are ended and the first cause is shown."""
     logs = folder / LOGS
     logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -180,13 +182,13 @@ def launch_hosts(commands: Sequence[Sequence[str]], folder: Path, environment: M
     try:
         for number, command in enumerate(commands):
             with log_of(logs, number).open("ab") as log:
-                running.append(start_host(command, log, environment or {}))
-        wait_for_all(running, logs)
+                running.append(_start_host(command, log, environment or {}))
+        _wait_for_all(running, logs)
     finally:
-        end_all(running)
+        _end_all(running)
 
 
-def start_host(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_host(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts one host's command, apart from this terminal's Ctrl-C; it ends with this process, however that ends."""
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment},
@@ -194,7 +196,7 @@ def start_host(command: Sequence[str], log: IO[bytes], environment: Mapping[str,
     )  # fmt: skip
 
 
-def end_all(running: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end_all(running: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ends the processes that still run: kindly first, so that they can end their own."""
     for process in running:
         if process.stdin is not None:
@@ -211,13 +213,13 @@ def end_all(running: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+def _wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
     """Returns when every process ended well; raises at the first that did not. Meanwhile they hear that we are here."""
     left, said = dict(enumerate(running)), 0.0
     while left:
         if time.monotonic() - said > BEAT_S:
             said = time.monotonic()
-            say_here(left.values())
+            _say_here(left.values())
         for number, process in list(left.items()):
             try:
                 status = process.wait(timeout=0.1)
@@ -228,7 +230,7 @@ def wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> None
             del left[number]
 
 
-def say_here(running: Iterable[subprocess.Popen[bytes]]) -> None:
+def _say_here(running: Iterable[subprocess.Popen[bytes]]) -> None:
     """Writes a line to every process that can take one."""
     pipes = [process.stdin for process in running if process.stdin is not None]
     for pipe in select.select([], pipes, [], 0.0)[1] if pipes else ():
@@ -236,11 +238,11 @@ def say_here(running: Iterable[subprocess.Popen[bytes]]) -> None:
             os.write(pipe.fileno(), b"\n")
 
 
-def host_failure(host: int, num_hosts: int, status: int, logs: Path) -> HostError:
+def host_failure(host: int, num_hosts: int, status: int, logs: Path) -> _HostError:
     """That a host's command failed, with the last lines of what it said."""
     tail = log_of(logs, host).read_text(errors="replace").strip().splitlines()[-3:]
     what = f"{count(1, 'host')} of {num_hosts} failed: host {host} ended with status {status}"
-    return HostError(host, status, what, "\n".join(tail) or f"its output is in {logs}")
+    return _HostError(host, status, what, "\n".join(tail) or f"its output is in {logs}")
 
 
 def log_of(logs: Path, host: int) -> Path:

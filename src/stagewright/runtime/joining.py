@@ -46,15 +46,15 @@ def joined(world: World, take: Take) -> Iterator[Joined]:
             known = read_identity(Path(launched)) or {}
             own = {"folder": launched, "id": known.get("id", ""), "changes": known.get("changes", [])}
         elif world.worker == 0:
-            own, held = first_word(stack, take, again)
+            own, held = _first_word(stack, take, again)
         told = gather_json(own, world.control, world.size)[0]
         if "fault" in told:
             raise UsageError(told["fault"], told["todo"])
-        check_shared(world, Path(told["folder"]), told["id"])
+        _check_shared(world, Path(told["folder"]), told["id"])
         yield Joined(Path(told["folder"]), told["id"], again, tuple(told["changes"]), held)
 
 
-def first_word(stack: ExitStack, take: Take, again: bool) -> tuple[dict[str, Any], RunFolder | None]:
+def _first_word(stack: ExitStack, take: Take, again: bool) -> tuple[dict[str, Any], RunFolder | None]:
     """What the first worker tells the others of the run's folder, which it then holds, or why there is none."""
     try:
         run = stack.enter_context(take(again))
@@ -63,7 +63,7 @@ def first_word(stack: ExitStack, take: Take, again: bool) -> tuple[dict[str, Any
     return {"folder": str(run.path), "id": run.id, "changes": list(run.changes)}, run
 
 
-def check_shared(world: World, folder: Path, id: str) -> None:
+def _check_shared(world: World, folder: Path, id: str) -> None:
     """Refuses hosts that do not see the run's folder: each would save its parts for itself alone."""
     sees = (read_identity(folder) or {}).get("id") == id
     told = gather_json([sees, socket.gethostname()], world.control, world.size)

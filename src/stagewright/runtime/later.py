@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Reader = Callable[[Sequence[float]], None]
+_Reader = Callable[[Sequence[float]], None]
 
 
 class Later:
@@ -24,9 +24,9 @@ class Later:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._coming: deque[tuple[torch.cuda.Event, Tensor, Reader]] = deque()
+        self._coming: deque[tuple[torch.cuda.Event, Tensor, _Reader]] = deque()
 
-    def read(self, numbers: Tensor, reader: Reader) -> None:
+    def read(self, numbers: Tensor, reader: _Reader) -> None:
         """Calls `reader` with the numbers, now or from a later `poll` or `drain`."""
         if self.device.type != "cuda":
             reader(numbers.tolist())

@@ -29,7 +29,7 @@ from stagewright.schedule import Schedule
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 """The variable that tells workers where the run keeps its files."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SCHEDULE = "STAGEWRIGHT_SCHEDULE"
 """The variable that names a file whose schedule workers use instead of their own."""
 
@@ -39,7 +39,7 @@ def is_worker() -> bool:
     if "RANK" in os.environ:
         return True
     if "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        os.environ.update(from_slurm(os.environ))
+        os.environ.update(_from_slurm(os.environ))
         return True
     return False
 
@@ -53,7 +53,7 @@ def is_main() -> bool:
     return not is_worker() or (RUN_FOLDER not in os.environ and os.environ["RANK"] == "0")
 
 
-def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """torch's variables out of SLURM's: the first host of the job is where the workers meet."""
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "localhost"))
     job = int(environment.get("SLURM_JOB_ID", "0") or 0)
@@ -61,12 +61,12 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_NTASKS"],
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(hosts)),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", _first_host(hosts)),
         "MASTER_PORT": environment.get("MASTER_PORT", str(20_000 + job % 20_000)),
     }
 
 
-def first_host(hosts: str) -> str:
+def _first_host(hosts: str) -> str:
     """The first of hosts as SLURM writes them."""
     return next(iter(expand_hosts(hosts)), "localhost")
 
@@ -74,10 +74,10 @@ def first_host(hosts: str) -> str:
 def expand_hosts(text: str) -> tuple[str, ...]:
     """Every host that a list names: `gpu[03-05,9],other` is gpu03, gpu04, gpu05, gpu9 and other."""
     words = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
-    return tuple(name for word in words for name in expand_host(word))
+    return tuple(name for word in words for name in _expand_host(word))
 
 
-def expand_host(word: str) -> list[str]:
+def _expand_host(word: str) -> list[str]:
     """The hosts of one word, whatever stands before, between and after its brackets: `rack[1-2]node[01-04]-ib`."""
     match = re.search(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]", word)
     if match is None:
@@ -88,7 +88,9 @@ def expand_host(word: str) -> list[str]:
         for first, _, last in spans
         for number in range(int(first), int(last or first) + 1)
     ]
-    return [f"{word[: match.start()]}{number}{rest}" for number in numbers for rest in expand_host(word[match.end() :])]
+    return [
+        f"{word[: match.start()]}{number}{rest}" for number in numbers for rest in _expand_host(word[match.end() :])
+    ]
 
 
 def this_command() -> list[str]:
@@ -174,7 +176,7 @@ def stop_on_signals(run: RunFolder) -> Iterator[None]:
         write_text(run.path / STOP_FILE, signal.Signals(number).name)
         os.write(2, b"stopping: this step is finished and saved first; once more ends at once\n")
 
-    before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, ask) for number in _STOP_SIGNALS}
     try:
         yield
     finally:
@@ -205,13 +207,13 @@ def explain(
     elif found.worker is None and not evidence and failure is not None:
         what, evidence = failure.what, (failure.todo or "").splitlines()
     cause = f"{what}: {evidence[0]}" if evidence else what
-    todo = "\n".join([*evidence, *last_checkpoint(folder), f"its output is in {folder / LOGS}"])
+    todo = "\n".join([*evidence, *_last_checkpoint(folder), f"its output is in {folder / LOGS}"])
     fault = RunError(what, todo, cause=cause)
     fault.worker, fault.hosts = found.worker if found.is_own else None, tuple(lost or ())
     return fault
 
 
-def last_checkpoint(folder: Path) -> list[str]:
+def _last_checkpoint(folder: Path) -> list[str]:
     """How to go on, where something was saved."""
     from stagewright.runtime.resuming import checkpoints_in, is_of_run, run_of
 

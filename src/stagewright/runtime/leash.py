@@ -22,7 +22,7 @@ from stagewright.runtime.stem import follow_parent
 
 BEAT_S = 1.0
 """How often the launcher says that it is there."""
-LEAVE_S = 5.0
+_LEAVE_S = 5.0
 """How long the command may take to end when it is asked to."""
 
 
@@ -40,17 +40,17 @@ def main(patience_s: float, command: list[str]) -> int:
                     break
                 heard = time.monotonic()
     finally:
-        end(running)
+        _end(running)
     return running.returncode if running.returncode >= 0 else 128 - running.returncode
 
 
-def end(running: subprocess.Popen[bytes]) -> None:
+def _end(running: subprocess.Popen[bytes]) -> None:
     """Ends the command and its process group, kindly first."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(running.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            running.wait(LEAVE_S)
+            running.wait(_LEAVE_S)
             return
 
 

@@ -33,14 +33,14 @@ from stagewright.runtime.agent import STORE
 
 RESTARTED = "STAGEWRIGHT_RESTARTED"
 """The variable that tells workers that others ran before them in the same run."""
-RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
-INTERFACE = "GLOO_SOCKET_IFNAME"
+_RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that names the interface over which gloo connects workers."""
 LOOPBACK = "127.0.0.1"
-ASK_EVERY_S = 0.02
-CLOSED_PORT = 9
+_ASK_EVERY_S = 0.02
+_CLOSED_PORT = 9
 """Where nobody listens, which a host that is there says at once."""
-ADDRESS_OF_INTERFACE = 0x8915
+_ADDRESS_OF_INTERFACE = 0x8915
 """SIOCGIFADDR of Linux"""
 
 
@@ -58,17 +58,17 @@ class Place(NamedTuple):
 
 def meet(rank: int, size: int, timeout_s: float) -> tuple[Store, list[Place]]:
     """A store that this meeting of the workers has for itself, and where each of them is."""
-    store, own = open_store(rank, size, timeout_s), own_place()
+    store, own = _open_store(rank, size, timeout_s), own_place()
     token, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     store.set(f"hello/{rank}", json.dumps([token, own]))
     called, meeting = dict[int, Any](), ""
     while time.monotonic() < deadline:
         if rank == 0:
-            said = hellos(store, size)
+            said = _hellos(store, size)
             if len(said) == size and said != called:
                 called, meeting = said, uuid.uuid4().hex
                 store.set("welcome", json.dumps([meeting, list(said.values())]))
-        welcome = read(store, "welcome")
+        welcome = _read(store, "welcome")
         if welcome is not None and token in (said[0] for said in welcome[1]):
             name = welcome[0]
             store.set(f"{name}/here/{rank}", "")
@@ -76,13 +76,13 @@ def meet(rank: int, size: int, timeout_s: float) -> tuple[Store, list[Place]]:
                 store.set(f"{name}/go", "")
             if store.check([f"{name}/go"]):
                 return PrefixStore(name, store), [Place(*place) for _, place in welcome[1]]
-        time.sleep(ASK_EVERY_S)
-    missing = ", ".join(str(number) for number in range(size) if number not in hellos(store, size))
+        time.sleep(_ASK_EVERY_S)
+    missing = ", ".join(str(number) for number in range(size) if number not in _hellos(store, size))
     who = f"worker {missing}" if missing else "a worker"
     raise RunError(f"{who} did not start within {timeout_s:g} s", "give more with --start-timeout")
 
 
-def open_store(rank: int, size: int, timeout_s: float) -> Store:
+def _open_store(rank: int, size: int, timeout_s: float) -> Store:
     """The store of this host's agent, or the one that torchrun and the like name in the environment."""
     if STORE in os.environ:
         return FileStore(os.environ[STORE], size)
@@ -90,33 +90,33 @@ def open_store(rank: int, size: int, timeout_s: float) -> Store:
     return PrefixStore("stagewright", store)
 
 
-def hellos(store: Store, size: int) -> dict[int, Any]:
+def _hellos(store: Store, size: int) -> dict[int, Any]:
     """What each worker that is there has said."""
-    found = {number: read(store, f"hello/{number}") for number in range(size)}
+    found = {number: _read(store, f"hello/{number}") for number in range(size)}
     return {number: said for number, said in found.items() if said is not None}
 
 
-def read(store: Store, key: str) -> Any:
+def _read(store: Store, key: str) -> Any:
     """The value of a key, if there is one."""
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
 def own_place() -> Place:
     """Where this worker runs."""
-    again = RESTARTED in os.environ or os.environ.get(RESTARTS_OF_TORCH, "0") != "0"
+    again = RESTARTED in os.environ or os.environ.get(_RESTARTS_OF_TORCH, "0") != "0"
     name = socket.gethostname()
-    host = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or f"{name} {network_of_this()}"
-    return Place(host, name, "" if STORE in os.environ else address_towards(os.environ.get("MASTER_ADDR", "")), again)
+    host = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or f"{name} {_network_of_this()}"
+    return Place(host, name, "" if STORE in os.environ else _address_towards(os.environ.get("MASTER_ADDR", "")), again)
 
 
-def network_of_this() -> str:
+def _network_of_this() -> str:
     """The network namespace of this process, where there are such."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/net")
     return ""
 
 
-def address_towards(host: str) -> str:
+def _address_towards(host: str) -> str:
     """This host's own address on the way to another one; nothing is sent. Empty where there is no way."""
     with suppress(OSError):
         family, kind, protocol, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
@@ -133,9 +133,9 @@ def choose_interface(places: list[Place], rank: int) -> None:
     """
     others = [place.address for place in places if place.host != places[rank].host]
     outside = [address for address in others if address and not address.startswith("127.")]
-    own = address_towards(outside[0]) if outside else places[rank].address if others else LOOPBACK
-    if INTERFACE not in os.environ and (name := interface_with(own)) is not None:
-        os.environ[INTERFACE] = name
+    own = _address_towards(outside[0]) if outside else places[rank].address if others else LOOPBACK
+    if _INTERFACE not in os.environ and (name := _interface_with(own)) is not None:
+        os.environ[_INTERFACE] = name
 
 
 def lost_hosts(places: Sequence[Place], rank: int, limit_s: float) -> list[str]:
@@ -146,7 +146,7 @@ def lost_hosts(places: Sequence[Place], rank: int, limit_s: float) -> list[str]:
     for address, place in others.items():
         probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         probe.setblocking(False)
-        said = probe.connect_ex((address, CLOSED_PORT))
+        said = probe.connect_ex((address, _CLOSED_PORT))
         if said == errno.EINPROGRESS:
             asked[probe] = place
             continue
@@ -165,12 +165,12 @@ def lost_hosts(places: Sequence[Place], rank: int, limit_s: float) -> list[str]:
     return [f"{place.name} ({place.address})" for place in (*silent, *waiting.values())]
 
 
-def interface_with(address: str) -> str | None:
+def _interface_with(address: str) -> str | None:
     """The interface that has an address of IPv4."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                found = fcntl.ioctl(probe, ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
+                found = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None

@@ -44,24 +44,24 @@ def shared_cards(workers_a_card: int, transport: str = "auto") -> Iterator[dict[
             "CUDA_MPS_PIPE_DIRECTORY": os.environ.get("CUDA_MPS_PIPE_DIRECTORY", f"{folder}/pipe"),
             "CUDA_MPS_LOG_DIRECTORY": os.environ.get("CUDA_MPS_LOG_DIRECTORY", f"{folder}/log"),
         }
-        started = start(pipes)
+        started = _start(pipes)
         try:
             yield {**environment, **pipes, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // workers_a_card)}
         finally:
             if started:
-                tell("quit", pipes)
+                _tell("quit", pipes)
 
 
-def start(pipes: dict[str, str]) -> bool:
+def _start(pipes: dict[str, str]) -> bool:
     """Starts MPS unless it answers already; returns whether it was started here."""
-    if tell("get_server_list", pipes) == 0:
+    if _tell("get_server_list", pipes) == 0:
         return False
     for folder in pipes.values():
         os.makedirs(folder, exist_ok=True)
     return subprocess.run([CONTROL, "-d"], env={**os.environ, **pipes}, capture_output=True, timeout=30).returncode == 0
 
 
-def tell(command: str, pipes: dict[str, str]) -> int:
+def _tell(command: str, pipes: dict[str, str]) -> int:
     """Sends a command to MPS; returns its exit status."""
     try:
         done = subprocess.run(

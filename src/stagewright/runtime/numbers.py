@@ -21,11 +21,11 @@ from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.later import Later
 from stagewright.runtime.stage import Key
 
-JUMP = 10.0
+_JUMP = 10.0
 """How many times the usual norm is a jump."""
-MOST_SKIPPED = 100
+_MOST_SKIPPED = 100
 """Steps in a row after which skipping has no end."""
-HISTORY, ENOUGH = 64, 16
+_HISTORY, _ENOUGH = 64, 16
 """Norms that make the usual one, and how many there must be before one is called a jump."""
 
 
@@ -57,13 +57,13 @@ class Watch:
         # A mask may well hold -inf: what counts is what the loss depends on.
         outputs = here.runner.outputs
         looked_at = made[:1] if here.runner.has_loss else [t for t, spec in zip(made, outputs) if spec.needs_grad]
-        bad = not_finite(looked_at)
+        bad = _not_finite(looked_at)
         if not self.looks_always:
             flag = self._flags.get((here.stage, key[0]))
             self._flags[here.stage, key[0]] = bad if flag is None else flag | bad
         elif bool(bad):
-            if not bool(not_finite(inputs)):
-                self.report(key[0], origin(here, module, key, inputs, targets, self.layer_of))
+            if not bool(_not_finite(inputs)):
+                self.report(key[0], _origin(here, module, key, inputs, targets, self.layer_of))
             elif here.stage == 0:
                 self.report(key[0], f"the data of batch {key[0]}, microbatch {key[1]}, are not finite")
 
@@ -100,7 +100,7 @@ class Watch:
     def _refuse_lost(self, here: Hosted, batch: int) -> None:
         """Ends a run whose weights are not finite: no step that is skipped brings them back."""
         for name, parameter in here.weights.newest().named_parameters():
-            if bool(not_finite([parameter])):
+            if bool(_not_finite([parameter])):
                 layer = self.layer_of.get(name, name)
                 raise RunError(
                     f"the weights of layer {layer} in stage {here.stage} are not finite in batch {batch}, so that "
@@ -109,9 +109,9 @@ class Watch:
                 )
 
     def _look_for_jump(self, stage: int, batch: int, names: Sequence[str], norms: Sequence[float]) -> None:
-        norm, past = math.hypot(*norms), self._norms.setdefault(stage, deque(maxlen=HISTORY))
-        usual = median(past) if len(past) >= ENOUGH else math.inf
-        is_high, was_high = norm > JUMP * usual, stage in self._high
+        norm, past = math.hypot(*norms), self._norms.setdefault(stage, deque(maxlen=_HISTORY))
+        usual = median(past) if len(past) >= _ENOUGH else math.inf
+        is_high, was_high = norm > _JUMP * usual, stage in self._high
         (self._high.add if is_high else self._high.discard)(stage)
         if is_high and not was_high:
             layer = self.layer_of.get(names[norms.index(max(norms))], "?")
@@ -129,33 +129,33 @@ class Watch:
             )
         if batch not in self._told:
             self._told, self.skipped = {batch}, self.skipped + 1
-            if self.skipped == MOST_SKIPPED:
-                raise RunError(f"{what}, as in the {MOST_SKIPPED - 1} steps before it", "lower the learning rate")
+            if self.skipped == _MOST_SKIPPED:
+                raise RunError(f"{what}, as in the {_MOST_SKIPPED - 1} steps before it", "lower the learning rate")
             self.tell(f"{what}; the step is skipped")
 
 
-def not_finite(tensors: Sequence[Tensor]) -> Tensor:
+def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether any number in any tensor is infinite or NaN, as a tensor that nobody has waited for."""
     flags = [~torch.isfinite(each.detach()).all() for each in tensors if each.dtype.is_floating_point]
     return torch.stack(flags).any() if flags else torch.tensor(False)
 
 
 @torch.no_grad()
-def origin(
+def _origin(
     here: Hosted, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
     layer_of: Mapping[str, str],
 ) -> str:  # fmt: skip
     """Where a stage's numbers stopped being finite: a weight, or the first layer that made one of finite ones."""
     place = f"stage {here.stage} in batch {key[0]}, microbatch {key[1]}"
     for name, parameter in module.named_parameters():
-        if bool(not_finite([parameter])):
+        if bool(_not_finite([parameter])):
             return f"the weights of layer {layer_of.get(name, name)} are not finite: {place}"
-    layer = first_bad_module(module, inputs, targets, layer_of)
+    layer = _first_bad_module(module, inputs, targets, layer_of)
     what = f"layer {layer} made numbers that are not finite" if layer else "the loss is not finite"
     return f"{what}: {place}"
 
 
-def first_bad_module(
+def _first_bad_module(
     module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], layer_of: Mapping[str, str]
 ) -> str | None:
     """The layer of the first module inside whose output is not finite, running the stage once more."""
@@ -166,7 +166,7 @@ def first_bad_module(
             tensors = [
                 each for each in (made if isinstance(made, tuple | list) else [made]) if isinstance(each, Tensor)
             ]
-            if not found and bool(not_finite(tensors)):
+            if not found and bool(_not_finite(tensors)):
                 found.append(name)
 
         return hook
@@ -179,9 +179,9 @@ def first_bad_module(
         hook.remove()
     for buffer, kept in zip(module.buffers(), buffers):
         buffer.copy_(kept)
-    return layer_named(found[0], layer_of) if found else None
+    return _layer_named(found[0], layer_of) if found else None
 
 
-def layer_named(module: str, layer_of: Mapping[str, str]) -> str:
+def _layer_named(module: str, layer_of: Mapping[str, str]) -> str:
     """The layer that a module's name belongs to, by the parameters under it; else the module's own name."""
     return next((layer for name, layer in layer_of.items() if name.startswith(f"{module}.")), module)

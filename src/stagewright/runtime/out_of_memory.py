@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-GIB = 1 << 30
+_GIB = 1 << 30
 
 
 class MemoryWatch:
@@ -23,9 +23,9 @@ class MemoryWatch:
         """A sentence where the kernel has ended a process for lack of memory since this began."""
         if _kills() <= self._kills_before:
             return None
-        held = f"workers held up to {self._most_bytes / GIB:.1f} of " if self._most_bytes else "this host has "
+        held = f"workers held up to {self._most_bytes / _GIB:.1f} of " if self._most_bytes else "this host has "
         return (
-            f"the kernel ended it, since memory was full: {held}{_total_bytes() / GIB:.1f} GiB; "
+            f"the kernel ended it, since memory was full: {held}{_total_bytes() / _GIB:.1f} GiB; "
             "use a smaller batch, more microbatches or fewer devices"
         )
 

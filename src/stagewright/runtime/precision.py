@@ -12,7 +12,7 @@ from torch import Tensor
 from stagewright.runtime.settings import Settings
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-GROWTH, BACKOFF = 2.0, 0.5
+_GROWTH, _BACKOFF = 2.0, 0.5
 
 
 def autocast(settings: Settings) -> AbstractContextManager[object]:
@@ -57,7 +57,7 @@ class LossScale:
         """Moves the scale on after the agreement on a batch; `overflowed` is 1 or 0."""
         if self.is_on:
             scale, num_finite = (each.clone() for each in self._after[batch])
-            torch._amp_update_scale_(scale, num_finite, overflowed, GROWTH, BACKOFF, self.growth_steps)
+            torch._amp_update_scale_(scale, num_finite, overflowed, _GROWTH, _BACKOFF, self.growth_steps)
             self._after[batch + 1] = (scale, num_finite)
             self._after.pop(batch - self._num_kept, None)
 

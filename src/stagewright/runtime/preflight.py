@@ -28,10 +28,10 @@ from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule
 
-GIB = 1 << 30
-CLOCKS_APART_S = 5.0
+_GIB = 1 << 30
+_CLOCKS_APART_S = 5.0
 """How far the clocks of two hosts may be apart; asking takes a while too."""
-ASK_S = 60.0
+_ASK_S = 60.0
 
 
 def check_before_launch(
@@ -41,19 +41,19 @@ def check_before_launch(
 
     `states` is how many numbers the optimizer keeps for each parameter, `keep` how many checkpoints there will be.
     """
-    sizes = stage_bytes(schedule.plan, layered, settings)
+    sizes = _stage_bytes(schedule.plan, layered, settings)
     needed = needed_bytes(schedule.plan, layered, settings, states)
     hosts = sorted({id.host for id in schedule.plan.devices})
     found = [
-        *wrong_schedule(schedule),
-        *too_little_memory(schedule.plan, needed, settings, {"this host": (this_machine(), hosts)}),
-        *unwritable(folder),
-        *(too_little_disk(schedule.plan, sizes, folder, states, keep) if keep else ()),
+        *_wrong_schedule(schedule),
+        *too_little_memory(schedule.plan, needed, settings, {"this host": (_this_machine(), hosts)}),
+        *_unwritable(folder),
+        *(_too_little_disk(schedule.plan, sizes, folder, states, keep) if keep else ()),
     ]
-    refuse(found)
+    _refuse(found)
 
 
-def refuse(found: Sequence[str]) -> None:
+def _refuse(found: Sequence[str]) -> None:
     """Raises one error for all that was found, if anything was."""
     if len(found) == 1:
         raise UsageError(found[0])
@@ -62,7 +62,7 @@ def refuse(found: Sequence[str]) -> None:
         raise UsageError(f"the run cannot start: {count(len(found), 'thing')} must be put right first", lines)
 
 
-def wrong_schedule(schedule: Schedule) -> list[str]:
+def _wrong_schedule(schedule: Schedule) -> list[str]:
     """What the check of the schedule says."""
     try:
         check_schedule(schedule)
@@ -71,7 +71,7 @@ def wrong_schedule(schedule: Schedule) -> list[str]:
     return []
 
 
-def stage_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[int]:
+def _stage_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[int]:
     """The bytes of each stage's parameters."""
     size = 8 if settings.precision == "fp64" else 4
     counts, sizes, first = parameter_counts(layered), [], 0
@@ -83,7 +83,7 @@ def stage_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[int]:
 
 def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: int) -> list[int]:
     """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage."""
-    sizes, saved = stage_bytes(plan, layered, settings), saved_bytes(plan, layered, settings)
+    sizes, saved = _stage_bytes(plan, layered, settings), saved_bytes(plan, layered, settings)
     needed, held, fullest = [0] * len(plan.devices), outstanding(plan), [0.0] * len(plan.devices)
     for number, (stage, members, size) in enumerate(zip(plan.stages, plan.workers, sizes)):
         reduced = stage.versions if len(members) > 1 else 0
@@ -113,18 +113,18 @@ class Machine(NamedTuple):
     card_bytes: tuple[int, ...]
 
 
-Machines = Mapping[str, tuple[Machine, Sequence[int]]]
+_Machines = Mapping[str, tuple[Machine, Sequence[int]]]
 """By name, each with the numbers of the plan's hosts that it is."""
-JudgeMemory = Callable[[Machines], list[str]]
+JudgeMemory = Callable[[_Machines], list[str]]
 
 
-def this_machine() -> Machine:
+def _this_machine() -> Machine:
     """The one that this process runs on."""
     cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return Machine(available_memory(), tuple(torch.cuda.get_device_properties(card).total_memory for card in cards))
 
 
-def too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, machines: Machines) -> list[str]:
+def too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, machines: _Machines) -> list[str]:
     """Hosts and cards whose memory cannot hold what their workers need.
 
     A worker has the card of its place among its host's workers; where there are more workers than cards, they share.
@@ -134,21 +134,21 @@ def too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, mac
         here = [[worker for worker, id in enumerate(plan.devices) if id.host == host] for host in hosts]
         total = sum(needed[worker] for members in here for worker in members)
         if settings.device == "cpu" and total > machine.memory_bytes:
-            found.append(memory_word("the workers together need", total, name, machine.memory_bytes))
+            found.append(_memory_word("the workers together need", total, name, machine.memory_bytes))
         for card, has in enumerate(machine.card_bytes if settings.device != "cpu" else ()):
             members = [worker for each in here for worker in each[card :: len(machine.card_bytes)]]
             size = sum(needed[worker] for worker in members)
             if size > has:
                 where = format_devices([plan.devices[worker] for worker in members])
-                found.append(memory_word(f"the stages on {where} need", size, f"card {card} of {name}", has))
+                found.append(_memory_word(f"the stages on {where} need", size, f"card {card} of {name}", has))
     return found
 
 
-def memory_word(who: str, needed: int, where: str, have: int) -> str:
+def _memory_word(who: str, needed: int, where: str, have: int) -> str:
     """How much is needed and how much is there."""
     return (
-        f"{who} {needed / GIB:.1f} GiB for weights, gradients, optimizer and activations, {where} has "
-        f"{have / GIB:.1f} GiB: use more devices, fewer rows or versions, more microbatches, or recompute"
+        f"{who} {needed / _GIB:.1f} GiB for weights, gradients, optimizer and activations, {where} has "
+        f"{have / _GIB:.1f} GiB: use more devices, fewer rows or versions, more microbatches, or recompute"
     )
 
 
@@ -161,7 +161,7 @@ def available_memory() -> int:
         return 1 << 62
 
 
-def unwritable(folder: Path) -> list[str]:
+def _unwritable(folder: Path) -> list[str]:
     """Whether files can be made in the run's folder."""
     probe = folder / f".probe-{os.getpid()}"
     try:
@@ -172,19 +172,19 @@ def unwritable(folder: Path) -> list[str]:
     return []
 
 
-def checkpoint_bytes(plan: Plan, sizes: Sequence[int], states: int) -> int:
+def _checkpoint_bytes(plan: Plan, sizes: Sequence[int], states: int) -> int:
     """What one checkpoint takes: every version, and what the optimizer keeps."""
     return sum(size * (stage.versions + states) for stage, size in zip(plan.stages, sizes))
 
 
-def too_little_disk(plan: Plan, sizes: Sequence[int], folder: Path, states: int, keep: int) -> list[str]:
+def _too_little_disk(plan: Plan, sizes: Sequence[int], folder: Path, states: int, keep: int) -> list[str]:
     """Whether the checkpoints that are kept, and the one being written, have room."""
-    needed, free = (keep + 1) * checkpoint_bytes(plan, sizes, states), shutil.disk_usage(folder).free
+    needed, free = (keep + 1) * _checkpoint_bytes(plan, sizes, states), shutil.disk_usage(folder).free
     if needed <= free:
         return []
     return [
-        f"{keep} checkpoints and the one being written take {needed / GIB:.2f} GiB, {folder} has {free / GIB:.2f} GiB "
-        "left: use a smaller --keep, or another folder"
+        f"{keep} checkpoints and the one being written take {needed / _GIB:.2f} GiB, {folder} has "
+        f"{free / _GIB:.2f} GiB left: use a smaller --keep, or another folder"
     ]
 
 
@@ -197,11 +197,11 @@ def facts(paths: Sequence[str], port: int | None) -> dict[str, Any]:
         "stagewright": version("stagewright"), "torch": torch.__version__,
         "python": ".".join(map(str, sys.version_info[:2])),
         "time": time.time(), "missing": [path for path in paths if not Path(path).exists()],
-        "port_is_free": port is None or is_free(port), "machine": this_machine(),
+        "port_is_free": port is None or _is_free(port), "machine": _this_machine(),
     }  # fmt: skip
 
 
-def is_free(port: int) -> bool:
+def _is_free(port: int) -> bool:
     """Whether nobody listens on a port."""
     try:
         socket.create_server(("", port)).close()
@@ -225,28 +225,28 @@ def check_hosts(
     for host in hosts:
         command = ask(host, ["stagewright.runtime.preflight", str(port if host == hosts[0] else 0), *paths])
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    told = [answer(process) for process in running]
+    told = [_answer(process) for process in running]
     memory = ((each["machine"], place) for place, each in enumerate(told) if isinstance(each, dict))
     machines = {hosts[place]: (Machine(first, tuple(cards)), [place]) for (first, cards), place in memory}
-    refuse([*differences(hosts, told, port), *too_small(machines)])
+    _refuse([*_differences(hosts, told, port), *too_small(machines)])
 
 
-def answer(process: subprocess.Popen[str]) -> dict[str, Any] | str:
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any] | str:
     """A host's facts, with how far its clock is from ours, or why there are none."""
     try:
-        out, err = process.communicate(timeout=ASK_S)
+        out, err = process.communicate(timeout=_ASK_S)
         told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
         told["clock_s"] = told.pop("time") - time.time()
         return told
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return f"it did not answer within {ASK_S:g} s"
+        return f"it did not answer within {_ASK_S:g} s"
     except (ValueError, IndexError, KeyError, AttributeError):
         return (err.strip().splitlines() or [f"it ended with status {process.returncode}"])[-1]
 
 
-def differences(hosts: Sequence[str], told: Sequence[dict[str, Any] | str], port: int) -> Iterable[str]:
+def _differences(hosts: Sequence[str], told: Sequence[dict[str, Any] | str], port: int) -> Iterable[str]:
     """What is wrong with the hosts' facts, one line each."""
     known = {host: each for host, each in zip(hosts, told) if isinstance(each, dict)}
     for host, each in zip(hosts, told):
@@ -255,10 +255,10 @@ def differences(hosts: Sequence[str], told: Sequence[dict[str, Any] | str], port
     for what in ("stagewright", "torch", "python"):
         found = {host: each[what] for host, each in known.items()}
         if len(set(found.values())) > 1:
-            yield f"{what} is not the same everywhere: {named(found)}"
+            yield f"{what} is not the same everywhere: {_named(found)}"
     clocks = {host: each["clock_s"] for host, each in known.items()}
-    if clocks and max(clocks.values()) - min(clocks.values()) > CLOCKS_APART_S:
-        yield f"the clocks are apart: {named({host: f'{value:+.0f} s' for host, value in clocks.items()})}"
+    if clocks and max(clocks.values()) - min(clocks.values()) > _CLOCKS_APART_S:
+        yield f"the clocks are apart: {_named({host: f'{value:+.0f} s' for host, value in clocks.items()})}"
     for host, each in known.items():
         for path in each["missing"]:
             yield f"host {host} has no {path}"
@@ -266,7 +266,7 @@ def differences(hosts: Sequence[str], told: Sequence[dict[str, Any] | str], port
             yield f"port {port} of host {host} is taken"
 
 
-def named(found: Mapping[str, object]) -> str:
+def _named(found: Mapping[str, object]) -> str:
     """Values with their hosts."""
     return ", ".join(f"{value} on {host}" for host, value in found.items())
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from stagewright.errors import RunError
 from stagewright.runtime.sums import Pending, Sum
 
-Inspect = Callable[[int, Sequence[int], Sequence[Tensor | None]], None]
+_Inspect = Callable[[int, Sequence[int], Sequence[Tensor | None]], None]
 """(slot, indices of parameters, their gradients)"""
 
 
 @dataclass
-class Bucket:
+class _Bucket:
     """Some parameters of one slot, and the flat tensor that their gradients travel in."""
 
     members: list[int]
@@ -35,7 +35,7 @@ class Bucket:
     work: Pending | None = None
 
 
-def cut_into_buckets(sizes: Sequence[int], num_buckets: int) -> list[list[int]]:
+def _cut_into_buckets(sizes: Sequence[int], num_buckets: int) -> list[list[int]]:
     """Indices of parameters, last first, cut into pieces of about the same size.
 
     Backward finishes the last layers first, so bucket 0 is theirs.
@@ -62,15 +62,15 @@ class Reducer:
     ) -> None:
         self.parameters = parameters
         self.group = group
-        self.inspect: Inspect | None = None
+        self.inspect: _Inspect | None = None
         """Called with a slot's gradients, some or all, before they are reduced."""
         self._add_up = add_up
         self._armed: int | None = None
         """The slot whose buckets start by themselves."""
         self._next = [0] * len(parameters)
         """For each slot the first bucket that has not started."""
-        self.buckets: list[list[Bucket]] = [
-            make_buckets(slot, num_buckets, add_up) if add_up is not None else [] for slot in parameters
+        self.buckets: list[list[_Bucket]] = [
+            _make_buckets(slot, num_buckets, add_up) if add_up is not None else [] for slot in parameters
         ]
         self._hooks = [
             parameters[slot][index].register_post_accumulate_grad_hook(self._hook(slot, bucket, index))  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class Reducer:
             for index in bucket.members
         ]
 
-    def _hook(self, slot: int, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, slot: int, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
         def finished(_: Tensor) -> None:
             if self._armed == slot and index in bucket.waiting:
                 bucket.waiting.discard(index)
@@ -108,7 +108,7 @@ class Reducer:
         while self._next[slot] < len(buckets) and not buckets[self._next[slot]].waiting:
             self._start(slot, buckets[self._next[slot]])
 
-    def _start(self, slot: int, bucket: Bucket) -> None:
+    def _start(self, slot: int, bucket: _Bucket) -> None:
         parameters = [self.parameters[slot][index] for index in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
         with torch.no_grad():
@@ -169,21 +169,21 @@ class Reducer:
             self._add_up.close()
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: Sum) -> list[Bucket]:
+def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: Sum) -> list[_Bucket]:
     """The buckets of one slot; parameters of another type than the first are an error of the model's."""
     sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     made = []
-    for members in cut_into_buckets(sizes, num_buckets):
+    for members in _cut_into_buckets(sizes, num_buckets):
         numel = sum(parameters[index].numel() for index in members)
         like = parameters[members[0]] if members else (parameters[0] if parameters else torch.zeros(0))
         flat = add_up.memory(numel, like)
         pieces = torch.split(flat, [parameters[index].numel() for index in members]) if members else ()
-        views = [shaped_like(piece, parameters[index]) for piece, index in zip(pieces, members)]
-        made.append(Bucket(members, flat, views))
+        views = [_shaped_like(piece, parameters[index]) for piece, index in zip(pieces, members)]
+        made.append(_Bucket(members, flat, views))
     return made
 
 
-def shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
+def _shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
     """A flat piece in a parameter's shape and memory layout, so that copies and steps run straight through."""
     return piece.as_strided(parameter.size(), parameter.stride(), piece.storage_offset())
 

@@ -17,7 +17,7 @@ from stagewright.runtime.storage import MANIFEST, NAME, Tensors, open_plain, rea
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, gather_json
 
-Found = tuple[Path, dict[str, Any]]
+_Found = tuple[Path, dict[str, Any]]
 """A checkpoint with its manifest."""
 
 
@@ -54,7 +54,7 @@ def is_of_run(path: Path, run: str | None) -> bool:
     return said is None or said == run
 
 
-def look(path: Path, run: str | None, worker: int = 0, num_workers: int = 1) -> dict[str, Any] | str:
+def _look(path: Path, run: str | None, worker: int = 0, num_workers: int = 1) -> dict[str, Any] | str:
     """The manifest of a checkpoint that is good and of the run, or why it is passed over."""
     if not is_of_run(path, run):
         return f"checkpoint {path} is of another run"
@@ -64,24 +64,24 @@ def look(path: Path, run: str | None, worker: int = 0, num_workers: int = 1) -> 
         return fault.what
 
 
-def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> Found | None:
+def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> _Found | None:
     """The newest good checkpoint; `folder` is that of a run, which must be its run, or a checkpoint itself.
 
     Of those that are torn, damaged or of another run `tell` hears why they are passed over.
     """
     for path in checkpoints_in(folder):
-        found = look(path, run_of(folder))
+        found = _look(path, run_of(folder))
         if not isinstance(found, str):
             return path, found
         tell(f"{found}; it is passed over")
     return None
 
 
-def find_together(world: World, folder: Path, tell: Callable[[str], None]) -> Found | None:
+def find_together(world: World, folder: Path, tell: Callable[[str], None]) -> _Found | None:
     """The same by all workers, each of which looks at its share of a checkpoint's files; all must ask."""
     told = gather_json([str(path) for path in checkpoints_in(folder)], world.control, world.size)
     for path in map(Path, told[0]):
-        found = look(path, run_of(folder), world.worker, world.size)
+        found = _look(path, run_of(folder), world.worker, world.size)
         faults = gather_json(found if isinstance(found, str) else None, world.control, world.size)
         if not isinstance(found, str) and not any(faults):
             return path, found
@@ -91,7 +91,7 @@ def find_together(world: World, folder: Path, tell: Callable[[str], None]) -> Fo
 
 def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, options: bool) -> int:
     """Puts a worker where a checkpoint stands, and returns the step."""
-    check_fits(worker, manifest)
+    _check_fits(worker, manifest)
     known, step, world = manifest["tensors"], manifest["step"], worker.world
     same = manifest["placement"] == worker.plan.placement
     randoms = [key for key in known if same and key.startswith(f"random/{world.worker}/")]
@@ -107,7 +107,7 @@ def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, option
     return int(step)
 
 
-def check_fits(worker: Worker, manifest: Mapping[str, Any]) -> None:
+def _check_fits(worker: Worker, manifest: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose data position or optimizer means something else here."""
     plan, optimizer = worker.plan, optimizer_name(worker.hosted.values())
     here = {"model": plan.model, "batch": plan.batch, "seed": worker.settings.seed, "optimizer": optimizer}

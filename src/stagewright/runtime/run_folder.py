@@ -31,22 +31,22 @@ from typing import Any
 from stagewright.errors import UsageError
 from stagewright.runtime.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_json
 
-IDENTITY, LOCK, SECRET = "run.json", "run.lock", "secret"
+IDENTITY, _LOCK, _SECRET = "run.json", "run.lock", "secret"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
-EVENTS, RECORD = "events.jsonl", "record.json"
-FILES = (
-    IDENTITY, SECRET, EVENTS, RECORD, "summary.csv", SCHEDULE_FILE, STATUSES, STOP_FILE, "worker-*.flight",
+_EVENTS, RECORD = "events.jsonl", "record.json"
+_FILES = (
+    IDENTITY, _SECRET, _EVENTS, RECORD, "summary.csv", SCHEDULE_FILE, STATUSES, STOP_FILE, "worker-*.flight",
     "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
 )  # fmt: skip
 """What a run leaves in its folder."""
-TRACES = (IDENTITY, EVENTS, RECORD, f"{CHECKPOINTS}/step-*")
+_TRACES = (IDENTITY, _EVENTS, RECORD, f"{CHECKPOINTS}/step-*")
 """What tells that a run was here; older versions wrote no run.json."""
 PRIVATE = 0o700
-NO_FOLDER = "runs"
+_NO_FOLDER = "runs"
 """Where runs go for which no folder is named."""
-MUST_FIT = ("model", "parameters")
+_MUST_FIT = ("model", "parameters")
 """What cannot change when a run goes on."""
-LOCK_AGAIN_S = 0.2
+_LOCK_AGAIN_S = 0.2
 
 
 class RunFolder:
@@ -69,11 +69,11 @@ class RunFolder:
         elif not self._is_named:
             print(f"this run is in {self.path}", file=sys.stderr)
         with suppress(OSError):
-            (self.path / SECRET).unlink(missing_ok=True)
+            (self.path / _SECRET).unlink(missing_ok=True)
         os.close(self._lock)
 
 
-def take_folder(
+def _take_folder(
     folder: str | Path | None, name: str, about: Mapping[str, Any], *, resume: str | None = None,
     overwrite: bool = False, goes_on: bool = False, patience_s: float = 0.0,
 ) -> RunFolder:  # fmt: skip
@@ -83,19 +83,19 @@ def take_folder(
     and the lock is waited for as long as the patience lasts.
     """
     path = Path(folder).absolute() if folder is not None else new_folder(name)
-    make_private(path)
-    lock = locked(path, patience_s if goes_on else 0.0)
+    _make_private(path)
+    lock = _locked(path, patience_s if goes_on else 0.0)
     try:
         if overwrite:
-            remove_run(path)
+            _remove_run(path)
         known = read_identity(path)
         if not goes_on:
-            check_vacant(path, known, resume)
-        changes = check_same_run(path, known, about) if known else ()
+            _check_vacant(path, known, resume)
+        changes = _check_same_run(path, known, about) if known else ()
         run_id = str(known["id"]) if known else uuid.uuid4().hex
         (path / STOP_FILE).unlink(missing_ok=True)
         head = {"format": "stagewright.run", "version": 1, "id": run_id, "state": "running", "started": time.time()}
-        write_secret(path / SECRET)
+        _write_secret(path / _SECRET)
         write_json(path / IDENTITY, {**head, **about, "changes": changes})
         (path / CHECKPOINTS).mkdir(mode=PRIVATE, exist_ok=True)
     except FileExistsError:
@@ -109,8 +109,8 @@ def take_folder(
 
 @contextmanager
 def held(folder: str | Path | None, name: str, about: Mapping[str, Any], **how: Any) -> Iterator[RunFolder]:
-    """The folder of a run while the block runs, as `take_folder` gives it; afterwards it says how the run ended."""
-    run, state = take_folder(folder, name, about, **how), "failed"
+    """The folder of a run while the block runs, as `_take_folder` gives it; afterwards it says how the run ended."""
+    run, state = _take_folder(folder, name, about, **how), "failed"
     try:
         yield run
         state = run.state
@@ -124,7 +124,7 @@ def held(folder: str | Path | None, name: str, about: Mapping[str, Any], **how: 
 def new_folder(name: str) -> Path:
     """The path of a new folder under `runs`, named after the model and the time."""
     stem = f"{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    paths = (Path(NO_FOLDER, stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
+    paths = (Path(_NO_FOLDER, stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,10 +135,10 @@ def new_folder(name: str) -> Path:
                 break
         except OSError as fault:
             raise UsageError(f"{path.absolute()}: {fault.strerror}", "name a folder with --out") from None
-    raise UsageError(f"{Path(NO_FOLDER).absolute()} cannot take another run", "name a folder with --out")
+    raise UsageError(f"{Path(_NO_FOLDER).absolute()} cannot take another run", "name a folder with --out")
 
 
-def make_private(path: Path) -> None:
+def _make_private(path: Path) -> None:
     """Makes a folder that only this user can enter; one that is there is left as it is, unless all may write to it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,10 +154,10 @@ def make_private(path: Path) -> None:
         )
 
 
-def locked(path: Path, patience_s: float) -> int:
+def _locked(path: Path, patience_s: float) -> int:
     """The open lock file of a folder, locked; refuses a folder that a living run holds."""
     try:
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as fault:
         raise UsageError(f"--out {path}: {fault.strerror}", "name a folder that can be written to") from None
     deadline = time.monotonic() + patience_s
@@ -167,7 +167,7 @@ def locked(path: Path, patience_s: float) -> int:
             break
         except BlockingIOError:
             if time.monotonic() < deadline:
-                time.sleep(LOCK_AGAIN_S)
+                time.sleep(_LOCK_AGAIN_S)
                 continue
             holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
             os.close(lock)
@@ -184,7 +184,7 @@ def locked(path: Path, patience_s: float) -> int:
 def is_held(path: Path) -> bool:
     """Whether a living run holds a folder."""
     try:
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -196,7 +196,7 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def write_secret(path: Path) -> None:
+def _write_secret(path: Path) -> None:
     """Makes a secret that only this user can read."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -208,7 +208,7 @@ def write_secret(path: Path) -> None:
 
 def read_secret(path: Path) -> bytes:
     """The secret of the run in a folder."""
-    return (path / SECRET).read_bytes()
+    return (path / _SECRET).read_bytes()
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:
@@ -220,14 +220,14 @@ def read_identity(path: Path) -> dict[str, Any] | None:
     return known if isinstance(known, dict) and isinstance(known.get("id"), str) else None
 
 
-def has_run(path: Path) -> bool:
+def _has_run(path: Path) -> bool:
     """Whether a folder holds what a run left."""
-    return any(next(path.glob(trace), None) is not None for trace in TRACES)
+    return any(next(path.glob(trace), None) is not None for trace in _TRACES)
 
 
-def check_vacant(path: Path, known: Mapping[str, Any] | None, resume: str | None) -> None:
+def _check_vacant(path: Path, known: Mapping[str, Any] | None, resume: str | None) -> None:
     """Refuses a folder that holds another run than the one to go on with."""
-    if not has_run(path) or resume == "auto":
+    if not _has_run(path) or resume == "auto":
         return
     what = f"{path} holds a run" + (f" of {known['model']}" if known and "model" in known else "")
     if resume is None:
@@ -243,19 +243,19 @@ def check_vacant(path: Path, known: Mapping[str, Any] | None, resume: str | None
         )
 
 
-def check_same_run(path: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[str, ...]:
+def _check_same_run(path: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[str, ...]:
     """What has changed since the run stopped, a sentence each; refuses another model."""
     told = [(key, known.get(key), value) for key, value in about.items() if key in known and known[key] != value]
     for key, before, now in told:
-        if key in MUST_FIT:
+        if key in _MUST_FIT:
             what = f"of {before}, not of {now}" if key == "model" else "of a model with other parameters"
             raise UsageError(f"{path} holds a run {what}", "name another --out, or remove the run by --overwrite")
     return tuple(f"{key} was {before}, and is now {now}" for key, before, now in told)
 
 
-def remove_run(path: Path) -> None:
+def _remove_run(path: Path) -> None:
     """Removes what a run left, and nothing else."""
-    for pattern in FILES:
+    for pattern in _FILES:
         for found in path.glob(pattern):
             if found.is_dir() and not found.is_symlink():
                 shutil.rmtree(found)

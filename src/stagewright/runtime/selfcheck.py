@@ -21,7 +21,7 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key
 from stagewright.runtime.weights import copy_hooks
 
-TOLERANCE = {"fp64": 1e-6, "fp32": 2e-2, "fp16": 0.2, "bf16": 0.3}
+_TOLERANCE = {"fp64": 1e-6, "fp32": 2e-2, "fp16": 0.2, "bf16": 0.3}
 """How far the numbers may be apart, as a share of what random signs would give, by precision.
 
 Rounding stays far below; a use of a weight that is lost or counted twice is a share of about 1.
@@ -32,7 +32,7 @@ class SelfCheck:
     """What plain autograd gives for one worker's first batch."""
 
     def __init__(self, settings: Settings) -> None:
-        self._tolerance = TOLERANCE[settings.precision]
+        self._tolerance = _TOLERANCE[settings.precision]
         self._is_on = settings.self_check and not settings.sync_batch_norm  # whose replicas would all have to come
         self._is_compiled = settings.compile
         self._batch: int | None = None
@@ -50,7 +50,7 @@ class SelfCheck:
                 self._is_on = False
 
     def _run(self, here: Hosted, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
-        module = plain(here.weights.module(key[0]))
+        module = _plain(here.weights.module(key[0]))
         weights = {name: module.get_parameter(name).detach().requires_grad_() for name in here.weights.names}
         for name, weight in weights.items():
             copy_hooks(module.get_parameter(name), weight)
@@ -65,18 +65,18 @@ class SelfCheck:
         """Adds a microbatch's gradient to what is expected, and lets it go."""
         gradient, weight.grad = weight.grad, None
         if gradient is not None:
-            found = numbers(gradient, weight)
+            found = _numbers(gradient, weight)
             self._expected[stage, name] = self._expected.get((stage, name), torch.zeros_like(found)) + found
 
     def compare(self, here: Hosted, batch: int, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Compares a stage's gradients of the first batch, before they are reduced."""
         if not self._is_on or batch != self._batch or here.replica != 0:
             return
-        module = plain(here.weights.module(batch))
+        module = _plain(here.weights.module(batch))
         for name, gradient in zip(names, gradients):
             expected = self._expected.pop((here.stage, name), None)
             if expected is not None and gradient is not None:
-                self._judge(here.stage, name, expected, numbers(gradient, module.get_parameter(name)))
+                self._judge(here.stage, name, expected, _numbers(gradient, module.get_parameter(name)))
 
     def _judge(self, stage: int, name: str, expected: Tensor, found: Tensor) -> None:
         allowed = self._tolerance * expected[2:]
@@ -89,13 +89,13 @@ class SelfCheck:
             )
 
 
-def plain(module: nn.Module) -> StageModule:
+def _plain(module: nn.Module) -> StageModule:
     """The stage as it is, where torch.compile has wrapped it."""
     return getattr(module, "_orig_mod", module)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def numbers(gradient: Tensor, weight: Tensor) -> Tensor:
+def _numbers(gradient: Tensor, weight: Tensor) -> Tensor:
     """Σ g and Σ g · w, and how large they would be with random signs."""
     g, w = gradient.detach().double(), weight.detach().double()
     size = g.norm()

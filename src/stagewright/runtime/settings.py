@@ -10,7 +10,7 @@ from stagewright.errors import UsageError
 from stagewright.noun import noun
 from stagewright.profile import Precision
 
-OnNan = Literal["stop", "skip"]
+_OnNan = Literal["stop", "skip"]
 
 
 @noun(error=UsageError)
@@ -29,7 +29,7 @@ class Settings:
     channels_last: bool = False
     compile: bool = False
     seed: int = 0
-    on_nan: OnNan = "stop"
+    on_nan: _OnNan = "stop"
     self_check: bool = True
     """Whether the first step's gradients are compared with those of plain autograd."""
     transport: Literal["auto", "nccl", "staged"] = "auto"

@@ -22,11 +22,11 @@ from stagewright.runtime.precision import AUTOCAST, autocast
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import World
 
-FORMATS = (
+_FORMATS = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
     torch.int16, torch.int8,
 )  # fmt: skip
-MOST = 64
+_MOST = 64
 """Tensors across one cut, at most."""
 
 
@@ -48,20 +48,20 @@ def settle_dtypes(hosted: dict[int, Hosted], plan: Plan, layered: Layered, world
     for stage in range(len(plan.stages) - 1):
         here, after = hosted.get(stage), hosted.get(stage + 1)
         first = plan.workers[stage][0]
-        told = torch.full((MOST,), -1, dtype=torch.int64)
+        told = torch.full((_MOST,), -1, dtype=torch.int64)
         if here is not None and world.worker == first:
-            made = [FORMATS.index(tensor.dtype) for tensor in try_out(here, world.device, settings)]
+            made = [_FORMATS.index(tensor.dtype) for tensor in _try_out(here, world.device, settings)]
             told[: len(made)] = torch.tensor(made)
         if world.control is not None:
             dist.broadcast(told, first, group=world.control)
-        formats = [FORMATS[number] for number in told.tolist() if number >= 0]
+        formats = [_FORMATS[number] for number in told.tolist() if number >= 0]
         if here is not None:
-            here.runner.outputs = with_formats(here.runner.outputs, formats)
+            here.runner.outputs = _with_formats(here.runner.outputs, formats)
         if after is not None:
-            after.runner.inputs = with_formats(after.runner.inputs, formats)
+            after.runner.inputs = _with_formats(after.runner.inputs, formats)
 
 
-def try_out(here: Hosted, device: torch.device, settings: Settings) -> Sequence[Tensor]:
+def _try_out(here: Hosted, device: torch.device, settings: Settings) -> Sequence[Tensor]:
     """The outputs of a stage for two rows of zeros, leaving no trace."""
     module = here.weights.modules[0]
     inputs = [torch.zeros((2, *spec.shape_per_row), dtype=spec.dtype, device=device) for spec in here.runner.inputs]
@@ -70,6 +70,6 @@ def try_out(here: Hosted, device: torch.device, settings: Settings) -> Sequence[
     return made
 
 
-def with_formats(specs: Sequence[TensorSpec], formats: Sequence[torch.dtype]) -> tuple[TensorSpec, ...]:
+def _with_formats(specs: Sequence[TensorSpec], formats: Sequence[torch.dtype]) -> tuple[TensorSpec, ...]:
     """The specs with these formats, one each."""
     return tuple(replace(spec, dtype=dtype) for spec, dtype in zip(specs, formats, strict=True))

@@ -24,7 +24,7 @@ from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.storage import Tensors
 from stagewright.runtime.weights import Weights
 
-COMPILED = "_orig_mod."
+_COMPILED = "_orig_mod."
 """What torch.compile puts before the names of the module inside."""
 
 
@@ -33,12 +33,12 @@ def stage_tensors(here: Hosted) -> Tensors:
     weights, found = here.weights, {}
     buffers = stage_buffers(here)
     for name, tensor in weights.newest().state_dict().items():
-        if f"model/{plain(name)}" not in buffers:
-            found[f"model/{plain(name)}"] = tensor
+        if f"model/{_plain(name)}" not in buffers:
+            found[f"model/{_plain(name)}"] = tensor
     for back in range(1, weights.num_versions):
         slot = weights.parameters[weights.slot(weights.num_updates - 1 - back)]
         found.update({f"version-{back}/{name}": tensor for name, tensor in zip(weights.names, slot)})
-    for name, kind, value in optimizer_values(weights):
+    for name, kind, value in _optimizer_values(weights):
         if isinstance(value, Tensor):
             found[f"optimizer/{kind}/{name}"] = value
     return found
@@ -48,15 +48,15 @@ def stage_buffers(here: Hosted) -> Tensors:
     """The stage's buffers that are saved with a model; they follow each replica's own rows."""
     module = here.weights.newest()
     names, saved = {name for name, _ in module.named_buffers()}, module.state_dict()
-    return {f"model/{plain(name)}": tensor for name, tensor in saved.items() if name in names}
+    return {f"model/{_plain(name)}": tensor for name, tensor in saved.items() if name in names}
 
 
-def plain(name: str) -> str:
+def _plain(name: str) -> str:
     """A name without what torch.compile adds."""
-    return name.removeprefix(COMPILED)
+    return name.removeprefix(_COMPILED)
 
 
-def optimizer_values(weights: Weights) -> Iterator[tuple[str, str, Any]]:
+def _optimizer_values(weights: Weights) -> Iterator[tuple[str, str, Any]]:
     """(parameter, kind, value) of everything that the optimizer keeps."""
     if weights.optimizer is None:
         return
@@ -74,34 +74,34 @@ def optimizer_name(stages: Iterable[Hosted]) -> str | None:
 def stage_numbers(here: Hosted) -> dict[str, Any]:
     """What the optimizer keeps that is no tensor: plain numbers by parameter, and the options of its groups."""
     numbers: dict[str, dict[str, Any]] = {}
-    for name, kind, value in optimizer_values(here.weights):
+    for name, kind, value in _optimizer_values(here.weights):
         if isinstance(value, int | float | bool):
             numbers.setdefault(name, {})[kind] = value
     scheduler = here.weights.scheduler
-    state = {key: value for key, value in scheduler.state_dict().items() if is_plain(value)} if scheduler else {}
-    return {"numbers": numbers, "options": group_options(here.weights.optimizer), "scheduler": state}
+    state = {key: value for key, value in scheduler.state_dict().items() if _is_plain(value)} if scheduler else {}
+    return {"numbers": numbers, "options": _group_options(here.weights.optimizer), "scheduler": state}
 
 
-def group_options(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
+def _group_options(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
     """For each parameter the options of its group, where they are plain."""
     found = {}
     for group in optimizer.param_groups if optimizer is not None else ():
-        options = {key: as_plain(value) for key, value in group.items() if key != "params" and is_plain(value)}
+        options = {key: _as_plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
         for parameter in group["params"]:
             found[parameter.stagewright_name] = options
     return found
 
 
-def is_plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     """Whether JSON can hold a value, itself or as a list of numbers."""
     if isinstance(value, tuple | list):
-        return all(map(is_plain, value))
+        return all(map(_is_plain, value))
     return (
         value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.dim() == 0)
     )
 
 
-def as_plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     """A plain value for JSON."""
     return value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
 
@@ -112,7 +112,7 @@ def as_plain(value: Any) -> Any:
 def wanted_keys(here: Hosted, known: Mapping[str, Any]) -> dict[str, str]:
     """For each tensor of the stage the key that it is restored from; `known` are the keys of the checkpoint."""
     weights = here.weights
-    wanted = {f"model/{name}": f"model/{name}" for name in map(plain, weights.newest().state_dict())}
+    wanted = {f"model/{name}": f"model/{name}" for name in map(_plain, weights.newest().state_dict())}
     for back in range(1, weights.num_versions):
         for name in weights.names:
             # Another plan may have kept fewer versions: the oldest it had comes nearest.
@@ -136,16 +136,16 @@ def restore_stage(here: Hosted, step: int, tensors: Tensors, numbers: Mapping[st
     weights = here.weights
     weights.num_updates = step
     for slot in range(weights.num_versions):
-        restore_slot(weights, slot, step, tensors)
+        _restore_slot(weights, slot, step, tensors)
     if weights.optimizer is not None:
-        restore_optimizer(weights, weights.optimizer, tensors, numbers)
+        _restore_optimizer(weights, weights.optimizer, tensors, numbers)
         if options:
-            restore_options(weights.optimizer, numbers["options"])
+            _restore_options(weights.optimizer, numbers["options"])
     if weights.scheduler is not None and numbers.get("scheduler"):
-        restore_scheduler(weights.scheduler, numbers["scheduler"])
+        _restore_scheduler(weights.scheduler, numbers["scheduler"])
 
 
-def restore_slot(weights: Weights, slot: int, step: int, tensors: Tensors) -> None:
+def _restore_slot(weights: Weights, slot: int, step: int, tensors: Tensors) -> None:
     """Fills a slot with the version that the next batch in it uses; batch b uses version b − K + 1."""
     count = weights.num_versions
     batch = next(batch for batch in range(step, step + count) if weights.slot(batch) == slot)
@@ -157,11 +157,11 @@ def restore_slot(weights: Weights, slot: int, step: int, tensors: Tensors) -> No
     for name, tensor in weights.modules[slot].state_dict(keep_vars=True).items():
         if first_names[id(tensor)] != name:
             continue
-        key = f"version-{min(back, count - 1)}/{plain(name)}"
-        fill(tensor, tensors.get(key, tensors[f"model/{plain(name)}"]), plain(name))
+        key = f"version-{min(back, count - 1)}/{_plain(name)}"
+        _fill(tensor, tensors.get(key, tensors[f"model/{_plain(name)}"]), _plain(name))
 
 
-def fill(target: Tensor, value: Tensor, name: str) -> None:
+def _fill(target: Tensor, value: Tensor, name: str) -> None:
     """Copies a restored value into its place."""
     if target.shape != value.shape:
         raise CheckpointError(
@@ -171,7 +171,7 @@ def fill(target: Tensor, value: Tensor, name: str) -> None:
     target.copy_(value)
 
 
-def restore_optimizer(weights: Weights, optimizer: Optimizer, tensors: Tensors, numbers: Mapping[str, Any]) -> None:
+def _restore_optimizer(weights: Weights, optimizer: Optimizer, tensors: Tensors, numbers: Mapping[str, Any]) -> None:
     """Gives the optimizer back what it kept, each tensor where and how it wants it."""
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found: dict[str, dict[str, Any]] = {name: dict(numbers["numbers"].get(name, {})) for name in weights.names}
@@ -180,21 +180,21 @@ def restore_optimizer(weights: Weights, optimizer: Optimizer, tensors: Tensors, 
             _, kind, name = key.split("/", 2)
             found[name][kind] = value
     state = {
-        index: {kind: laid_out(value, parameter) for kind, value in found[parameter.stagewright_name].items()}
+        index: {kind: _laid_out(value, parameter) for kind, value in found[parameter.stagewright_name].items()}
         for index, parameter in enumerate(members)
     }
     whole = optimizer.state_dict()
     optimizer.load_state_dict({**whole, "state": {index: kept for index, kept in state.items() if kept}})
 
 
-def laid_out(value: Any, parameter: nn.Parameter) -> Any:
+def _laid_out(value: Any, parameter: nn.Parameter) -> Any:
     """A tensor of the parameter's shape in the parameter's memory layout too, as fused steps want it."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def restore_options(optimizer: Optimizer, options: Mapping[str, Mapping[str, Any]]) -> None:
+def _restore_options(optimizer: Optimizer, options: Mapping[str, Mapping[str, Any]]) -> None:
     """Gives every group the options that its first parameter had."""
     for group in optimizer.param_groups:
         kept = options.get(group["params"][0].stagewright_name, {})
@@ -203,7 +203,7 @@ def restore_options(optimizer: Optimizer, options: Mapping[str, Mapping[str, Any
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
 
 
-def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+def _restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Puts a scheduler where it stood; rates of groups stay its own, which another plan may have more or fewer of."""
     own = scheduler.state_dict()
     same = {key: value for key, value in state.items() if not isinstance(value, list) or len(value) == len(own[key])}
@@ -214,8 +214,8 @@ def random_tensors(worker: int, device: torch.device) -> Tensors:
     """The state of this process's generators."""
     found = {f"random/{worker}/torch": torch.get_rng_state()}
     version, numbers, gauss = random.getstate()
-    found[f"random/{worker}/python"] = as_tensor([version, list(numbers), gauss])
-    found[f"random/{worker}/numpy"] = as_tensor([np.asarray(part).tolist() for part in np.random.get_state()])
+    found[f"random/{worker}/python"] = _as_tensor([version, list(numbers), gauss])
+    found[f"random/{worker}/numpy"] = _as_tensor([np.asarray(part).tolist() for part in np.random.get_state()])
     if device.type == "cuda":
         found[f"random/{worker}/cuda"] = torch.cuda.get_rng_state(device)
     return found
@@ -234,6 +234,6 @@ def restore_random(worker: int, device: torch.device, tensors: Tensors) -> None:
         torch.cuda.set_rng_state(tensors[f"random/{worker}/cuda"], device)
 
 
-def as_tensor(value: object) -> Tensor:
+def _as_tensor(value: object) -> Tensor:
     """A plain value as bytes in a tensor."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

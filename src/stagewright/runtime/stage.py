@@ -41,7 +41,7 @@ class Parcel:
 
 
 @dataclass
-class Held:
+class _Held:
     """What forward of a microbatch left for its backward."""
 
     inputs: list[Tensor]
@@ -68,7 +68,7 @@ class StageRunner:
         self.has_loss, self.draws = module.has_loss, module.draws
         self.recompute = recompute
         self.seed = seed
-        self.held: dict[Key, Held] = {}
+        self.held: dict[Key, _Held] = {}
         self._uses_a_weight_twice: bool | None = None
 
     @property
@@ -84,8 +84,8 @@ class StageRunner:
 
         `start` is the number of its first row in the batch.
         """
-        leaves = [leaf(tensor, spec) for tensor, spec in zip(inputs, self.inputs)]
-        draw_from(mix(self.seed, *key), self.settings.device)
+        leaves = [_leaf(tensor, spec) for tensor, spec in zip(inputs, self.inputs)]
+        _draw_from(mix(self.seed, *key), self.settings.device)
         keys = self._row_keys(key[0], start, leaves)
         with autocast(self.settings), rows_drawn(keys):
             if self.recompute:
@@ -94,7 +94,7 @@ class StageRunner:
             else:
                 made = module(*leaves, *targets)
         if hold:
-            self.held[key] = Held(leaves, targets, start, list(made[:1]) if self.has_loss else list(made))
+            self.held[key] = _Held(leaves, targets, start, list(made[:1]) if self.has_loss else list(made))
         return list(made)
 
     def _row_keys(self, batch: int, start: int, inputs: Sequence[Tensor]) -> Tensor | None:
@@ -119,7 +119,7 @@ class StageRunner:
         """Runs a held microbatch forward and backward once more, by a call of the module; it stays held."""
         held = self.held[key]
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.inputs]
-        draw_from(mix(self.seed, *key), self.settings.device)
+        _draw_from(mix(self.seed, *key), self.settings.device)
         with torch.enable_grad(), autocast(self.settings), rows_drawn(self._row_keys(key[0], held.start, leaves)):
             made = list(call(*leaves, *held.targets))
         again = replace(held, outputs=made[:1] if self.has_loss else made)
@@ -138,7 +138,7 @@ class StageRunner:
         if not needing:
             return []
         if self._uses_a_weight_twice is None:
-            self._uses_a_weight_twice = uses_a_weight_twice(outputs, needing)
+            self._uses_a_weight_twice = _uses_a_weight_twice(outputs, needing)
         if self._uses_a_weight_twice:
             # torch's halves free what the other use of the weight needs; so the graph is gone through once more.
             found = torch.autograd.grad(outputs, needing, given, retain_graph=True, allow_unused=True)
@@ -171,7 +171,9 @@ class StageRunner:
             (parameter for parameter in module.parameters() if parameter.requires_grad), held.weight_groups
         )
 
-    def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _ends(
+        self, held: _Held, gradients: Sequence[Tensor] | None, scale: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
         if self.has_loss:
             loss = held.outputs[0]
             return held.outputs, [scale.to(loss.dtype).expand_as(loss)]
@@ -181,7 +183,7 @@ class StageRunner:
         pairs = [(tensor, gradient) for tensor, gradient in zip(needing, gradients) if tensor.requires_grad]
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _input_gradients(self, held: Held) -> list[Tensor]:
+    def _input_gradients(self, held: _Held) -> list[Tensor]:
         found = []
         for tensor, spec in zip(held.inputs, self.inputs):
             if spec.needs_grad:
@@ -190,7 +192,7 @@ class StageRunner:
         return found
 
 
-def uses_a_weight_twice(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+def _uses_a_weight_twice(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
     """Whether the gradient of a weight is added up from several places of the graph; that of an input may be."""
     given = {id(tensor) for tensor in inputs}
     to_do = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
@@ -237,7 +239,7 @@ class _Again:
             buffer.data.copy_(value)  # by way of `data`, for graphs that hold the buffer must not notice
 
 
-def draw_from(seed: int, device: str) -> None:
+def _draw_from(seed: int, device: str) -> None:
     """Sets what is drawn at random from here on.
 
     Beside a CPU's own generator torch.manual_seed sets those of all kinds of devices, with a traceback for each that is
@@ -249,7 +251,7 @@ def draw_from(seed: int, device: str) -> None:
         torch.manual_seed(seed)
 
 
-def leaf(tensor: Tensor, spec: TensorSpec) -> Tensor:
+def _leaf(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """The tensor as the start of a graph, with a gradient where the stage before wants one."""
     return tensor.detach().requires_grad_(spec.needs_grad)
 

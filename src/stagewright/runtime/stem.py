@@ -33,22 +33,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ALWAYS = ("torch", "torch._dynamo", "stagewright.runtime.checkpoint")
+_ALWAYS = ("torch", "torch._dynamo", "stagewright.runtime.checkpoint")
 """What every worker loads sooner or later, though the launcher may not; optimizers load torch._dynamo."""
-WITHOUT_CARDS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_WITHOUT_CARDS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Whoever asks for cards while the stem loads must not open one: what opens a card cannot be forked."""
-NOT_OPENED = 3
+_NOT_OPENED = 3
 """CUDA_ERROR_NOT_INITIALIZED"""
-FORK = "STAGEWRIGHT_FORK"
+_FORK = "STAGEWRIGHT_FORK"
 """With `no` in this variable every worker loads torch for itself, for scripts whose libraries cannot be forked."""
-LONGEST = 1 << 20
+_LONGEST = 1 << 20
 """Bytes of a message, at most; an order names only what its environment has other than the stem's."""
 
 
 # As the launcher sees it
 
 
-class Child:
+class _Child:
     """A process that this one forked, with what is needed of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
@@ -64,7 +64,7 @@ class Child:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-spare: tuple[Child, socket.socket, dict[str, str]] | None = None
+spare: tuple[_Child, socket.socket, dict[str, str]] | None = None
 """The stem that this process was given when it was forked, and its environment, until it is used."""
 
 
@@ -76,7 +76,7 @@ class Stem:
 
     def __init__(self, names: Sequence[str] | None = None, *, gives_stems: bool = False) -> None:
         self._names, self._gives_stems = names, gives_stems
-        self._process: subprocess.Popen[bytes] | Child | None = None
+        self._process: subprocess.Popen[bytes] | _Child | None = None
         self._channel: socket.socket | None = None
         self._environment: dict[str, str] = {}
 
@@ -111,7 +111,7 @@ class Stem:
             select.select([self._channel], [], [], patience_s)
         while self._channel is not None:
             try:
-                said = self._channel.recv(LONGEST, socket.MSG_DONTWAIT)
+                said = self._channel.recv(_LONGEST, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except ConnectionError:
@@ -132,10 +132,10 @@ class Stem:
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> socket.socket:
         global spare
-        if spare is not None and environment.get(FORK) != "no":
+        if spare is not None and environment.get(_FORK) != "no":
             (self._process, self._channel, self._environment), spare = spare, None
             return self._channel
-        self._environment = {**environment, **WITHOUT_CARDS}
+        self._environment = {**environment, **_WITHOUT_CARDS}
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, errors.open("ab") as log:
             # -P: what stands beside this file must not be taken for modules of Python. The command is there to be seen.
@@ -144,7 +144,7 @@ class Stem:
                 start, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        names = to_load() if self._names is None else self._names
+        names = _to_load() if self._names is None else self._names
         self._channel.send(json.dumps({"names": list(names), "path": sys.path}).encode())
         return self._channel
 
@@ -157,10 +157,10 @@ class StemGoneError(EOFError):
         super().__init__(f"the process that workers are forked of ended {how}")
 
 
-def to_load() -> list[str]:
+def _to_load() -> list[str]:
     """The modules that workers will need: those of the package that this process has loaded, and torch's."""
     own = sorted(name for name in sys.modules if name.split(".")[0] == "stagewright" and "__main__" not in name)
-    return [*ALWAYS, *own]
+    return [*_ALWAYS, *own]
 
 
 # As the stem itself
@@ -170,21 +170,21 @@ def main() -> None:
     """Serves until the launcher is gone; in a fork, goes on as a worker."""
     parent, number = sys.argv[1:3]
     follow_parent(int(parent))
-    be_called("stem")
-    channel, forks = socket.socket(fileno=int(number)), os.environ.get(FORK) != "no"
-    wanted = channel.recv(LONGEST)
+    _be_called("stem")
+    channel, forks = socket.socket(fileno=int(number)), os.environ.get(_FORK) != "no"
+    wanted = channel.recv(_LONGEST)
     if forks and wanted:
-        load(**json.loads(wanted))
-        forks = not has_opened_a_card()
-    order = serve(channel)
+        _load(**json.loads(wanted))
+        forks = not _has_opened_a_card()
+    order = _serve(channel)
     if order is not None:
-        become(order)
+        _become(order)
         if forks and order["gives_stem"]:
-            order = give_stem() or order
-        run_command(order["command"], anew=not forks)
+            order = _give_stem() or order
+        _run_command(order["command"], anew=not forks)
 
 
-def load(names: Sequence[str], path: list[str]) -> None:
+def _load(names: Sequence[str], path: list[str]) -> None:
     """Loads modules that workers will need, from where the launcher has them."""
     before, sys.path[:] = list(sys.path), path
     for name in names:
@@ -195,15 +195,15 @@ def load(names: Sequence[str], path: list[str]) -> None:
     gc.freeze()  # objects that stay are not touched again, and their memory stays shared
 
 
-def has_opened_a_card() -> bool:
+def _has_opened_a_card() -> bool:
     """Whether something that was loaded opened CUDA's driver, which forks could not use then; asking opens nothing."""
     with suppress(OSError, AttributeError):
         count = ctypes.c_int()
-        return int(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))) != NOT_OPENED
+        return int(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))) != _NOT_OPENED
     return False
 
 
-def serve(channel: socket.socket) -> dict[str, Any] | None:
+def _serve(channel: socket.socket) -> dict[str, Any] | None:
     """Forks workers and tells of their ends until the launcher is gone; comes back in each fork with its order."""
     ears, mouth = socket.socketpair()
     mouth.setblocking(False)
@@ -214,9 +214,9 @@ def serve(channel: socket.socket) -> dict[str, Any] | None:
         ready = select.select([channel, ears], [], [])[0]
         if ears in ready:
             ears.recv(4096)
-            tell_ends(channel, workers)
+            _tell_ends(channel, workers)
         if channel in ready:
-            order = channel.recv(LONGEST)
+            order = channel.recv(_LONGEST)
             if not order:
                 return None
             stem, process = os.getpid(), os.fork()
@@ -228,39 +228,39 @@ def serve(channel: socket.socket) -> dict[str, Any] | None:
                     each.close()
                 return json.loads(order)  # type: ignore[no-any-return]
             workers[process] = json.loads(order)["worker"]
-            say(channel, worker=workers[process], process=process)
+            _say(channel, worker=workers[process], process=process)
 
 
-def give_stem() -> dict[str, Any] | None:
+def _give_stem() -> dict[str, Any] | None:
     """Forks a stem for this process to use; comes back in each of that one's workers too, there with its order."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher, process = os.getpid(), os.fork()
     if process:
         theirs.close()
         here: Any = importlib.import_module("stagewright.runtime.stem")  # this file, as the package knows it
-        here.spare = (Child(process), ours, dict(os.environ))
+        here.spare = (_Child(process), ours, dict(os.environ))
         return None
     ours.close()
     os.setsid()
     follow_parent(launcher)
-    be_called("stem")
-    order = serve(theirs)
+    _be_called("stem")
+    order = _serve(theirs)
     if order is None:
         os._exit(0)
-    become(order)
+    _become(order)
     return order
 
 
-def tell_ends(channel: socket.socket, workers: dict[int, int]) -> None:
+def _tell_ends(channel: socket.socket, workers: dict[int, int]) -> None:
     """Tells of every worker that has ended."""
     while workers:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == 0:
             return
-        say(channel, worker=workers.pop(process), process=process, status=os.waitstatus_to_exitcode(status))
+        _say(channel, worker=workers.pop(process), process=process, status=os.waitstatus_to_exitcode(status))
 
 
-def say(channel: socket.socket, **what: int) -> None:
+def _say(channel: socket.socket, **what: int) -> None:
     """Tells the launcher, which may be gone."""
     with suppress(OSError):
         channel.send(json.dumps(what).encode())
@@ -269,10 +269,10 @@ def say(channel: socket.socket, **what: int) -> None:
 # As a worker
 
 
-def become(order: Mapping[str, Any]) -> None:
+def _become(order: Mapping[str, Any]) -> None:
     """Makes a fork what a process would be that was started for this order alone."""
     os.setsid()
-    be_called(f"worker-{order['worker']}")
+    _be_called(f"worker-{order['worker']}")
     os.chdir(order["folder"])
     for key, value in order["environment"].items():
         os.environ.pop(key, None)
@@ -286,7 +286,7 @@ def become(order: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.seed()
 
 
-def run_command(command: Sequence[str], *, anew: bool) -> None:
+def _run_command(command: Sequence[str], *, anew: bool) -> None:
     """Runs `python -m module …` or `python script …` in this very process, anything else or `anew` in its place."""
     what = command[1] if len(command) > 1 and command[0] == sys.executable else "-"
     if anew or (what.startswith("-") and what != "-m"):
@@ -309,7 +309,7 @@ def follow_parent(parent: int | None = None) -> None:
             os._exit(1)
 
 
-def be_called(name: str) -> None:
+def _be_called(name: str) -> None:
     """Gives this process a name that others see: of forks, Linux shows neither their command nor their variables."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(15, name.encode())

@@ -25,10 +25,10 @@ from stagewright.runtime.words import Words
 from stagewright.runtime.world import World
 from stagewright.schedule import Action
 
-LOOK_EVERY_S = 0.2
-LEAVE_S = 2.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-GIVE_UP_S = 20.0
+_LOOK_EVERY_S = 0.2
+_LEAVE_S = 2.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_GIVE_UP_S = 20.0
 """How long workers try to agree; one that is gone never answers."""
 
 
@@ -103,7 +103,7 @@ class Stopper:
             yield self
         finally:
             self._closed = True
-            self._thread.join(LEAVE_S)  # it may be stuck in a store that is cut off
+            self._thread.join(_LEAVE_S)  # it may be stuck in a store that is cut off
             if self._signals:
                 signal.set_wakeup_fd(fd)
             for number, handler in before.items():
@@ -122,7 +122,7 @@ class Stopper:
 
     def _wish(self) -> str | None:
         """Why the run should end, as soon as there is a reason."""
-        ready, _, _ = select.select([self._ears], [], [], LOOK_EVERY_S)
+        ready, _, _ = select.select([self._ears], [], [], _LOOK_EVERY_S)
         for number in self._ears.recv(64) if ready else b"":
             if number in self._signals:
                 return signal.Signals(number).name
@@ -144,13 +144,13 @@ class Stopper:
             promises[:] = [words.get(f"stop/{worker}") for worker in range(self.world.size)]
             return self._closed or None not in promises
 
-        if not wait_until(all_have_promised, GIVE_UP_S):
+        if not _wait_until(all_have_promised, _GIVE_UP_S):
             os._exit(128 + signal.SIGTERM)
         if not self._closed:
             self.gate.agree(max(int(promise or 0) for promise in promises))
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
+def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
     """Whether something came true in time."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
@@ -172,4 +172,4 @@ def signals_heard(is_launched: bool) -> tuple[signal.Signals, ...]:
     """
     if threading.current_thread() is not threading.main_thread() or "RANK" not in os.environ:
         return ()
-    return (signal.SIGUSR1,) if is_launched else SIGNALS
+    return (signal.SIGUSR1,) if is_launched else _SIGNALS

@@ -30,19 +30,19 @@ from torch import Tensor
 from stagewright.errors import CheckpointError
 
 Tensors = dict[str, Tensor]
-FORMAT, VERSION = "stagewright.checkpoint", 2
+_FORMAT, _VERSION = "stagewright.checkpoint", 2
 MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
 NAME = re.compile(r"step-(\d{8,18})")
 PART = re.compile(r"\.step-\d{8,18}\.part")
-FILE = re.compile(r"part-\d{1,6}\.safetensors")
-LINE = re.compile(rf"([0-9a-f]{{64}})  ({re.escape(MANIFEST)}|{FILE.pattern})")
-DTYPES = {
+_FILE = re.compile(r"part-\d{1,6}\.safetensors")
+_LINE = re.compile(rf"([0-9a-f]{{64}})  ({re.escape(MANIFEST)}|{_FILE.pattern})")
+_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Number formats and what safetensors calls them."""
-OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
-CHUNK = 1 << 22
+_OF_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_CHUNK = 1 << 22
 
 
 # Writing
@@ -53,27 +53,27 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     flat = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
     header, place = {}, 0
     for key, tensor in flat.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in _DTYPES:
             raise CheckpointError(f"{key} has numbers of type {tensor.dtype}, which a checkpoint cannot hold")
         size = tensor.numel() * tensor.element_size()
-        header[key] = {**described(tensor), "data_offsets": [place, place + size]}
+        header[key] = {**_described(tensor), "data_offsets": [place, place + size]}
         place += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     parts: list[bytes | memoryview] = [
         struct.pack("<Q", len(text)),
         text,
-        *(raw_bytes(tensor) for tensor in flat.values()),
+        *(_raw_bytes(tensor) for tensor in flat.values()),
     ]
     return write_hashed(path, parts)
 
 
-def described(tensor: Tensor) -> dict[str, Any]:
+def _described(tensor: Tensor) -> dict[str, Any]:
     """A tensor's number format and shape."""
-    return {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
+    return {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape)}
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
+def _raw_bytes(tensor: Tensor) -> memoryview:
     """A tensor's memory as it lies."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
 
@@ -83,8 +83,8 @@ def write_hashed(path: Path, parts: Sequence[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in parts:
-            for start in range(0, len(part), CHUNK):
-                piece = part[start : start + CHUNK]
+            for start in range(0, len(part), _CHUNK):
+                piece = part[start : start + _CHUNK]
                 digest.update(piece)
                 file.write(piece)
         file.flush()
@@ -92,12 +92,12 @@ def write_hashed(path: Path, parts: Sequence[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def sums_text(hashes: Mapping[str, str]) -> str:
+def _sums_text(hashes: Mapping[str, str]) -> str:
     """What SHA256SUMS says about these files."""
     return "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes))
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Waits until the disk knows the folder's names."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -118,7 +118,7 @@ def write_part(folder: Path, worker: int, tensors: Tensors) -> dict[str, Any]:
     name = f"part-{worker}.safetensors"
     unfinished(folder).mkdir(parents=True, exist_ok=True)
     digest = write_tensors(unfinished(folder) / name, tensors)
-    known = {key: {"file": name, **described(tensor)} for key, tensor in tensors.items()}
+    known = {key: {"file": name, **_described(tensor)} for key, tensor in tensors.items()}
     return {"hashes": {name: digest}, "tensors": known}
 
 
@@ -128,17 +128,17 @@ def finish(folder: Path, about: Mapping[str, Any], parts: Sequence[Mapping[str, 
     part.mkdir(parents=True, exist_ok=True)
     tensors = {key: entry for each in parts for key, entry in each["tensors"].items()}
     hashes = {name: digest for each in parts for name, digest in each["hashes"].items()}
-    manifest = {"format": FORMAT, "version": VERSION, **about, "tensors": tensors}
+    manifest = {"format": _FORMAT, "version": _VERSION, **about, "tensors": tensors}
     hashes[MANIFEST] = write_hashed(part / MANIFEST, [json.dumps(manifest, indent=1).encode()])
-    write_hashed(part / SUMS, [sums_text(hashes).encode()])
+    write_hashed(part / SUMS, [_sums_text(hashes).encode()])
     for entry in part.iterdir():  # of an attempt with more workers
-        if FILE.fullmatch(entry.name) and entry.name not in hashes:
+        if _FILE.fullmatch(entry.name) and entry.name not in hashes:
             entry.unlink()
-    sync_folder(part)
+    _sync_folder(part)
     if folder.exists():
         shutil.rmtree(folder)
     part.rename(folder)
-    sync_folder(folder.parent)
+    _sync_folder(folder.parent)
 
 
 # Reading
@@ -153,7 +153,7 @@ def open_plain(path: Path) -> io.BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def hash_of(path: Path) -> str:
+def _hash_of(path: Path) -> str:
     """A file's SHA-256."""
     with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -166,13 +166,13 @@ def read_manifest(folder: Path, worker: int = 0, num_workers: int = 1) -> dict[s
     """
     try:
         with open_plain(folder / SUMS) as file:
-            hashes = listed(folder, file.read())
+            hashes = _listed(folder, file.read())
         with open_plain(folder / MANIFEST) as file:
             text = file.read()
-        check_hash(folder, MANIFEST, hashlib.sha256(text).hexdigest(), hashes)
-        manifest = checked(folder, json.loads(text), hashes)
+        _check_hash(folder, MANIFEST, hashlib.sha256(text).hexdigest(), hashes)
+        manifest = _checked(folder, json.loads(text), hashes)
         for name in sorted(hashes)[worker::num_workers]:
-            check_hash(folder, name, hash_of(folder / name), hashes)
+            _check_hash(folder, name, _hash_of(folder / name), hashes)
     except OSError as fault:
         why = f"{fault.strerror} ({Path(fault.filename or '').name})"
         raise CheckpointError(f"checkpoint {folder} is torn: {why}") from None
@@ -181,46 +181,46 @@ def read_manifest(folder: Path, worker: int = 0, num_workers: int = 1) -> dict[s
     return manifest
 
 
-def listed(folder: Path, sums: bytes) -> dict[str, str]:
+def _listed(folder: Path, sums: bytes) -> dict[str, str]:
     """For each file of a checkpoint its hash, as SHA256SUMS lists them."""
-    found = [LINE.fullmatch(line) for line in sums.decode("utf-8", errors="replace").splitlines()]
+    found = [_LINE.fullmatch(line) for line in sums.decode("utf-8", errors="replace").splitlines()]
     hashes = {match[2]: match[1] for match in found if match is not None}
-    if sums_text(hashes).encode() != sums:
+    if _sums_text(hashes).encode() != sums:
         raise CheckpointError(f"checkpoint {folder} is damaged: {SUMS} is not as it was written")
     return hashes
 
 
-def check_hash(folder: Path, name: str, digest: str, hashes: Mapping[str, str]) -> None:
+def _check_hash(folder: Path, name: str, digest: str, hashes: Mapping[str, str]) -> None:
     """Refuses a file whose hash is not the one that is listed."""
     if hashes.get(name) != digest:
         raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not as it was written")
 
 
-def checked(folder: Path, manifest: Any, files: Iterable[str]) -> dict[str, Any]:
+def _checked(folder: Path, manifest: Any, files: Iterable[str]) -> dict[str, Any]:
     """The manifest, if it is one that this version reads and names no file but those of its checkpoint."""
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise CheckpointError(f"{folder / MANIFEST} is no manifest of a checkpoint")
-    if manifest.get("version") not in range(1, VERSION + 1):
+    if manifest.get("version") not in range(1, _VERSION + 1):
         raise CheckpointError(
-            f"checkpoint {folder} has version {manifest.get('version')}: this is written for {VERSION}"
+            f"checkpoint {folder} has version {manifest.get('version')}: this is written for {_VERSION}"
         )
     tensors = manifest.get("tensors")
     if not isinstance(tensors, dict) or not isinstance(manifest.get("step"), int):
         raise CheckpointError(f"{folder / MANIFEST} lacks its tensors or its step")
     known = set(files)
     for key, value in tensors.items():
-        if not is_entry(value) or value["file"] not in known:
+        if not _is_entry(value) or value["file"] not in known:
             raise CheckpointError(f"{folder / MANIFEST} describes {key} in a way that cannot be")
     return manifest
 
 
-def is_entry(value: Any) -> bool:
+def _is_entry(value: Any) -> bool:
     """Whether this is a tensor's line in a manifest."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("file"), str)
-        and FILE.fullmatch(value["file"]) is not None
-        and value.get("dtype") in OF_NAME
+        and _FILE.fullmatch(value["file"]) is not None
+        and value.get("dtype") in _OF_NAME
         and isinstance(value.get("shape"), list)
         and all(isinstance(size, int) and size >= 0 for size in value["shape"])
     )

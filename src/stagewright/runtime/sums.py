@@ -30,7 +30,7 @@ from stagewright.runtime.transport.channel import Errands, Promise
 from stagewright.runtime.transport.staged import Copied, new_event, new_stream
 from stagewright.runtime.world import World
 
-STRANDS = 4
+_STRANDS = 4
 """Sums that are made at once, each on sockets of its own: one waits while another adds."""
 
 PIECE_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class CollectiveSum:
         return None
 
 
-class Common:
+class _Common:
     """One tensor of every replica, and the sum of all, in memory that they have in common."""
 
     def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
@@ -87,13 +87,13 @@ class Common:
     def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
         """Makes the sum of some numbers; every replica must have written its own, and must come."""
         first, last = (start + (stop - start) * part // self._size for part in (self._replica, self._replica + 1))
-        meet(group)
+        _meet(group)
         if first < last:
             torch.sum(self._all[:, first:last], 0, out=self.sum[first:last])
-        meet(group)
+        _meet(group)
 
 
-def meet(group: dist.ProcessGroup) -> None:
+def _meet(group: dist.ProcessGroup) -> None:
     """Waits until all replicas are here."""
     dist.all_reduce(torch.zeros(1), group=group)
 
@@ -104,11 +104,11 @@ class CommonSum:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._group, self._timeout_s = group, timeout_s
         self._errands = Errands("sums")
-        self._common: dict[int, Common] = {}
+        self._common: dict[int, _Common] = {}
         """By the address of a tensor."""
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
-        common = Common(numel, like.dtype, self._group)
+        common = _Common(numel, like.dtype, self._group)
         self._common[common.own.data_ptr()] = common
         return common.own
 
@@ -125,7 +125,7 @@ class CommonSum:
         self._errands.close(self._timeout_s)
 
 
-class Mirror(Protocol):
+class _Mirror(Protocol):
     """A tensor of a card in its host's memory, which is pinned."""
 
     own: Tensor
@@ -140,7 +140,7 @@ class Mirror(Protocol):
         """Gives the memory back."""
 
 
-class Pinned(Common):
+class _Pinned(_Common):
     """A mirror in memory that the replicas have in common."""
 
     def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
@@ -153,7 +153,7 @@ class Pinned(Common):
         unpin(self.sum)
 
 
-class Travelling:
+class _Travelling:
     """A mirror that hosts with nothing in common add up over their sockets."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
@@ -173,14 +173,14 @@ class StagedSum:
         self._group, self.in_common = groups[0], in_common
         self._strands = [_Strand(group, number, timeout_s) for number, group in enumerate(groups)]
         self._started = 0
-        self._mirrors: dict[int, tuple[Tensor, Mirror]] = {}
+        self._mirrors: dict[int, tuple[Tensor, _Mirror]] = {}
         """Each tensor, by its address, and its mirror."""
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
         tensor = torch.zeros(numel, dtype=like.dtype, device=like.device)
         if numel:
             common = self.in_common
-            mirror: Mirror = Pinned(numel, like.dtype, self._group) if common else Travelling(numel, like.dtype)
+            mirror: _Mirror = _Pinned(numel, like.dtype, self._group) if common else _Travelling(numel, like.dtype)
             self._mirrors[tensor.data_ptr()] = (tensor, mirror)
         return tensor
 
@@ -190,7 +190,7 @@ class StagedSum:
         (_, mirror), numel = self._mirrors[tensor.data_ptr()], PIECE_BYTES // tensor.element_size()
         return _All([self._start(tensor, mirror, at, numel, made) for at in range(0, tensor.numel(), numel)])
 
-    def _start(self, tensor: Tensor, mirror: Mirror, at: int, numel: int, made: torch.cuda.Event) -> Copied:
+    def _start(self, tensor: Tensor, mirror: _Mirror, at: int, numel: int, made: torch.cuda.Event) -> Copied:
         """Starts the sum of one piece, in the strand whose turn it is."""
         strand, self._started = self._strands[self._started % len(self._strands)], self._started + 1
         return strand.start(tensor, mirror, at, min(at + numel, tensor.numel()), made)
@@ -223,7 +223,7 @@ class _Strand:
         self._out, self._in = new_stream(), new_stream()
         self._errands = Errands(f"sum {number}")
 
-    def start(self, tensor: Tensor, mirror: Mirror, start: int, stop: int, made: torch.cuda.Event) -> Copied:
+    def start(self, tensor: Tensor, mirror: _Mirror, start: int, stop: int, made: torch.cuda.Event) -> Copied:
         """Copies a piece to the host once it is made, and leaves the rest to a thread."""
         piece, copied, here = tensor[start:stop], new_event(), new_event()
         with torch.cuda.stream(self._out):
@@ -252,7 +252,7 @@ def make_sum(world: World, stage: int, members: tuple[int, ...], *, staged: bool
         return None
     # Threads of two stages must not meet each other, so that their groups are not the same where their members are.
     if staged:
-        strands = [world.group(f"sum {number} of stage {stage}", members, "gloo") for number in range(STRANDS)]
+        strands = [world.group(f"sum {number} of stage {stage}", members, "gloo") for number in range(_STRANDS)]
         groups = [group for group in strands if group is not None]
         if world.worker not in members:
             return None

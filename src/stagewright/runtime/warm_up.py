@@ -16,7 +16,7 @@ from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.precision import sum_of_squares
 from stagewright.runtime.worker import Worker
 
-TIMES = 2
+_TIMES = 2
 """The second time runs what the first cannot: adding to a gradient, to a sum, to a momentum."""
 
 
@@ -34,22 +34,22 @@ def run_everything_once(worker: Worker) -> None:
         sizes = {share.stop - share.start for share in map(here.share, numbers) if share is not None}
         buffers = [buffer.clone() for buffer in here.weights.modules[0].buffers()]
         for slot in range(here.weights.num_versions):
-            for rows in sorted(sizes) * TIMES:
-                run = partial(run_once, worker, here, slot, rows)
+            for rows in sorted(sizes) * _TIMES:
+                run = partial(_run_once, worker, here, slot, rows)
                 run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
-        update_once(here, worker.world.device)
+        _update_once(here, worker.world.device)
 
 
-def run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
+def _run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
     """Forward and backward of one slot on rows of zeros."""
     runner, key = here.runner, (slot, -1)
     if replays(here.plan):  # a gradient is never added to, and where graphs are replayed it must not be
         for parameter in here.weights.parameters[slot]:
             parameter.grad = None
-    inputs = [zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.inputs]
-    targets = [zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.targets]
+    inputs = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.inputs]
+    targets = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.targets]
     made = runner.forward(here.weights.modules[slot], key, inputs, targets)
     if runner.has_loss:
         worker.note(-1, rows, made, targets)
@@ -60,14 +60,14 @@ def run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
         runner.backward(key, [torch.zeros_like(tensor) for tensor in outputs], worker.scale.current)
 
 
-def zeros(rows: int, shape: tuple[int, ...], dtype: torch.dtype, worker: Worker) -> Tensor:
+def _zeros(rows: int, shape: tuple[int, ...], dtype: torch.dtype, worker: Worker) -> Tensor:
     """Rows of zeros in the layout of the run."""
     tensor = torch.zeros((rows, *shape), dtype=dtype, device=worker.world.device)
     last = worker.settings.channels_last and tensor.dim() == 4
     return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
 
-def update_once(here: Hosted, device: torch.device) -> None:
+def _update_once(here: Hosted, device: torch.device) -> None:
     """One optimizer step at a rate of 0 on the gradients just made, then a clean slate."""
     weights = here.weights
     gradients = [parameter.grad for parameter in weights.parameters[0]]
@@ -85,7 +85,7 @@ def update_once(here: Hosted, device: torch.device) -> None:
     weights.scheduler = None
     for group in weights.optimizer.param_groups:
         group["lr"] = 0.0
-    for _ in range(TIMES):
+    for _ in range(_TIMES):
         weights.update(0, gradients)
     weights.num_updates, weights.scheduler = 0, scheduler
     weights.optimizer.state.clear()

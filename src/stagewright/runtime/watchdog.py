@@ -21,11 +21,11 @@ from stagewright.runtime.flight import Flight
 from stagewright.runtime.words import Words
 
 T = TypeVar("T")
-BUSY_PART = 1 / 8
+_BUSY_PART = 1 / 8
 """The part of the timeout in which a worker that is busy must have been heard of."""
-LAST_PART = 1 / 4
+_LAST_PART = 1 / 4
 """The part of the timeout that a worker may take to end once it has failed."""
-LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 1.0
 """How long the last words may take: they go to a disk that may be cut off too."""
 
 
@@ -66,7 +66,7 @@ class Watchdog:
     def end_soon(self) -> None:
         """Gives this process, which has failed, a last while to end by itself."""
         self._busy, self._last_words = 0, lambda: ""
-        self.get_on(self._timeout_s * LAST_PART)
+        self.get_on(self._timeout_s * _LAST_PART)
         self.words = self.flight = None
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Watchdog:
     def _ask(self, ask: Callable[[Words], T]) -> T | None:
         """What the store answers in time: it may be cut off, and then it never does."""
         words = self.words
-        return in_time(lambda: ask(words), self._timeout_s / 20) if words is not None else None
+        return _in_time(lambda: ask(words), self._timeout_s / 20) if words is not None else None
 
     def _someone_is_busy(self) -> bool:
         """Whether another worker says that it is busy, now."""
@@ -99,7 +99,7 @@ class Watchdog:
         before = self._ask(lambda words: [words.get(key) for key in others])
         if before is None or self._busy or not any(before):
             return False
-        time.sleep(self._timeout_s * BUSY_PART)
+        time.sleep(self._timeout_s * _BUSY_PART)
         after = self._ask(lambda words: [words.get(key) for key in others])
         if after is None or after == before:
             return False
@@ -107,7 +107,7 @@ class Watchdog:
         return True
 
     def _end(self) -> None:
-        text = in_time(self._last_words, LAST_WORDS_S)
+        text = _in_time(self._last_words, _LAST_WORDS_S)
         if text:
             with suppress(OSError, ValueError):
                 print(text, file=sys.stderr, flush=True)
@@ -126,7 +126,7 @@ def watchdog(timeout_s: float, start_s: float, last_words: Callable[[], str], *,
     dog.close()
 
 
-def in_time(do: Callable[[], T], limit_s: float) -> T | None:
+def _in_time(do: Callable[[], T], limit_s: float) -> T | None:
     """What a function gives within so many seconds; it goes on alone when it takes longer."""
     made: list[Any] = []
 

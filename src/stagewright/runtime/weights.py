@@ -35,7 +35,7 @@ class Weights:
         self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker, unreached: Collection[str] = ()
     ) -> None:
         """`unreached` are parameters to which no gradient ever comes: no optimizer may decay them."""
-        self.modules: list[nn.Module] = [module, *(twin(module) for _ in range(num_versions - 1))]
+        self.modules: list[nn.Module] = [module, *(_twin(module) for _ in range(num_versions - 1))]
         self.names = [name for name, each in module.named_parameters() if each.requires_grad and name not in unreached]
         self.parameters: list[list[nn.Parameter]] = [
             [slot.get_parameter(name) for name in self.names] for slot in self.modules
@@ -44,7 +44,7 @@ class Weights:
         # slot that is being updated, and no graph ever sees them.
         is_alone = num_versions == 1
         self.moved = self.parameters[0] if is_alone else [nn.Parameter(one.data) for one in self.parameters[0]]
-        self.optimizer, self.scheduler = _made(make_optimizer, named_groups(self.names, self.moved))
+        self.optimizer, self.scheduler = _made(make_optimizer, _named_groups(self.names, self.moved))
         self.num_updates = 0
 
     @property
@@ -88,7 +88,7 @@ class Weights:
                 moved.data = parameter.data
             moved.grad = gradient
         if self.optimizer is not None:
-            step(self.optimizer, skip, divisor)
+            _step(self.optimizer, skip, divisor)
         if self.scheduler is not None:
             with warnings.catch_warnings():  # the optimizer steps under another name, or may skip its first step
                 warnings.simplefilter("ignore", UserWarning)
@@ -122,7 +122,7 @@ def _made(
     return optimizer, scheduler
 
 
-def step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> None:
+def _step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> None:
     """One step with the gradients divided, or none where `skip` is 1.
 
     A fused optimizer takes both as they are on the device, as it does from torch's GradScaler, and no host waits. Its
@@ -142,7 +142,7 @@ def step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> N
     optimizer.step()
 
 
-def twin(module: nn.Module) -> nn.Module:
+def _twin(module: nn.Module) -> nn.Module:
     """A copy with parameters of its own, which keep the hooks that copies lose, and the very same buffers."""
     buffers = {id(buffer): buffer for buffer in module.buffers()}
     made = copy.deepcopy(module, memo=dict(buffers))
@@ -159,7 +159,7 @@ def copy_hooks(parameter: Tensor, other: Tensor) -> None:
         other.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def named_groups(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def _named_groups(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters, each with its unsplit name as `stagewright_name`, for optimizers that treat some apart."""
     for name, parameter in zip(names, parameters):
         parameter.stagewright_name = name  # type: ignore[attr-defined]

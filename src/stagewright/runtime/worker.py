@@ -30,10 +30,10 @@ from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.world import World, check_world
 from stagewright.schedule import COMPUTE, RECEIVES, TRANSFERS, Action, Kind, Schedule
 
-Metric = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+_Metric = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(predictions, targets) of some rows → sums over these rows, one a figure."""
 
-LAST_HALF = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
+_LAST_HALF = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
 
 
 class Worker:
@@ -41,7 +41,7 @@ class Worker:
 
     def __init__(
         self, schedule: Schedule, layered: Layered, world: World, settings: Settings, *,
-        make_optimizer: OptimizerMaker, feed: Feed, metric: Metric | None = None, num_metrics: int = 0,
+        make_optimizer: OptimizerMaker, feed: Feed, metric: _Metric | None = None, num_metrics: int = 0,
         flight: Flight | None = None,
     ) -> None:  # fmt: skip
         check_world(world, schedule.plan)
@@ -121,7 +121,7 @@ class Worker:
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches, in the order's own sequence."""
         order = self.order(num_batches, first_batch)
-        for actions in receives_ahead(together(order), self.transport.lookahead):
+        for actions in _receives_ahead(together(order), self.transport.lookahead):
             self.act(actions)
 
     def order(self, num_batches: int, first_batch: int) -> Iterator[Action]:
@@ -268,7 +268,7 @@ class Worker:
         if here.stage == 0:
             given = self.feed.inputs(key[0], share.start, share.stop)
             check_rows("inputs", given, here.runner.inputs, key[0], share.start, share.stop)
-            return [as_settled(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
+            return [_as_settled(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
         before = self.hosted.get(here.stage - 1)
         return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
 
@@ -401,7 +401,7 @@ class Worker:
                 deferred.close()
 
 
-def as_settled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_settled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows in autocast's format where the first stage takes them so; a feed may have made them in it already."""
     return tensor.to(dtype) if dtype in AUTOCAST.values() and tensor.dtype == torch.float32 else tensor
 
@@ -416,7 +416,7 @@ def together(order: Iterable[Action]) -> Iterator[list[Action]]:
         yield list(group)
 
 
-def receives_ahead(steps: Iterator[list[Action]], num_computes: int) -> Iterator[list[Action]]:
+def _receives_ahead(steps: Iterator[list[Action]], num_computes: int) -> Iterator[list[Action]]:
     """The same steps, with each receive drawn forward past that many compute actions."""
     window: deque[list[Action]] = deque()
     ahead = 0

@@ -25,7 +25,7 @@ from stagewright.runtime.meeting import Place, choose_interface, meet
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
 
-SWITCH_S = 0.0005
+_SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def open_world(settings: Settings) -> Iterator[World]:
         keep_freed_memory()
     else:
         # Python lets a thread run for 5 ms before another may: too long for those that pass rows on to a card.
-        sys.setswitchinterval(SWITCH_S)
+        sys.setswitchinterval(_SWITCH_S)
     # Whoever does not get on is ended by its watchdog; a wait for one that saves may take as long as saving may.
     timeout = timedelta(seconds=settings.timeout_s + settings.save_timeout_s)
     if size == 1:
@@ -103,10 +103,10 @@ def let_threads_finish(timeout_s: float = 1.0) -> None:
     deadline, quiet = time.monotonic() + timeout_s, 0
     while quiet < 3 and time.monotonic() < deadline:
         time.sleep(0.001)  # whoever waits for Python gets it meanwhile
-        quiet = 0 if "R" in states_of_threads() else quiet + 1
+        quiet = 0 if "R" in _states_of_threads() else quiet + 1
 
 
-def states_of_threads() -> list[str]:
+def _states_of_threads() -> list[str]:
     """What each other thread of this process does, in the letters of Linux; nothing elsewhere."""
     found = []
     for entry in Path("/proc/self/task").glob("*"):

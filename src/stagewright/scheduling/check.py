@@ -19,24 +19,24 @@ from stagewright.plan import Plan, microbatch_rows
 from stagewright.schedule import SENDS, TRANSFERS, Action, Kind, Schedule, format_order
 from stagewright.scheduling.ideal import run_ideally
 
-Key = tuple[Kind, int, int, int]
+_Key = tuple[Kind, int, int, int]
 """An action without its batch: kind, stage, microbatch, peer."""
 
-FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 def check_schedule(schedule: Schedule, num_batches: int | None = None) -> None:
     """Raises a ScheduleError with the reason, the action and the grid unless the schedule is right."""
     if num_batches is not None:
         check_batches(schedule.plan, num_batches)
-    owned = ownership(schedule.plan)
+    owned = _ownership(schedule.plan)
     for worker in range(len(schedule.orders)):
-        places = check_actions(schedule, worker, owned)
-        check_places(schedule, worker, owned, places)
-        check_held(schedule, worker)
-    check_pairs(schedule)
-    check_collectives(schedule)
-    check_completion(schedule, schedule.num_batches_drawn if num_batches is None else num_batches)
+        places = _check_actions(schedule, worker, owned)
+        _check_places(schedule, worker, owned, places)
+        _check_held(schedule, worker)
+    _check_pairs(schedule)
+    _check_collectives(schedule)
+    _check_completion(schedule, schedule.num_batches_drawn if num_batches is None else num_batches)
 
 
 def check_batches(plan: Plan, num_batches: int) -> None:
@@ -48,7 +48,7 @@ def check_batches(plan: Plan, num_batches: int) -> None:
         )
 
 
-class Work(NamedTuple):
+class _Work(NamedTuple):
     """What one worker has to do with one microbatch of a stage, and with whom."""
 
     before: tuple[int, ...]
@@ -56,28 +56,28 @@ class Work(NamedTuple):
     after: tuple[int, ...]
 
 
-Ownership = list[dict[int, list[tuple[int, Work]]]]
+_Ownership = list[dict[int, list[tuple[int, _Work]]]]
 """[worker][stage]: the microbatches that the worker handles there."""
 
 
-def ownership(plan: Plan) -> Ownership:
+def _ownership(plan: Plan) -> _Ownership:
     """Who has to do what, from the shares alone."""
-    owned: Ownership = [{} for _ in plan.devices]
+    owned: _Ownership = [{} for _ in plan.devices]
     for stage, workers in enumerate(plan.workers):
         for worker in workers:
             owned[worker][stage] = []
-        known: dict[tuple[int, int], list[tuple[int, Work]]] = {}
+        known: dict[tuple[int, int], list[tuple[int, _Work]]] = {}
         for number in range(plan.num_microbatches):
             start, stop = microbatch_rows(plan.batch, plan.num_microbatches, number)
             like = (stop - start, number if plan.route == "rotate" else 0)
             if like not in known:
-                known[like] = list(stage_work(plan, stage, number))
+                known[like] = list(_stage_work(plan, stage, number))
             for worker, work in known[like]:
                 owned[worker][stage].append((number, work))
     return owned
 
 
-def stage_work(plan: Plan, stage: int, microbatch: int) -> Iterator[tuple[int, Work]]:
+def _stage_work(plan: Plan, stage: int, microbatch: int) -> Iterator[tuple[int, _Work]]:
     """The workers of a stage that get rows of a microbatch, and those that hold the same rows next door."""
     for share in plan.shares(stage, microbatch):
         sides = []
@@ -85,38 +85,38 @@ def stage_work(plan: Plan, stage: int, microbatch: int) -> Iterator[tuple[int, W
             there = plan.shares(other, microbatch) if 0 <= other < len(plan.stages) else ()
             met = (one for one in there if one.start < share.stop and share.start < one.stop)
             sides.append(tuple(plan.workers[other][one.replica] for one in met))
-        yield plan.workers[stage][share.replica], Work(*sides)
+        yield plan.workers[stage][share.replica], _Work(*sides)
 
 
-def check_actions(schedule: Schedule, worker: int, owned: Ownership) -> dict[Key, int]:
+def _check_actions(schedule: Schedule, worker: int, owned: _Ownership) -> dict[_Key, int]:
     """Every action that the worker owes stands in its order once, and no other; the place of each for batch 0."""
     order = schedule.orders[worker]
-    places: dict[Key, int] = {}
+    places: dict[_Key, int] = {}
     for number, (kind, stage, batch, microbatch, peer) in enumerate(order):
         key = (kind, stage, microbatch, peer)
         if key in places:
-            fail(schedule, worker, order[number], "it stands in the order twice")
+            _fail(schedule, worker, order[number], "it stands in the order twice")
         places[key] = number - batch * len(order)
-    wanted = set(expected(schedule, worker, owned, places))
+    wanted = set(_expected(schedule, worker, owned, places))
     for key in sorted(wanted - places.keys()):
-        fail(schedule, worker, _action(key), "it is missing")
+        _fail(schedule, worker, _action(key), "it is missing")
     for key in sorted(places.keys() - wanted):
-        fail(schedule, worker, _action(key), "nothing in the plan asks for it")
+        _fail(schedule, worker, _action(key), "nothing in the plan asks for it")
     return places
 
 
-def expected(schedule: Schedule, worker: int, owned: Ownership, places: dict[Key, int]) -> Iterator[Key]:
+def _expected(schedule: Schedule, worker: int, owned: _Ownership, places: dict[_Key, int]) -> Iterator[_Key]:
     """All that a worker owes a batch; whether backward goes in halves is up to the schedule."""
     plan = schedule.plan
     for stage, works in owned[worker].items():
         for number, work in works:
-            yield FORWARD, stage, number, -1
-            if (INPUT, stage, number, -1) in places:
-                yield INPUT, stage, number, -1
-                yield WEIGHT, stage, number, -1
+            yield _FORWARD, stage, number, -1
+            if (_INPUT, stage, number, -1) in places:
+                yield _INPUT, stage, number, -1
+                yield _WEIGHT, stage, number, -1
             else:
-                yield BACKWARD, stage, number, -1
-            yield from transfer_keys(worker, stage, number, work)
+                yield _BACKWARD, stage, number, -1
+            yield from _transfer_keys(worker, stage, number, work)
         if plan.replicas[stage] > 1:
             yield from ((Kind.REDUCE, stage, -1, bucket) for bucket in range(plan.stages[stage].num_buckets))
         yield Kind.UPDATE, stage, -1, -1
@@ -127,7 +127,7 @@ def expected(schedule: Schedule, worker: int, owned: Ownership, places: dict[Key
         yield Kind.AGREE, -1, -1, -1
 
 
-def transfer_keys(worker: int, stage: int, number: int, work: Work) -> Iterator[Key]:
+def _transfer_keys(worker: int, stage: int, number: int, work: _Work) -> Iterator[_Key]:
     """What the worker sends and receives for a microbatch of a stage."""
     for peer in work.before:
         if peer != worker:
@@ -139,40 +139,40 @@ def transfer_keys(worker: int, stage: int, number: int, work: Work) -> Iterator[
             yield Kind.RECEIVE_BACKWARD, stage + 1, number, peer
 
 
-def check_places(schedule: Schedule, worker: int, owned: Ownership, places: dict[Key, int]) -> None:
+def _check_places(schedule: Schedule, worker: int, owned: _Ownership, places: dict[_Key, int]) -> None:
     """Everything stands after what it needs and before what needs it, in every batch."""
-    rules = Rules(schedule, worker, places)
+    rules = _Rules(schedule, worker, places)
     for stage, works in owned[worker].items():
         lasts = [rules.microbatch(stage, number, work) for number, work in works]
-        firsts: list[Key] = [(FORWARD, stage, number, -1) for number, _ in works]
+        firsts: list[_Key] = [(_FORWARD, stage, number, -1) for number, _ in works]
         rules.batch(stage, lasts, firsts)
 
 
-class Rules:
+class _Rules:
     """The places of one worker's actions, and who must stand before whom."""
 
-    def __init__(self, schedule: Schedule, worker: int, places: dict[Key, int]) -> None:
+    def __init__(self, schedule: Schedule, worker: int, places: dict[_Key, int]) -> None:
         self.schedule, self.worker, self.places = schedule, worker, places
         self.length = len(schedule.orders[worker])
 
-    def before(self, first: Key, second: Key, batches: int = 0) -> None:
+    def before(self, first: _Key, second: _Key, batches: int = 0) -> None:
         """`first` of a batch must stand before `second` of the batch that comes `batches` later."""
         if self.places[first] >= self.places[second] + batches * self.length:
             whose = "" if not batches else f" of batch n{-batches:+d}"
-            fail(
+            _fail(
                 self.schedule,
                 self.worker,
                 _action(second),
                 f"of batch n it must come after {_action(first)}{whose}, but stands before it",
             )
 
-    def microbatch(self, stage: int, number: int, work: Work) -> Key:
+    def microbatch(self, stage: int, number: int, work: _Work) -> _Key:
         """The rules of one microbatch; its last action that makes gradients."""
-        forward, backward, last = ((kind, stage, number, -1) for kind in (FORWARD, BACKWARD, WEIGHT))
+        forward, backward, last = ((kind, stage, number, -1) for kind in (_FORWARD, _BACKWARD, _WEIGHT))
         if backward in self.places:
             last = backward
         else:
-            backward = (INPUT, stage, number, -1)
+            backward = (_INPUT, stage, number, -1)
             self.before(backward, last)
         self.before(forward, backward)
         for peer in work.before:
@@ -181,31 +181,31 @@ class Rules:
             self.with_stage_after(stage, number, peer, forward, backward)
         return last
 
-    def with_stage_before(self, stage: int, number: int, peer: int, forward: Key, backward: Key) -> None:
+    def with_stage_before(self, stage: int, number: int, peer: int, forward: _Key, backward: _Key) -> None:
         """Forward needs the rows that `peer` has, who needs the gradients."""
         if peer == self.worker:
-            self.before((FORWARD, stage - 1, number, -1), forward)
+            self.before((_FORWARD, stage - 1, number, -1), forward)
         else:
             self.before((Kind.RECEIVE_FORWARD, stage - 1, number, peer), forward)
             self.before(backward, (Kind.SEND_BACKWARD, stage, number, peer))
 
-    def with_stage_after(self, stage: int, number: int, peer: int, forward: Key, backward: Key) -> None:
+    def with_stage_after(self, stage: int, number: int, peer: int, forward: _Key, backward: _Key) -> None:
         """Backward needs the gradients that `peer` has, who needs the rows."""
         if peer == self.worker:
-            whole = (BACKWARD, stage + 1, number, -1)
-            self.before(whole if whole in self.places else (INPUT, stage + 1, number, -1), backward)
+            whole = (_BACKWARD, stage + 1, number, -1)
+            self.before(whole if whole in self.places else (_INPUT, stage + 1, number, -1), backward)
         else:
             self.before(forward, (Kind.SEND_FORWARD, stage, number, peer))
             self.before((Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward)
 
-    def batch(self, stage: int, lasts: list[Key], firsts: list[Key]) -> None:
+    def batch(self, stage: int, lasts: list[_Key], firsts: list[_Key]) -> None:
         """The rules of a whole batch: reductions after backward, the update after them, and versions as promised."""
         before, plan = self.before, self.schedule.plan
-        update: Key = (Kind.UPDATE, stage, -1, -1)
-        agreement: list[Key] = [(Kind.AGREE, -1, -1, -1)] if self.schedule.agree else []
+        update: _Key = (Kind.UPDATE, stage, -1, -1)
+        agreement: list[_Key] = [(Kind.AGREE, -1, -1, -1)] if self.schedule.agree else []
         num_buckets = plan.stages[stage].num_buckets if plan.replicas[stage] > 1 else 0
         for bucket in range(num_buckets):
-            reduction: Key = (Kind.REDUCE, stage, -1, bucket)
+            reduction: _Key = (Kind.REDUCE, stage, -1, bucket)
             for key in (update, *agreement):
                 before(reduction, key)
             for last in lasts:
@@ -217,10 +217,10 @@ class Rules:
             before(key, update)
         self.versions(stage, lasts, firsts)
 
-    def versions(self, stage: int, lasts: list[Key], firsts: list[Key]) -> None:
+    def versions(self, stage: int, lasts: list[_Key], firsts: list[_Key]) -> None:
         """Batch n sees the updates up to n − K and none after, and no more than K versions are kept."""
         before, num_versions = self.before, self.schedule.plan.versions[stage]
-        update: Key = (Kind.UPDATE, stage, -1, -1)
+        update: _Key = (Kind.UPDATE, stage, -1, -1)
         for forward in firsts:
             before(update, forward, num_versions)
         if num_versions == 1:
@@ -235,7 +235,7 @@ class Rules:
             before(last, release)
 
 
-def check_held(schedule: Schedule, worker: int) -> None:
+def _check_held(schedule: Schedule, worker: int) -> None:
     """No replica holds the activations of more microbatches than the plan's bound, in the steady state."""
     hold, order = schedule.plan.hold, schedule.orders[worker]
     if hold is None:
@@ -243,29 +243,29 @@ def check_held(schedule: Schedule, worker: int) -> None:
     # A forward that is d batches ahead of its backward leaves d activations behind at the end of every turn.
     held: dict[int, int] = {}
     for kind, stage, batch, _, _ in order:
-        sign = 1 if kind is FORWARD else -1 if kind is BACKWARD or kind is WEIGHT else 0
+        sign = 1 if kind is _FORWARD else -1 if kind is _BACKWARD or kind is _WEIGHT else 0
         held[stage] = held.get(stage, 0) + sign * batch
     for action in order:
-        if action.kind is FORWARD:
+        if action.kind is _FORWARD:
             held[action.stage] += 1
             if held[action.stage] > hold:
-                fail(
+                _fail(
                     schedule,
                     worker,
                     action,
                     f"it is one activation more than the {hold} that stage {action.stage} may hold",
                 )
-        elif action.kind is BACKWARD or action.kind is WEIGHT:
+        elif action.kind is _BACKWARD or action.kind is _WEIGHT:
             held[action.stage] -= 1
 
 
-Operation = tuple[int, ...]
+_Operation = tuple[int, ...]
 """Something that several workers do together, without its batch."""
 
 
-def check_pairs(schedule: Schedule) -> None:
+def _check_pairs(schedule: Schedule) -> None:
     """Two workers issue what passes between them in the same sequence, whichever of them sends."""
-    lists: dict[tuple[int, int], list[tuple[Operation, int]]] = {}
+    lists: dict[tuple[int, int], list[tuple[_Operation, int]]] = {}
     for worker, order in enumerate(schedule.orders):
         for kind, stage, batch, number, peer in order:
             if kind in TRANSFERS:
@@ -279,12 +279,12 @@ def check_pairs(schedule: Schedule) -> None:
                 transfers = [
                     action for action in schedule.orders[worker] if action.kind in TRANSFERS and action.peer == peer
                 ]
-                fail(
+                _fail(
                     schedule, worker, transfers[fault], f"worker {peer} issues another transfer of theirs at this point"
                 )
 
 
-def check_collectives(schedule: Schedule) -> None:
+def _check_collectives(schedule: Schedule) -> None:
     """Two workers issue the reductions that they share, and the agreement, in the same sequence."""
     stages_of = list(map(set, schedule.plan.stages_of))
     pairs = {pair for workers in schedule.plan.workers for pair in zip(workers, workers[1:])}
@@ -293,15 +293,15 @@ def check_collectives(schedule: Schedule) -> None:
     pairs |= {pair for pair in combinations(several, 2) if len(stages_of[pair[0]] & stages_of[pair[1]]) > 1}
     for worker, peer in sorted(pairs):
         common = stages_of[worker] & stages_of[peer] | {-1}
-        mine, theirs = (collectives(schedule.orders[one], common) for one in (worker, peer))
+        mine, theirs = (_collectives(schedule.orders[one], common) for one in (worker, peer))
         fault = first_difference(mine, theirs)
         if fault is not None:
             (kind, stage, bucket), batch = mine[fault]
             action = Action(Kind.REDUCE if kind else Kind.AGREE, stage, batch, -1, bucket)
-            fail(schedule, worker, action, f"worker {peer} issues another reduction or agreement at this point")
+            _fail(schedule, worker, action, f"worker {peer} issues another reduction or agreement at this point")
 
 
-def collectives(order: Sequence[Action], stages: set[int]) -> list[tuple[Operation, int]]:
+def _collectives(order: Sequence[Action], stages: set[int]) -> list[tuple[_Operation, int]]:
     """The reductions and agreements of some stages, in their order."""
     return [
         ((kind is Kind.REDUCE, stage, peer), batch)
@@ -310,7 +310,7 @@ def collectives(order: Sequence[Action], stages: set[int]) -> list[tuple[Operati
     ]
 
 
-def first_difference(mine: list[tuple[Operation, int]], theirs: list[tuple[Operation, int]]) -> int | None:
+def first_difference(mine: list[tuple[_Operation, int]], theirs: list[tuple[_Operation, int]]) -> int | None:
     """Where two endless, repeating sequences differ first, None if nowhere; each may begin its turn at another point.
 
     A+1 B  and  B A        are both … A1 B0 A2 B1 A3 B2 …
@@ -330,7 +330,7 @@ def first_difference(mine: list[tuple[Operation, int]], theirs: list[tuple[Opera
     return None
 
 
-def check_completion(schedule: Schedule, num_batches: int) -> None:
+def _check_completion(schedule: Schedule, num_batches: int) -> None:
     """The run ends: with buffered sends and, since sequences are equal, with sends that meet their receipts."""
     stuck = run_ideally(schedule, num_batches).stuck
     if stuck:
@@ -338,19 +338,19 @@ def check_completion(schedule: Schedule, num_batches: int) -> None:
         others = ", ".join(
             f"{one} at {theirs._replace(batch=0)} of batch {theirs.batch}" for one, theirs in list(stuck.items())[:8]
         )
-        fail(schedule, worker, action, f"it waits for ever; workers wait: {others}")
+        _fail(schedule, worker, action, f"it waits for ever; workers wait: {others}")
 
 
-def fail(schedule: Schedule, worker: int, action: Action, reason: str) -> NoReturn:
+def _fail(schedule: Schedule, worker: int, action: Action, reason: str) -> NoReturn:
     """Raises the error that shows a fault: the reason, the action among its neighbours, and the grid."""
-    around = neighbours(schedule.orders[worker], action)
+    around = _neighbours(schedule.orders[worker], action)
     raise ScheduleError(
         f"worker {worker}, {action._replace(batch=0)}: {reason}",
-        "\n".join([f"{worker} │ {around}", "", *small_grid(schedule, worker)]),
+        "\n".join([f"{worker} │ {around}", "", *_small_grid(schedule, worker)]),
     )
 
 
-def neighbours(order: Sequence[Action], action: Action, reach: int = 5) -> str:
+def _neighbours(order: Sequence[Action], action: Action, reach: int = 5) -> str:
     """An order's actions around one of them, which is marked."""
     keys = [_key(one) for one in order]
     at = keys.index(_key(action)) if _key(action) in keys else None
@@ -361,7 +361,7 @@ def neighbours(order: Sequence[Action], action: Action, reach: int = 5) -> str:
     return ("… " if low else "") + " ".join(words[low:high]) + (" …" if high < len(order) else "")
 
 
-def small_grid(schedule: Schedule, worker: int, rows: int = 16, columns: int = 110) -> Iterable[str]:
+def _small_grid(schedule: Schedule, worker: int, rows: int = 16, columns: int = 110) -> Iterable[str]:
     """The grid, cut to a size that fits a screen, around the row of a worker."""
     few = min(schedule.num_batches_drawn, 4)
     lines = schedule.grid(few).splitlines()
@@ -369,10 +369,10 @@ def small_grid(schedule: Schedule, worker: int, rows: int = 16, columns: int = 1
     return [line if len(line) <= columns else line[: columns - 2] + " …" for line in lines[first : first + rows]]
 
 
-def _key(action: Action) -> Key:
+def _key(action: Action) -> _Key:
     return action.kind, action.stage, action.microbatch, action.peer
 
 
-def _action(key: Key) -> Action:
+def _action(key: _Key) -> Action:
     kind, stage, microbatch, peer = key
     return Action(kind, stage, 0, microbatch, peer)

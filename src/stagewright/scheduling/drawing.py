@@ -9,13 +9,13 @@ from stagewright.schedule import Kind, Schedule
 from stagewright.scheduling.ideal import Run, Span, run_ideally
 from stagewright.scheduling.timing import Costs
 
-COLOURS = {
+_COLOURS = {
     Kind.FORWARD: "#4c78a8",
     Kind.BACKWARD: "#f2a541",
     Kind.BACKWARD_INPUT: "#f2a541",
     Kind.BACKWARD_WEIGHT: "#72a98f",
 }
-UNIT_WIDTH, ROW_HEIGHT, GAP, MARGIN = 28, 22, 4, 48
+_UNIT_WIDTH, _ROW_HEIGHT, _GAP, _MARGIN = 28, 22, 4, 48
 
 
 def timed_grid(schedule: Schedule, num_batches: int | None = None) -> str:
@@ -48,9 +48,9 @@ def draw_svg(schedule: Schedule, num_batches: int | None = None, costs: Costs | 
     num_batches = schedule.num_batches_drawn if num_batches is None else num_batches
     run = run_ideally(schedule, num_batches, costs)
     shortest = min((span.stop - span.start for span in _computing(run)), default=1.0)
-    scale = UNIT_WIDTH / shortest
-    width = MARGIN + run.length * scale + GAP
-    height = len(run.spans) * (ROW_HEIGHT + GAP) + GAP
+    scale = _UNIT_WIDTH / shortest
+    width = _MARGIN + run.length * scale + _GAP
+    height = len(run.spans) * (_ROW_HEIGHT + _GAP) + _GAP
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
         f'height="{height}" font-family="sans-serif" font-size="11">',
@@ -68,16 +68,16 @@ def _computing(run: Run) -> Iterator[Span]:
 
 def _boxes(schedule: Schedule, run: Run, num_batches: int, scale: float) -> Iterator[str]:
     for worker, spans in enumerate(run.spans):
-        top = GAP + worker * (ROW_HEIGHT + GAP)
-        middle = top + ROW_HEIGHT / 2 + 4
-        yield f'<text x="{MARGIN - 8}" y="{middle:.0f}" text-anchor="end">{worker}</text>'
+        top = _GAP + worker * (_ROW_HEIGHT + _GAP)
+        middle = top + _ROW_HEIGHT / 2 + 4
+        yield f'<text x="{_MARGIN - 8}" y="{middle:.0f}" text-anchor="end">{worker}</text>'
         for span in spans:
             if span.stop == span.start:
                 continue
-            left, width = MARGIN + span.start * scale, (span.stop - span.start) * scale
+            left, width = _MARGIN + span.start * scale, (span.stop - span.start) * scale
             label = escape(schedule.cell(span.action, num_batches))
             yield (
-                f'<rect x="{left:.1f}" y="{top}" width="{width - 1:.1f}" height="{ROW_HEIGHT}" rx="2" '
-                f'fill="{COLOURS[span.action.kind]}"><title>{label} {span.start:g} – {span.stop:g}</title></rect>'
+                f'<rect x="{left:.1f}" y="{top}" width="{width - 1:.1f}" height="{_ROW_HEIGHT}" rx="2" '
+                f'fill="{_COLOURS[span.action.kind]}"><title>{label} {span.start:g} – {span.stop:g}</title></rect>'
                 f'<text x="{left + width / 2:.1f}" y="{middle:.0f}" text-anchor="middle" fill="white">{label}</text>'
             )

@@ -50,18 +50,18 @@ def balanced_costs(plan: Plan) -> Costs:
 
 def run_ideally(schedule: Schedule, num_batches: int = 1, costs: Costs | None = None) -> Run:
     """Carries out the schedule over a run of batches."""
-    bench = Bench(schedule, num_batches, costs)
+    bench = _Bench(schedule, num_batches, costs)
     ready = deque(range(len(schedule.orders)))
     while ready:
         ready.extend(bench.advance(ready.popleft()))
     return Run(bench.spans, {worker: bench.lists[worker][bench.at[worker]] for worker in sorted(bench.waiting)})
 
 
-Event = tuple[int, ...]
+_Event = tuple[int, ...]
 """A transfer, a stage's reductions of a batch, or an agreement."""
 
 
-class Bench:
+class _Bench:
     """Workers with their lists, the place each has reached, and what they wait for."""
 
     def __init__(self, schedule: Schedule, num_batches: int, costs: Costs | None) -> None:
@@ -70,12 +70,12 @@ class Bench:
         self.at = [0] * len(self.lists)
         self.clock = [0.0] * len(self.lists)
         self.spans: list[list[Span]] = [[] for _ in self.lists]
-        self.parts: dict[Event, tuple[int, float]] = {}
+        self.parts: dict[_Event, tuple[int, float]] = {}
         """How many parts of an event were issued, and when the latest was."""
-        self.done: dict[Event, float] = {}
-        self.waiting: dict[int, Event] = {}
-        self.waiters: dict[Event, list[int]] = {}
-        self.receipts: dict[tuple[int, ...], list[Event]] = {}
+        self.done: dict[_Event, float] = {}
+        self.waiting: dict[int, _Event] = {}
+        self.waiters: dict[_Event, list[int]] = {}
+        self.receipts: dict[tuple[int, ...], list[_Event]] = {}
 
     def advance(self, worker: int) -> list[int]:
         """Runs a worker until it must wait or is done; the workers that can go on because of it."""
@@ -90,7 +90,7 @@ class Bench:
         self.at[worker] = len(actions)
         return woken
 
-    def do(self, worker: int, action: Action, waited_for: Event | None, woken: list[int]) -> Event | None:
+    def do(self, worker: int, action: Action, waited_for: _Event | None, woken: list[int]) -> _Event | None:
         """Carries out an action, unless it must wait: for the event that comes back then."""
         kind, stage, batch, _, _ = action
         if kind in COMPUTE:
@@ -99,13 +99,13 @@ class Bench:
             self.transfer(worker, action, woken)
         elif kind is Kind.REDUCE:
             num_parts = self.plan.replicas[stage] * self.plan.stages[stage].num_buckets
-            self.issue((REDUCTION, stage, batch), num_parts, self.clock[worker], woken)
+            self.issue((_REDUCTION, stage, batch), num_parts, self.clock[worker], woken)
         elif kind is Kind.UPDATE:
-            if self.plan.replicas[stage] > 1 and (REDUCTION, stage, batch) not in self.done:
-                return (REDUCTION, stage, batch)
-            self.span(worker, self.done.get((REDUCTION, stage, batch), 0.0), 0.0, action)
+            if self.plan.replicas[stage] > 1 and (_REDUCTION, stage, batch) not in self.done:
+                return (_REDUCTION, stage, batch)
+            self.span(worker, self.done.get((_REDUCTION, stage, batch), 0.0), 0.0, action)
         elif kind is Kind.AGREE:
-            event = (AGREEMENT, batch)
+            event = (_AGREEMENT, batch)
             if waited_for != event:
                 self.issue(event, len(self.lists), self.clock[worker], woken)
             if event not in self.done:
@@ -113,7 +113,7 @@ class Bench:
             self.span(worker, self.done[event], 0.0, action)
         return None
 
-    def compute(self, worker: int, action: Action) -> Event | None:
+    def compute(self, worker: int, action: Action) -> _Event | None:
         """Forward and backward, once the receipts of their rows are there."""
         kind, stage, batch, number, _ = action
         start = 0.0
@@ -151,7 +151,7 @@ class Bench:
             self.receipts.setdefault((worker, is_forward, stage, batch, number), []).append(event)
         self.issue(event, 2, self.clock[worker], woken)
 
-    def issue(self, event: Event, num_parts: int, time: float, woken: list[int]) -> None:
+    def issue(self, event: _Event, num_parts: int, time: float, woken: list[int]) -> None:
         """Notes one part of an event; the last part completes it."""
         count, latest = self.parts.get(event, (0, 0.0))
         latest = max(latest, time)
@@ -162,4 +162,4 @@ class Bench:
             woken += self.waiters.pop(event, ())
 
 
-REDUCTION, AGREEMENT = -1, -2
+_REDUCTION, _AGREEMENT = -1, -2

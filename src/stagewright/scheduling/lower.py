@@ -14,7 +14,7 @@ from stagewright.schedule import Action, Kind, Order
 from stagewright.scheduling.routing import Routes
 from stagewright.scheduling.timing import NEVER, Timed, Timing
 
-RANKS = {
+_RANKS = {
     Kind.SEND_FORWARD: 0,
     Kind.RECEIVE_FORWARD: 0,
     Kind.SEND_BACKWARD: 0,
@@ -31,11 +31,11 @@ RANKS = {
 }
 """What comes first of things that happen at the same time on one worker."""
 
-COMPUTE_RANK = RANKS[Kind.FORWARD]
+_COMPUTE_RANK = _RANKS[Kind.FORWARD]
 """At the moment between two turns compute belongs to the new one, all else to the old one."""
 
 
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """An action with the key that orders it: the same at both ends of a transfer."""
 
     time: int
@@ -51,27 +51,27 @@ class Entry(NamedTuple):
 
 def lower(plan: Plan, routes: Routes, timing: Timing, agree: bool = False) -> tuple[Order, ...]:
     """The order of each worker."""
-    lists: list[list[Entry]] = [[] for _ in plan.devices]
-    add_compute(lists, plan, timing)
-    add_transfers(lists, plan, routes, timing)
-    add_reductions(lists, plan, timing)
+    lists: list[list[_Entry]] = [[] for _ in plan.devices]
+    _add_compute(lists, plan, timing)
+    _add_transfers(lists, plan, routes, timing)
+    _add_reductions(lists, plan, timing)
     if agree:
         for entries in lists:
             entries.append(_whole_batch(Kind.AGREE, timing.agreed, -1))
-    return tuple(fold(entries, timing.period, cut) for entries, cut in zip(lists, turn_starts(plan, timing)))
+    return tuple(_fold(entries, timing.period, cut) for entries, cut in zip(lists, _turn_starts(plan, timing)))
 
 
-def add_compute(lists: list[list[Entry]], plan: Plan, timing: Timing) -> None:
+def _add_compute(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> None:
     """Adds forwards, backwards and updates, with the switch of versions after an update where there are several."""
     workers, versions = plan.workers, plan.versions
     for start, _, kind, stage, replica, number in timing.timed:
         entries = lists[workers[stage][replica]]
-        entries.append(Entry(start, RANKS[kind], True, stage, number, -1, -1, kind, -1))
+        entries.append(_Entry(start, _RANKS[kind], True, stage, number, -1, -1, kind, -1))
         if kind is Kind.UPDATE and versions[stage] > 1:
             entries.append(_whole_batch(Kind.SWITCH, start, stage))
 
 
-def add_transfers(lists: list[list[Entry]], plan: Plan, routes: Routes, timing: Timing) -> None:
+def _add_transfers(lists: list[list[_Entry]], plan: Plan, routes: Routes, timing: Timing) -> None:
     """Adds a send and a receipt wherever rows pass from one worker to another."""
     workers = plan.workers
     for _, stop, kind, stage, replica, number in timing.timed:
@@ -87,17 +87,17 @@ def add_transfers(lists: list[list[Entry]], plan: Plan, routes: Routes, timing: 
         for peer in peers:
             target = workers[other][peer]
             if source != target:
-                lists[source].append(Entry(stop, 0, is_forward, stage, number, source, target, send, target))
-                lists[target].append(Entry(stop, 0, is_forward, stage, number, source, target, receive, source))
+                lists[source].append(_Entry(stop, 0, is_forward, stage, number, source, target, send, target))
+                lists[target].append(_Entry(stop, 0, is_forward, stage, number, source, target, receive, source))
 
 
-def add_reductions(lists: list[list[Entry]], plan: Plan, timing: Timing) -> None:
+def _add_reductions(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> None:
     """Adds the reductions after each replica's last backward, and the release of the version it used.
 
     A worker with several stages reduces them in the order in which all of their replicas are done, which is the same
     order on every worker that shares two of them.
     """
-    last = last_backwards(plan, timing.timed)
+    last = _last_backwards(plan, timing.timed)
     stages_of = [sum(worker in stage for stage in plan.workers) for worker in range(len(plan.devices))]
     for number, stage in enumerate(plan.stages):
         done = max(last[number])
@@ -112,7 +112,7 @@ def add_reductions(lists: list[list[Entry]], plan: Plan, timing: Timing) -> None
                 lists[worker].append(_whole_batch(Kind.RELEASE, time, number))
 
 
-def last_backwards(plan: Plan, timed: list[Timed]) -> list[list[int]]:
+def _last_backwards(plan: Plan, timed: list[Timed]) -> list[list[int]]:
     """[stage][replica]: when its last backward of batch 0 stops; NEVER where it has no rows."""
     last = [[NEVER] * count for count in plan.replicas]
     for _, stop, kind, stage, replica, _ in timed:
@@ -121,11 +121,11 @@ def last_backwards(plan: Plan, timed: list[Timed]) -> list[list[int]]:
     return last
 
 
-def _whole_batch(kind: Kind, time: int, stage: int, peer: int = -1) -> Entry:
-    return Entry(time, RANKS[kind], True, stage, -1, peer, -1, kind, peer)
+def _whole_batch(kind: Kind, time: int, stage: int, peer: int = -1) -> _Entry:
+    return _Entry(time, _RANKS[kind], True, stage, -1, peer, -1, kind, peer)
 
 
-def turn_starts(plan: Plan, timing: Timing) -> list[int]:
+def _turn_starts(plan: Plan, timing: Timing) -> list[int]:
     """For each worker the moment between two turns: the earliest at which one of its stages is through with one."""
     starts = [1 << 60] * len(plan.devices)
     for workers, ends in zip(plan.workers, timing.ends):
@@ -134,14 +134,14 @@ def turn_starts(plan: Plan, timing: Timing) -> list[int]:
     return starts
 
 
-def fold(entries: list[Entry], period: int, start: int) -> Order:
+def _fold(entries: list[_Entry], period: int, start: int) -> Order:
     """The endless list that entries make, repeated every period, cut to the one turn from `start` on."""
     if not period:
         return tuple(Action(one.kind, one.stage, 0, one.microbatch, one.peer) for one in sorted(entries))
     moved = []
     for one in entries:
         batch = -((one.time - start) // period)
-        if one.rank != COMPUTE_RANK and (one.time - start) % period == 0:
+        if one.rank != _COMPUTE_RANK and (one.time - start) % period == 0:
             batch += 1
         moved.append((one._replace(time=one.time + batch * period), batch))
     return tuple(Action(one.kind, one.stage, batch, one.microbatch, one.peer) for one, batch in sorted(moved))

@@ -24,7 +24,7 @@ class Step(NamedTuple):
     microbatch: int = -1
 
 
-def limit(at: int, ahead: int, depth: int, num_microbatches: int) -> int:
+def _limit(at: int, ahead: int, depth: int, num_microbatches: int) -> int:
     """The last microbatch whose forward comes before backward of `at`."""
     return min(at + ahead, (at // num_microbatches + depth) * num_microbatches - 1)
 
@@ -38,9 +38,9 @@ def steps(plan: Plan, agree: bool = False) -> Iterator[Step]:
     stages = range(len(plan.stages))
     split_backward = RULES[plan.policy].halves
     for at in range(num):
-        lasts = [limit(at, ahead[stage], depths[stage], num) for stage in stages]
+        lasts = [_limit(at, ahead[stage], depths[stage], num) for stage in stages]
         for stage in stages:
-            for number in range(limit(at - 1, ahead[stage], depths[stage], num) + 1, lasts[stage] + 1):
+            for number in range(_limit(at - 1, ahead[stage], depths[stage], num) + 1, lasts[stage] + 1):
                 yield Step(Kind.FORWARD, stage, number // num, number % num)
         for stage in reversed(stages):
             yield Step(Kind.BACKWARD_INPUT if split_backward else Kind.BACKWARD, stage, 0, at)
@@ -50,6 +50,6 @@ def steps(plan: Plan, agree: bool = False) -> Iterator[Step]:
             yield Step(Kind.AGREE, -1, 0)
         for stage in reversed(stages):
             # As late as the versions allow: just before forward enters the batch that needs the update.
-            entered = limit(at + 1, ahead[stage], depths[stage], num) // num
+            entered = _limit(at + 1, ahead[stage], depths[stage], num) // num
             if entered > lasts[stage] // num:
                 yield Step(Kind.UPDATE, stage, entered - plan.versions[stage])

@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
     stop: int
 
 
-Peers = tuple[tuple[dict[int, tuple[int, ...]], ...], ...]
+_Peers = tuple[tuple[dict[int, tuple[int, ...]], ...], ...]
 
 
 class Routes(NamedTuple):
@@ -33,9 +33,9 @@ class Routes(NamedTuple):
     """own[stage][microbatch]: (replica, number of rows) of everyone who works on it."""
     links: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
     """links[stage][microbatch]: (replica of the stage, replica of the next stage) wherever rows pass."""
-    targets: Peers
+    targets: _Peers
     """targets[stage][microbatch]: for each replica those of the next stage that it sends to."""
-    sources: Peers
+    sources: _Peers
     """sources[stage][microbatch]: for each replica of the next stage those of the stage that it receives from."""
 
 
@@ -77,18 +77,18 @@ def action_rows(plan: Plan, worker: int, action: Action, rows: int | None = None
     """First row and end of what an action of a worker computes on, sends or receives; (0, 0) is nothing."""
     kind, stage, _, microbatch, peer = action
     if kind not in TRANSFERS:
-        mine, shares = replica_of(plan, stage, worker), plan.shares(stage, microbatch, rows)
+        mine, shares = _replica_of(plan, stage, worker), plan.shares(stage, microbatch, rows)
         return next(((share.start, share.stop) for share in shares if share.replica == mine), (0, 0))
     # The stage is the sender's at both ends; activations go to the stage after it, gradients to the one before.
     sender, receiver = (worker, peer) if kind in SENDS else (peer, worker)
     if kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD:
-        ends = replica_of(plan, stage, sender), replica_of(plan, stage + 1, receiver)
+        ends = _replica_of(plan, stage, sender), _replica_of(plan, stage + 1, receiver)
         return rows_between(plan, stage, microbatch, *ends, rows)
-    ends = replica_of(plan, stage - 1, receiver), replica_of(plan, stage, sender)
+    ends = _replica_of(plan, stage - 1, receiver), _replica_of(plan, stage, sender)
     return rows_between(plan, stage - 1, microbatch, *ends, rows)
 
 
-def replica_of(plan: Plan, stage: int, worker: int) -> int:
+def _replica_of(plan: Plan, stage: int, worker: int) -> int:
     """Which replica of a stage a worker holds."""
     if not 0 <= stage < len(plan.stages) or worker not in plan.workers[stage]:
         raise ScheduleError(f"worker {worker} holds no replica of stage {stage}: the placement is {plan.placement}")

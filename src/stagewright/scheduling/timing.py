@@ -18,10 +18,10 @@ from stagewright.scheduling.routing import Routes
 Costs = Callable[[Kind, int, int], float]
 """Seconds of a kind of compute, in a stage, on a number of rows."""
 
-RESOLUTION = 1000
+_RESOLUTION = 1000
 """Into how many steps the longest duration is divided."""
 
-MAX_STRETCHES = 100
+_MAX_STRETCHES = 100
 """How many periods to try until one is long enough for a steady state."""
 
 NEVER = -(1 << 60)
@@ -66,7 +66,7 @@ def whole_costs(plan: Plan, routes: Routes, costs: Costs | None) -> Callable[[Ki
     longest = max(seconds.values())
     if not longest > 0 or min(seconds.values()) < 0:
         raise ScheduleError(f"the costs range from {min(seconds.values())} to {longest} s: expected positive seconds")
-    whole = {key: max(1, round(RESOLUTION * value / longest)) for key, value in seconds.items()}
+    whole = {key: max(1, round(_RESOLUTION * value / longest)) for key, value in seconds.items()}
     return lambda kind, stage, rows: whole[kind, stage, rows]
 
 
@@ -77,12 +77,12 @@ def time_steps(plan: Plan, routes: Routes, turn: list[Step], costs: Costs | None
     """
     whole = whole_costs(plan, routes, costs)
     if all(step.batch == 0 for step in turn):
-        clock = Clock(plan, routes, whole, 0)
+        clock = _Clock(plan, routes, whole, 0)
         clock.sweep(turn)
         return clock.timing(turn)
     period = max(1, *_loads(plan, routes, turn, whole))
-    for _ in range(MAX_STRETCHES):
-        clock = Clock(plan, routes, whole, period)
+    for _ in range(_MAX_STRETCHES):
+        clock = _Clock(plan, routes, whole, period)
         if any(not clock.sweep(turn) for _ in range(len(plan.stages) + 6)):
             return clock.timing(turn)
         period += -(-period // 4)
@@ -99,7 +99,7 @@ def _loads(plan: Plan, routes: Routes, turn: list[Step], whole: Callable[[Kind, 
     yield from loads
 
 
-class Clock:
+class _Clock:
     """The times of one turn; each sweep moves them as late as what they wait for demands, until nothing moves."""
 
     def __init__(self, plan: Plan, routes: Routes, whole: Callable[[Kind, int, int], int], period: int) -> None:

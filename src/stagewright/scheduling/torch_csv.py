@@ -21,28 +21,28 @@ from stagewright.scheduling.routing import make_routes, transfers
 from stagewright.scheduling.sketch import placed_plan
 from stagewright.scheduling.timing import Timed, Timing, unit_costs
 
-COMMS = {
+_COMMS = {
     Kind.SEND_FORWARD: "SEND_F",
     Kind.RECEIVE_FORWARD: "RECV_F",
     Kind.SEND_BACKWARD: "SEND_B",
     Kind.RECEIVE_BACKWARD: "RECV_B",
 }
-CELL = re.compile(r"(\d{1,6})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d{0,6})", re.ASCII)
-OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+_CELL = re.compile(r"(\d{1,6})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d{0,6})", re.ASCII)
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_csv(schedule: Schedule, comms: bool = False) -> str:
     """The schedule of one pipeline, with sends and receipts if wanted."""
-    column = one_pipeline(schedule.plan)
+    column = _one_pipeline(schedule.plan)
     text = io.StringIO()
     writer = csv.writer(text)
     for worker in column:
         wanted = COMPUTE | TRANSFERS if comms else COMPUTE
-        writer.writerow([cell(action) for action in schedule.orders[worker] if action.kind in wanted])
+        writer.writerow([_cell(action) for action in schedule.orders[worker] if action.kind in wanted])
     return text.getvalue()
 
 
-def one_pipeline(plan: Plan) -> list[int]:
+def _one_pipeline(plan: Plan) -> list[int]:
     """The workers of the first replicas, by their first stage; refuses a plan that is not rectangular."""
     todo = "write the schedule itself with -o, or use one replica a stage"
     if not plan.is_synchronous:
@@ -60,19 +60,19 @@ def one_pipeline(plan: Plan) -> list[int]:
     return list(dict.fromkeys(workers[0] for workers in plan.workers))
 
 
-def cell(action: Action) -> str:
+def _cell(action: Action) -> str:
     """`0F3`; a receipt is written with the stage that receives."""
     kind, stage, _, number, _ = action
     if kind is Kind.RECEIVE_FORWARD:
         stage += 1
     elif kind is Kind.RECEIVE_BACKWARD:
         stage -= 1
-    return f"{stage}{COMMS.get(kind, kind.value)}{number}"
+    return f"{stage}{_COMMS.get(kind, kind.value)}{number}"
 
 
 def read_csv(text: str, batch: int | None = None) -> Schedule:
     """The schedule of a CSV file; sends, receipts and all else but compute are worked out anew."""
-    orders = [list(row_actions(row)) for row in csv.reader(io.StringIO(text)) if row]
+    orders = [list(_row_actions(row)) for row in csv.reader(io.StringIO(text)) if row]
     stages = sorted({action.stage for order in orders for action in order})
     if not stages or stages != list(range(len(stages))):
         raise ScheduleError(f"the CSV file names stages {stages}: expected 0, 1, 2 … without gaps")
@@ -90,18 +90,18 @@ def read_csv(text: str, batch: int | None = None) -> Schedule:
         batch=batch,
         policy="zero-bubble" if halves else "interleaved" if len(orders) < len(stages) else "1f1b",
     )
-    timing = time_orders(plan, [order for order in orders if order])
+    timing = _time_orders(plan, [order for order in orders if order])
     return Schedule(plan=plan, orders=lower(plan, make_routes(plan), timing))
 
 
-def row_actions(row: list[str]) -> Iterator[Action]:
+def _row_actions(row: list[str]) -> Iterator[Action]:
     """The compute in a row's cells; two that overlap come one after the other."""
     for text in row:
-        inner = OVERLAPPED.fullmatch(text.strip())
+        inner = _OVERLAPPED.fullmatch(text.strip())
         for word in inner[1].split(";") if inner else [text]:
             if not word.strip():
                 continue
-            match = CELL.fullmatch(word.strip())
+            match = _CELL.fullmatch(word.strip())
             if match is None:
                 raise ScheduleError(f"CSV cell {word[:40]!r} cannot be read: expected one like 0F3, 1B0 or 2SEND_F1")
             if len(match[2]) == 1:
@@ -110,7 +110,7 @@ def row_actions(row: list[str]) -> Iterator[Action]:
                 yield Action(Kind(match[2]), int(match[1]), 0, int(match[3]))
 
 
-def time_orders(plan: Plan, orders: list[list[Action]]) -> Timing:
+def _time_orders(plan: Plan, orders: list[list[Action]]) -> Timing:
     """The ideal times of given orders of compute, one worker a stage; an order that locks itself is refused."""
     stops: dict[tuple[Kind, int, int], int] = {}
     timed: list[Timed] = []
@@ -124,7 +124,7 @@ def time_orders(plan: Plan, orders: list[list[Action]]) -> Timing:
                 stops[Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind, stage, number] = free[worker]
         if len(timed) == before:
             row = next(number for number, queue in enumerate(queues) if queue)
-            raise ScheduleError(f"row {row} of the CSV file waits for ever at {cell(queues[row][0])}")
+            raise ScheduleError(f"row {row} of the CSV file waits for ever at {_cell(queues[row][0])}")
     lasts = [max(one.stop for one in timed if one.stage == stage) for stage in range(len(plan.stages))]
     timed += (Timed(last, last, Kind.UPDATE, stage, 0, -1) for stage, last in enumerate(lasts))
     return Timing(timed, 0, [], max(lasts))

@@ -22,12 +22,12 @@ from stagewright.scheduling import make_schedule
 from stagewright.simulation.rows import Row, plan_of
 from stagewright.simulation.run import simulate
 
-MIB = 1 << 20
-MATTERS = 0.02
+_MIB = 1 << 20
+_MATTERS = 0.02
 """A figure is fitted if halving or doubling it moves a row by this share."""
-PULL = 0.02
+_PULL = 0.02
 """How much a figure's distance from where it began weighs against an error, both as logarithms."""
-SLOW = 0.05
+_SLOW = 0.05
 """A row with records that is slower than predicted by more than this is taken to be held up by decoding."""
 
 
@@ -38,7 +38,7 @@ class Kind(Protocol):
     def name(self) -> str: ...
 
 
-class Bench(Protocol):
+class _Bench(Protocol):
     """Profiles of a kind of device, which need torch and so come from outside."""
 
     def kind(self, name: str) -> Kind: ...
@@ -85,7 +85,7 @@ class Outcome(NamedTuple):
 class Predictor:
     """Predictions for rows on a cluster that changes; the profiles stay."""
 
-    def __init__(self, bench: Bench, kind: Kind, rows: Iterable[Row], cluster: Cluster) -> None:
+    def __init__(self, bench: _Bench, kind: Kind, rows: Iterable[Row], cluster: Cluster) -> None:
         self.profiles = {row.id: bench.profile(kind, row) for row in rows}
         self.schedules = {
             row.id: make_schedule(plan_of(row, self.profiles[row.id], cluster), agree=row.precision == "fp16")
@@ -105,7 +105,7 @@ class Predictor:
 
     def memory_parts(self, row: Row, cluster: Cluster, stage: int) -> tuple[int, float]:
         """What a device of a stage holds, beside the framework: what does not depend on rows, and activations."""
-        parts = self.device_uses(row, with_memory(cluster, 0, 1.0))[stage].peak_parts
+        parts = self.device_uses(row, _with_memory(cluster, 0, 1.0))[stage].peak_parts
         return sum(parts.values()) - parts["activations"], float(parts["activations"])
 
     def memory_bytes(self, row: Row, cluster: Cluster) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class Predictor:
 # ── fits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fit_cluster(bench: Bench, cluster: Cluster, rows: Sequence[Row]) -> Fit:
+def fit_cluster(bench: _Bench, cluster: Cluster, rows: Sequence[Row]) -> Fit:
     """The cluster and its kind of device with all figures that the rows determine."""
     kind = bench.kind(cluster.hosts[0].devices[0].kind)
     singles = [row for row in rows if row.is_single]
@@ -132,10 +132,10 @@ def fit_cluster(bench: Bench, cluster: Cluster, rows: Sequence[Row]) -> Fit:
     notes: list[str] = []
     # The narrowest class first: once it explains what is measured, wider ones no longer matter and stay as they are.
     for name in dict.fromkeys(link.kind for link in sorted(cluster.wires, key=lambda link: link.bytes_per_s)):
-        cluster, note = fit_links(predictor, cluster, rows, name)
+        cluster, note = _fit_links(predictor, cluster, rows, name)
         notes += note
-    cluster, note = fit_decoding(predictor, cluster, rows)
-    cluster = fit_memory(predictor, cluster, rows)
+    cluster, note = _fit_decoding(predictor, cluster, rows)
+    cluster = _fit_memory(predictor, cluster, rows)
     return Fit(cluster, fitted, (*notes, *note))
 
 
@@ -154,49 +154,49 @@ def with_decode_rate(cluster: Cluster, rate: float | None) -> Cluster:
     return replace(cluster, hosts=tuple(replace(host, decode_images_per_s=rate) for host in cluster.hosts))
 
 
-def fit_links(predictor: Predictor, cluster: Cluster, rows: Sequence[Row], kind: str) -> tuple[Cluster, list[str]]:
+def _fit_links(predictor: Predictor, cluster: Cluster, rows: Sequence[Row], kind: str) -> tuple[Cluster, list[str]]:
     """The cluster with the rate of a class of links fitted, where a row depends on it."""
-    start = rate_of(cluster, kind)
+    start = _rate_of(cluster, kind)
     now = {row.id: predictor.step_s(row, cluster) for row in rows if not row.is_single}
     tried = [with_link_rate(cluster, kind, start * factor) for factor in (0.5, 2.0)]
-    moved = [row for row in rows if row.id in now and any(moves(predictor, row, one, now[row.id]) for one in tried)]
+    moved = [row for row in rows if row.id in now and any(_moves(predictor, row, one, now[row.id]) for one in tried)]
     if not moved:
         return cluster, []
-    best = fit_rate(predictor, moved, start, lambda rate: with_link_rate(cluster, kind, rate))
-    return with_link_rate(cluster, kind, best), [f"{kind}: {best:g} bytes/s, fitted to {names_of(moved)}."]
+    best = _fit_rate(predictor, moved, start, lambda rate: with_link_rate(cluster, kind, rate))
+    return with_link_rate(cluster, kind, best), [f"{kind}: {best:g} bytes/s, fitted to {_names_of(moved)}."]
 
 
-def fit_decoding(predictor: Predictor, cluster: Cluster, rows: Sequence[Row]) -> tuple[Cluster, list[str]]:
+def _fit_decoding(predictor: Predictor, cluster: Cluster, rows: Sequence[Row]) -> tuple[Cluster, list[str]]:
     """The cluster with the hosts' decode rate fitted to rows that are slower than everything else explains."""
     free = with_decode_rate(cluster, None)
     read = [row for row in rows if row.data == "records"]
-    slow = [row for row in read if row.step_s > predictor.step_s(row, free) * (1 + SLOW)]
+    slow = [row for row in read if row.step_s > predictor.step_s(row, free) * (1 + _SLOW)]
     if not slow:
         return cluster, []
     start = max(row.images_per_s / predictor.num_hosts(row) for row in slow)
-    best = fit_rate(predictor, slow, start, lambda rate: with_decode_rate(cluster, rate))
-    return with_decode_rate(cluster, best), [f"Decoding: {best:g} images/s a host, fitted to {names_of(slow)}."]
+    best = _fit_rate(predictor, slow, start, lambda rate: with_decode_rate(cluster, rate))
+    return with_decode_rate(cluster, best), [f"Decoding: {best:g} images/s a host, fitted to {_names_of(slow)}."]
 
 
-def fit_rate(predictor: Predictor, rows: Sequence[Row], start: float, put: Callable[[float], Cluster]) -> float:
+def _fit_rate(predictor: Predictor, rows: Sequence[Row], start: float, put: Callable[[float], Cluster]) -> float:
     """The rate that minimises Σ (log of predicted / measured)² + PULL² · (log of change)²."""
 
     def loss(log_rate: float) -> float:
         changed = put(math.exp(log_rate))
         errors = (math.log(predictor.step_s(row, changed) / row.step_s) ** 2 for row in rows)
-        return sum(errors) + PULL**2 * (log_rate - math.log(start)) ** 2
+        return sum(errors) + _PULL**2 * (log_rate - math.log(start)) ** 2
 
     return float(f"{math.exp(golden(loss, math.log(start / 4), math.log(start * 4))):.3g}")
 
 
-def names_of(rows: Sequence[Row]) -> str:
+def _names_of(rows: Sequence[Row]) -> str:
     """`alexnet-dp8, vgg16-dp8`."""
     return ", ".join(row.id for row in rows)
 
 
-def moves(predictor: Predictor, row: Row, cluster: Cluster, now_s: float) -> bool:
+def _moves(predictor: Predictor, row: Row, cluster: Cluster, now_s: float) -> bool:
     """Whether a change of the cluster matters to a row."""
-    return abs(predictor.step_s(row, cluster) / now_s - 1) > MATTERS
+    return abs(predictor.step_s(row, cluster) / now_s - 1) > _MATTERS
 
 
 def golden(loss: Callable[[float], float], low: float, high: float, rounds: int = 24) -> float:
@@ -216,7 +216,7 @@ def golden(loss: Callable[[float], float], low: float, high: float, rounds: int 
     return (low + high) / 2
 
 
-def fit_memory(predictor: Predictor, cluster: Cluster, rows: Sequence[Row]) -> Cluster:
+def _fit_memory(predictor: Predictor, cluster: Cluster, rows: Sequence[Row]) -> Cluster:
     """The cluster with framework bytes and saved factor, by least squares of
 
     measured = framework + fixed + factor · saved,    each divided by measured: small and large ones count alike
@@ -233,10 +233,10 @@ def fit_memory(predictor: Predictor, cluster: Cluster, rows: Sequence[Row]) -> C
     if framework < 0 or factor <= 0:
         return cluster
 
-    return with_memory(cluster, round(framework), float(f"{factor:.3g}"))
+    return _with_memory(cluster, round(framework), float(f"{factor:.3g}"))
 
 
-def with_memory(cluster: Cluster, framework_bytes: int, saved_factor: float) -> Cluster:
+def _with_memory(cluster: Cluster, framework_bytes: int, saved_factor: float) -> Cluster:
     """The cluster with these figures on every device."""
 
     def changed(device: Device) -> Device:
@@ -257,7 +257,7 @@ def two_unknowns(points: Sequence[tuple[float, float, float]]) -> tuple[float, f
 
 
 def outcomes(
-    bench: Bench,
+    bench: _Bench,
     clusters: Mapping[str, Cluster],
     rows: Sequence[Row],
     used: Sequence[Row],
@@ -277,7 +277,7 @@ def outcomes(
     return found
 
 
-def unseen_step_s(bench: Bench, cluster: Cluster, rows: Sequence[Row], left_out: Row) -> float:
+def unseen_step_s(bench: _Bench, cluster: Cluster, rows: Sequence[Row], left_out: Row) -> float:
     """What a fit of all other rows predicts for one."""
     fit = fit_cluster(bench, cluster, [row for row in rows if row is not left_out])
     return Predictor(bench, fit.kind, [left_out], cluster).step_s(left_out, fit.cluster)
@@ -297,7 +297,7 @@ def unfitted(cluster: Cluster, rates: Mapping[str, float]) -> Cluster:
 def keep_unfitted(fitted: Cluster, start: Cluster, original: Cluster) -> Cluster:
     """The fitted cluster, with the original's figures wherever the fit left them as they were at its start."""
     for kind in dict.fromkeys(link.kind for link in original.wires):
-        begun, now, own = (rate_of(cluster, kind) for cluster in (start, fitted, original))
+        begun, now, own = (_rate_of(cluster, kind) for cluster in (start, fitted, original))
         fitted = with_link_rate(fitted, kind, own if now == begun else now)
     hosts = []
     for host, begun_host, own_host in zip(fitted.hosts, start.hosts, original.hosts):
@@ -309,6 +309,6 @@ def keep_unfitted(fitted: Cluster, start: Cluster, original: Cluster) -> Cluster
     return replace(fitted, hosts=tuple(hosts))
 
 
-def rate_of(cluster: Cluster, kind: str) -> float:
+def _rate_of(cluster: Cluster, kind: str) -> float:
     """The rate of a class of links."""
     return next(link.bytes_per_s for link in cluster.wires if link.kind == kind)

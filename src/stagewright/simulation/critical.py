@@ -10,7 +10,7 @@ from stagewright.simulation.engine import SAME_MOMENT
 from stagewright.simulation.log import Done, Log, Moved
 from stagewright.simulation.program import UPDATE, Program
 
-LINK_WORDS: Mapping[str, str] = {
+_LINK_WORDS: Mapping[str, str] = {
     "PIX": "a PCIe switch",
     "PXB": "PCIe switches",
     "PHB": "the host bridge",
@@ -149,4 +149,4 @@ class Path:
         if slowest is not None and slowest[0] >= 2 * len(wires):
             return f"transfer {stage} → {other}, by the CPU"
         kind = "nothing" if slowest is None else wires[slowest[0] // 2].kind
-        return f"transfer {stage} → {other} over {'NVLink' if kind.startswith('NV') else LINK_WORDS.get(kind, kind)}"
+        return f"transfer {stage} → {other} over {'NVLink' if kind.startswith('NV') else _LINK_WORDS.get(kind, kind)}"

@@ -23,12 +23,12 @@ from stagewright.simulation.program import (
 if TYPE_CHECKING:
     from stagewright.simulation.engine import Engine, Worker
 
-Placed = tuple[PlainOp, Action, int]
+_Placed = tuple[PlainOp, Action, int]
 """An op, its action and its batch."""
-Streams = dict[tuple[int, bool], deque[Unit[Placed]]]
+_Streams = dict[tuple[int, bool], deque[Unit[_Placed]]]
 
 
-def slot_of(unit: Unit[Placed]) -> int:
+def _slot_of(unit: Unit[_Placed]) -> int:
     """What a unit waits for; −1: nothing."""
     op, action, _ = unit.compute
     first = op[FIRST_SLOT]
@@ -43,14 +43,14 @@ class Chooser:
         self.limits = holds(self.plan)
         self.held = [0] * len(self.plan.stages)
         self.windows = windows(self.unrolled(), lambda placed: placed[1:])
-        self.streams: Streams = {}
-        self.rest: deque[Placed] = deque()
+        self.streams: _Streams = {}
+        self.rest: deque[_Placed] = deque()
         self.posted: set[Key] = set()
         self.finished: set[Key] = set()
-        self.current: Unit[Placed] | None = None
+        self.current: Unit[_Placed] | None = None
         self.busy_s = 0.0
 
-    def unrolled(self) -> Iterator[Placed]:
+    def unrolled(self) -> Iterator[_Placed]:
         """The worker's ops over all batches."""
         engine = self.engine
         for turn in engine.turns:
@@ -91,7 +91,7 @@ class Chooser:
             self.streams.setdefault((unit.key[0], unit.key[3]), deque()).append(unit)
         return True
 
-    def heads(self) -> Iterator[Unit[Placed]]:
+    def heads(self) -> Iterator[Unit[_Placed]]:
         """The first unit of each stream: backward first, and the latest stage first, which frees the most."""
         for key in sorted(self.streams, key=lambda key: (key[1], -key[0])):
             if self.streams[key]:
@@ -106,7 +106,7 @@ class Chooser:
                     for placed in unit.receives:
                         self.engine.issue(*placed)
 
-    def can_run(self, unit: Unit[Placed]) -> bool:
+    def can_run(self, unit: Unit[_Placed]) -> bool:
         """Whether a unit has its rows and, going forward, a place to hold them."""
         stage, batch, microbatch, is_forward = unit.key
         if is_forward and self.held[stage] >= self.limits[stage]:
@@ -119,7 +119,7 @@ class Chooser:
         op, action, _ = unit.compute
         if op[CHANNEL] == DATA:
             return self.engine.loaded(self.worker, action, batch)
-        own = slot_of(unit)
+        own = _slot_of(unit)
         slot = own + batch * self.engine.num_slots
         landing_s, _ = self.engine.landing.get(slot, (0.0, 0))
         return own < 0 or (slot not in self.engine.missing and landing_s <= self.engine.now_s)
@@ -133,11 +133,11 @@ class Chooser:
         own = [(one.start, one.stop) for among, some in shares for one in some if among[one.replica] == number]
         return len(own) == 2 and max(own[0][0], own[1][0]) < min(own[0][1], own[1][1])
 
-    def start(self, unit: Unit[Placed]) -> None:
+    def start(self, unit: Unit[_Placed]) -> None:
         """Runs a unit that can run."""
         self.streams[unit.key[0], unit.key[3]].popleft()
         # An op that receives nothing has no slot; with its batch added, it would name another one's.
-        (op, _, batch), own = unit.compute, slot_of(unit)
+        (op, _, batch), own = unit.compute, _slot_of(unit)
         slot = own + batch * self.engine.num_slots if own >= 0 else None
         landed = None if slot is None else self.engine.landing.pop(slot, None)
         if op[CHANNEL] != DATA:

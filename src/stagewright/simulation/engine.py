@@ -65,7 +65,7 @@ class Worker:
         self.done: list[PlainDone] = []
 
 
-class Lane:
+class _Lane:
     """A channel's state: what its two ends have issued, and whether a transfer is under way."""
 
     __slots__ = ("busy", "flow", "latency_s", "number", "posted", "sent", "target")
@@ -78,10 +78,10 @@ class Lane:
         self.busy = False
 
 
-Event = Flow | Callable[[], object]
+_Event = Flow | Callable[[], object]
 """A flow is over, unless its rate has changed since; something is called: mostly, a worker goes on."""
 
-Load = tuple[Lane, PlainOp, Action, int, float, float, float, int]
+_Load = tuple[_Lane, PlainOp, Action, int, float, float, float, int]
 """A transfer under way: its lane, what is sent, of which batch, when sent, posted and started, the slot it fills."""
 
 
@@ -96,7 +96,7 @@ class Engine:
         self.program, self.num_batches, self.loader = program, num_batches, loader
         self.now_s, self.next_order = 0.0, count(1).__next__
         self.moments: list[float] = []
-        self.events: dict[float, list[Event]] = {}
+        self.events: dict[float, list[_Event]] = {}
         self.turns = range(-program.offsets[1], num_batches - program.offsets[0])
         self.num_slots = max(len(program.slot_bytes), 1)
         self.workers = [Worker(number, *lists) for number, lists in enumerate(zip(program.orders, program.ops))]
@@ -108,7 +108,7 @@ class Engine:
         self.missing: dict[int, int] = {}
         self.landing: dict[int, tuple[float, int]] = {}
         self.lanes = [
-            Lane(n, c.latency_s, network.make_flow(c.loads, c.bytes_per_s, c.shared), self.workers[c.target])
+            _Lane(n, c.latency_s, network.make_flow(c.loads, c.bytes_per_s, c.shared), self.workers[c.target])
             for n, c in enumerate(program.channels)
         ]
         # Reductions: replicas that are ready, buckets that wait for the one before, buckets still to come.
@@ -174,7 +174,7 @@ class Engine:
 
     # events
 
-    def at(self, time_s: float, what: Event) -> None:
+    def at(self, time_s: float, what: _Event) -> None:
         """Notes an event; those of one time share an entry, for replicas do the same at the same time."""
         together = self.events.get(time_s)
         if together is None:
@@ -339,7 +339,7 @@ class Engine:
         if lane.sent and lane.posted and not lane.busy:
             self.pair_up(lane)
 
-    def pair_up(self, lane: Lane) -> None:
+    def pair_up(self, lane: _Lane) -> None:
         """Starts the next transfer of a channel that is free and whose ends have both issued it."""
         op, sent, batch, sent_s = lane.sent.pop(0)
         received, other, posted_s, key = lane.posted.pop(0)
@@ -353,7 +353,7 @@ class Engine:
         else:
             self.land(load)
 
-    def mismatch(self, lane: Lane, sent: Action, batch: int, received: Action, other: int) -> tuple[str, str]:
+    def mismatch(self, lane: _Lane, sent: Action, batch: int, received: Action, other: int) -> tuple[str, str]:
         """What is wrong with a channel whose ends disagree."""
         return (
             f"worker {self.program.channels[lane.number].source} sends {sent} of batch {batch} while worker "
@@ -379,7 +379,7 @@ class Engine:
         if lane.sent and lane.posted:
             self.pair_up(lane)
 
-    def land(self, load: Load) -> None:
+    def land(self, load: _Load) -> None:
         """A transfer arrives after its latency: whoever waits for it, or will, may go on then."""
         lane, op, sent, batch, sent_s, posted_s, start_s, key = load
         target, missing, number, stop_s = lane.target, self.missing, len(self.moved), self.now_s + lane.latency_s

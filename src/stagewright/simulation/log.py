@@ -91,7 +91,7 @@ class Mapped(Sequence[Entry]):
         return Mapped(self.make, found) if isinstance(number, slice) else self.make(found)
 
 
-class DoneColumns(NamedTuple):
+class _DoneColumns(NamedTuple):
     """All that took time on devices, one worker after the other, column by column."""
 
     ops: list[PlainOp]
@@ -103,7 +103,7 @@ class DoneColumns(NamedTuple):
     """Worker by worker where its part stands."""
 
 
-class MovedColumns(NamedTuple):
+class _MovedColumns(NamedTuple):
     """All transfers in the order of arrival, column by column."""
 
     channels: Sequence[int] = ()
@@ -127,15 +127,15 @@ class Log:
         """In the order of arrival."""
 
     @cached_property
-    def done_columns(self) -> DoneColumns:
+    def done_columns(self) -> _DoneColumns:
         """`done` for whoever goes through all of it."""
         entries = list(chain.from_iterable(self.plain_done))
         ops, actions, batches, starts_s, stops_s = (Mapped(itemgetter(at), entries) for at in range(5))
         ends = list(accumulate(map(len, self.plain_done), initial=0))
         edges = list(map(slice, ends, ends[1:]))
-        return DoneColumns(list(ops), list(actions), list(batches), list(starts_s), list(stops_s), edges)
+        return _DoneColumns(list(ops), list(actions), list(batches), list(starts_s), list(stops_s), edges)
 
     @cached_property
-    def moved_columns(self) -> MovedColumns:
+    def moved_columns(self) -> _MovedColumns:
         """`moved` for whoever goes through all of it."""
-        return MovedColumns(*zip(*self.plain_moved))
+        return _MovedColumns(*zip(*self.plain_moved))

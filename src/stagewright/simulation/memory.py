@@ -15,14 +15,14 @@ from stagewright.schedule import Kind
 from stagewright.simulation.log import Log
 from stagewright.simulation.program import FIRST_SLOT, NUM_BYTES, WORK, Program, Work, stage_layers
 
-GRADIENTS, ACTIVATIONS, BUFFERS, WORKSPACE = (
+_GRADIENTS, _ACTIVATIONS, _BUFFERS, _WORKSPACE = (
     MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "buffers", "workspace")
 )
-LAST_HALVES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-FIRST_HALVES = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_LAST_HALVES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+_FIRST_HALVES = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
-class Use(NamedTuple):
+class _Use(NamedTuple):
     """What one device held: its peak, what that consisted of, and the course of it."""
 
     peak_bytes: int
@@ -31,19 +31,19 @@ class Use(NamedTuple):
     parts: dict[str, tuple[int, ...]]
 
 
-Column = NDArray[Any]
+_Column = NDArray[Any]
 
 
-class Changes(NamedTuple):
+class _Changes(NamedTuple):
     """Memory that is taken or, where negative, given back: by which worker, when, how many bytes, of which kind."""
 
-    workers: Column
-    times_s: Column
-    num_bytes: Column
-    kinds: Column
+    workers: _Column
+    times_s: _Column
+    num_bytes: _Column
+    kinds: _Column
 
 
-class Taken(NamedTuple):
+class _Taken(NamedTuple):
     """What an op of one work takes and gives back."""
 
     is_forward: bool
@@ -54,7 +54,7 @@ class Taken(NamedTuple):
     """Activations, as it stops: never positive."""
 
 
-NOTHING_TAKEN = Taken(True, 0.0, 0.0, 0.0)
+_NOTHING_TAKEN = _Taken(True, 0.0, 0.0, 0.0)
 """By an update, whose work is −1: the last of a table."""
 
 
@@ -65,34 +65,34 @@ class Ledger:
         self.program, self.log, self.plan, self.costs = program, log, program.plan, program.costs
         self.bounds = stage_layers(self.plan, self.costs.profile)
         self.devices = [self.costs.cluster.device(id) for id in self.plan.devices]
-        self.taken = np.array([*map(self.taken_by, program.works), NOTHING_TAKEN], dtype=float)
+        self.taken = np.array([*map(self.taken_by, program.works), _NOTHING_TAKEN], dtype=float)
         self.slot_bytes = np.array([*program.slot_bytes, 0.0])
         self.gradients = np.array([self.costs.parameter_bytes(*bounds) for bounds in self.bounds], dtype=float)
         self.changes, self.edges = self.by_worker()
-        self.known: dict[object, Use] = {}
+        self.known: dict[object, _Use] = {}
         self.known_bases: dict[object, StageBytes] = {}
 
-    def by_worker(self) -> tuple[Changes, list[int]]:
+    def by_worker(self) -> tuple[_Changes, list[int]]:
         """All changes, worker by worker, and where those of each worker begin and end."""
         groups = [*self.moved(), *self.computed()]
-        found = Changes(*(np.concatenate(column) for column in zip(*groups)))
+        found = _Changes(*(np.concatenate(column) for column in zip(*groups)))
         order = np.argsort(found.workers, kind="stable")
-        found = Changes(*(column[order] for column in found))
+        found = _Changes(*(column[order] for column in found))
         return found, np.searchsorted(found.workers, np.arange(len(self.devices) + 1)).tolist()
 
-    def moved(self) -> Iterator[Changes]:
+    def moved(self) -> Iterator[_Changes]:
         """Buffers, taken when a receipt or a sending is issued, given back when a sending has arrived."""
         moved = self.log.moved_columns
         ends = np.array([(one.source, one.target) for one in self.program.channels], dtype=int).reshape(-1, 2)
         sources, targets = ends[np.array(moved.channels, dtype=int)].T
         num_bytes = np.array([op[NUM_BYTES] for op in moved.ops])
         sent_s, posted_s, stops_s = map(np.array, (moved.sent_s, moved.posted_s, moved.stops_s))
-        kinds = np.full(len(num_bytes), BUFFERS)
-        yield Changes(sources, sent_s, num_bytes, kinds)
-        yield Changes(sources, stops_s, -num_bytes, kinds)
-        yield Changes(targets, posted_s, num_bytes, kinds)
+        kinds = np.full(len(num_bytes), _BUFFERS)
+        yield _Changes(sources, sent_s, num_bytes, kinds)
+        yield _Changes(sources, stops_s, -num_bytes, kinds)
+        yield _Changes(targets, posted_s, num_bytes, kinds)
 
-    def computed(self) -> Iterator[Changes]:
+    def computed(self) -> Iterator[_Changes]:
         """Activations, workspaces, gradients, and the receipt buffers that forward takes over and backward has used."""
         done = self.log.done_columns
         workers = np.repeat(np.arange(len(self.devices)), [here.stop - here.start for here in done.edges])
@@ -102,18 +102,18 @@ class Ledger:
         is_forward, space, at_start, at_stop = self.taken[works].T
         begins, ends = self.batch_edges(workers, is_forward == 0, works < 0)
         for times_s, num_bytes, kind in (
-            (np.where(is_forward, starts_s, stops_s), -self.slot_bytes[slot], BUFFERS),
-            (starts_s, begins, GRADIENTS),
-            (stops_s, -ends, GRADIENTS),
-            (starts_s, space, WORKSPACE),
-            (stops_s, -space, WORKSPACE),
-            (starts_s, at_start, ACTIVATIONS),
-            (stops_s, at_stop, ACTIVATIONS),
+            (np.where(is_forward, starts_s, stops_s), -self.slot_bytes[slot], _BUFFERS),
+            (starts_s, begins, _GRADIENTS),
+            (stops_s, -ends, _GRADIENTS),
+            (starts_s, space, _WORKSPACE),
+            (stops_s, -space, _WORKSPACE),
+            (starts_s, at_start, _ACTIVATIONS),
+            (stops_s, at_stop, _ACTIVATIONS),
         ):
             some = np.flatnonzero(num_bytes)
-            yield Changes(workers[some], times_s[some], num_bytes[some], np.full(len(some), kind))
+            yield _Changes(workers[some], times_s[some], num_bytes[some], np.full(len(some), kind))
 
-    def batch_edges(self, workers: Column, is_backward: Column, is_update: Column) -> tuple[Column, Column]:
+    def batch_edges(self, workers: _Column, is_backward: _Column, is_update: _Column) -> tuple[_Column, _Column]:
         """The gradients that ops take and give back: a batch's first backward of a stage does, and its update."""
         done = self.log.done_columns
         stages, batches = np.array([action.stage for action in done.actions]), np.array(done.batches)
@@ -152,37 +152,37 @@ class Ledger:
         total = StageBytes(*(sum(column) for column in zip(*every)))
         return total._replace(framework=device.framework_bytes)
 
-    def taken_by(self, work: Work) -> Taken:
+    def taken_by(self, work: Work) -> _Taken:
         """Workspace of a forward or backward, and the activations that it takes at its start and returns at its end."""
         kind, stage, rows, device = work
         bounds, recompute = self.bounds[stage], self.plan.stages[stage].recompute
         whole = rows * self.costs.held_bytes(*bounds, 1, device=device)
         kept = rows * self.costs.crossings[bounds[0]] if recompute else whole
-        again = whole if recompute and kind in FIRST_HALVES else 0.0
-        freed = kept + (whole if recompute else 0.0) if kind in LAST_HALVES else 0.0
+        again = whole if recompute and kind in _FIRST_HALVES else 0.0
+        freed = kept + (whole if recompute else 0.0) if kind in _LAST_HALVES else 0.0
         is_forward = kind is Kind.FORWARD
         space = rows * self.costs.workspace_bytes(*bounds)
-        return Taken(is_forward, space, kept if is_forward else again, -freed)
+        return _Taken(is_forward, space, kept if is_forward else again, -freed)
 
-    def use(self, worker: int, *, course: bool = True) -> Use:
+    def use(self, worker: int, *, course: bool = True) -> _Use:
         """The peak of one worker's device and, where wanted, its course."""
         here = slice(*self.edges[worker : worker + 2])
-        base, mine = self.base(worker), Changes(*(column[here] for column in self.changes))
+        base, mine = self.base(worker), _Changes(*(column[here] for column in self.changes))
         aside = self.set_aside(worker) if self.devices[worker].sets_aside else None
         # Replicas that did the same at the same times held the same.
         key = (course, base, aside, *(column.tobytes() for column in mine[1:]))
         if key not in self.known:
-            self.known[key] = use_of(base, in_order(mine), aside, course=course)
+            self.known[key] = _use_of(base, _in_order(mine), aside, course=course)
         return self.known[key]
 
 
-def in_order(changes: Changes) -> Changes:
+def _in_order(changes: _Changes) -> _Changes:
     """Changes by time; of those at one moment, what is given back comes first."""
     order = np.lexsort((changes.kinds, changes.num_bytes, changes.times_s))
-    return Changes(*(column[order] for column in changes))
+    return _Changes(*(column[order] for column in changes))
 
 
-def use_of(base: StageBytes, changes: Changes, aside: StageBytes | None, *, course: bool) -> Use:
+def _use_of(base: StageBytes, changes: _Changes, aside: StageBytes | None, *, course: bool) -> _Use:
     """What a device held that had `base` at first, and at least `aside` of each kind set aside."""
     count = len(changes.times_s)
     held = np.zeros((len(base), count + 1))
@@ -193,11 +193,11 @@ def use_of(base: StageBytes, changes: Changes, aside: StageBytes | None, *, cour
     if aside is not None:
         peak = [max(part, float(other)) for part, other in zip(peak, aside)]
     whole = {name: round(part) for name, part in zip(MEMORY_KINDS, peak)}
-    times_s, parts = course_of(changes.times_s, held) if course else ((), {})
-    return Use(sum(whole.values()), whole, times_s, parts)
+    times_s, parts = _course_of(changes.times_s, held) if course else ((), {})
+    return _Use(sum(whole.values()), whole, times_s, parts)
 
 
-def course_of(times_s: Column, held: Column) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]]]:
+def _course_of(times_s: _Column, held: _Column) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]]]:
     """When memory changed, and kind by kind what was held from then on.
 
     The first point is what there was before anything ran, even if something starts at once.

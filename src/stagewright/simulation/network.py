@@ -18,7 +18,7 @@ from typing import Any
 Loads = tuple[tuple[int, int], ...]
 """(directed link, edges on it), link by link."""
 
-MAX_KNOWN = 100_000
+_MAX_KNOWN = 100_000
 """How many groups of flows have their rates kept."""
 
 
@@ -109,8 +109,8 @@ class Network:
         key = tuple(sorted([flow.number for flow in flows]))
         found = self._known.get(key)
         if found is None:
-            found = fair_rates(flows, self.rates, self._on_link)
-            if len(self._known) < MAX_KNOWN:
+            found = _fair_rates(flows, self.rates, self._on_link)
+            if len(self._known) < _MAX_KNOWN:
                 self._known[key] = found
         return found
 
@@ -148,7 +148,7 @@ def shared_loads(every: Sequence[Loads], rates: Sequence[float]) -> list[Loads]:
         own = users[link]
         beside = every[min(own, key=lambda number: len(every[number]))]
         if any(
-            is_covered(own, users[other])
+            _is_covered(own, users[other])
             for other, _ in beside
             if other in kept and rates[other] <= rates[link] and other != link
         ):
@@ -156,12 +156,12 @@ def shared_loads(every: Sequence[Loads], rates: Sequence[float]) -> list[Loads]:
     return [tuple(load for load in loads if load[0] in kept) for loads in every]
 
 
-def is_covered(users: dict[int, int], others: dict[int, int]) -> bool:
+def _is_covered(users: dict[int, int], others: dict[int, int]) -> bool:
     """Whether all users of one link load another one at least as much."""
     return len(others) >= len(users) and all(others.get(number, 0) >= edges for number, edges in users.items())
 
 
-def fair_rates(flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence[dict[Flow, int]]) -> dict[Flow, float]:
+def _fair_rates(flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence[dict[Flow, int]]) -> dict[Flow, float]:
     """The max-min fair rate of each flow: all rise together until a link is full or a flow reaches its own bound.
 
     Links with one flow only are in that flow's own bound already.

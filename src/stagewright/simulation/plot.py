@@ -7,7 +7,7 @@ from html import escape
 
 from stagewright.simulation.whatif import Point
 
-WIDTH, HEIGHT, MARGIN = 640, 360, 56
+_WIDTH, _HEIGHT, _MARGIN = 640, 360, 56
 
 
 def plot_svg(points: Sequence[Point]) -> str:
@@ -19,24 +19,24 @@ def plot_svg(points: Sequence[Point]) -> str:
     most_y = max(*(point.record.images_per_s for point in ordered), ideal)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = MARGIN + x / most_x * (WIDTH - 2 * MARGIN)
-        return round(across, 1), round(HEIGHT - MARGIN - y / most_y * (HEIGHT - 2 * MARGIN), 1)
+        across = _MARGIN + x / most_x * (_WIDTH - 2 * _MARGIN)
+        return round(across, 1), round(_HEIGHT - _MARGIN - y / most_y * (_HEIGHT - 2 * _MARGIN), 1)
 
     dots = [place(point.value, point.record.images_per_s) for point in ordered]
     line = " ".join(f"{x},{y}" for x, y in dots)
     start, end = place(first.value, first.record.images_per_s), place(most_x, ideal)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
         ' font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<line x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}" stroke="#999" stroke-dasharray="4 4"/>',
         f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="2"/>',
     ]
     for point, (x, y) in zip(ordered, dots):
         parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="#2563eb"/>')
         parts.append(f'<text x="{x}" y="{y - 10}" text-anchor="middle">{point.record.images_per_s:,.0f}</text>')
-        parts.append(f'<text x="{x}" y="{HEIGHT - MARGIN + 18}" text-anchor="middle">{escape(point.label)}</text>')
+        parts.append(f'<text x="{x}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{escape(point.label)}</text>')
     parts.append(
-        f'<text x="{MARGIN}" y="{MARGIN - 28}">images/s; dashed: in proportion to the first point</text></svg>'
+        f'<text x="{_MARGIN}" y="{_MARGIN - 28}">images/s; dashed: in proportion to the first point</text></svg>'
     )
     return "\n".join(parts)

@@ -16,24 +16,24 @@ from stagewright.schedule import Action, Kind, Order, Schedule
 from stagewright.simulation.network import Loads, shared_loads
 from stagewright.wires import Collective
 
-COMPUTES, RECEIVE, SEND, GATHER, AGREE, UPDATE, NOTHING = range(7)
+COMPUTES, RECEIVE, SEND, GATHER, AGREE, UPDATE, _NOTHING = range(7)
 """What the engine tells apart: an action that computes, a receipt, a sending, a reduction …"""
 
-CODES = {
+_CODES = {
     **dict.fromkeys("FBIW", COMPUTES),
     **dict.fromkeys(("RF", "RB"), RECEIVE),
     **dict.fromkeys(("SF", "SB"), SEND),
     "G": GATHER,
     "A": AGREE,
     "U": UPDATE,
-    "V": NOTHING,
-    "D": NOTHING,
+    "V": _NOTHING,
+    "D": _NOTHING,
 }
 DATA = -2
 """The channel of a forward of the first stage: it waits for data."""
 
 
-class Op(NamedTuple):
+class _Op(NamedTuple):
     """What a worker's actions of one kind, stage and peer are, whichever microbatch of equal rows they handle."""
 
     code: int
@@ -51,7 +51,7 @@ class Op(NamedTuple):
 
 
 PlainOp = tuple[int, float, int, int, float, int, tuple[float, ...]]
-"""The fields of an `Op` without their names: named ones take twice as long to unpack."""
+"""The fields of an `_Op` without their names: named ones take twice as long to unpack."""
 
 CODE: Final = 0
 SECONDS: Final = 1
@@ -71,7 +71,7 @@ class Work(NamedTuple):
     device: Device
 
 
-class Channel(NamedTuple):
+class _Channel(NamedTuple):
     """Transfers from one worker to another in one direction of the pipeline: they run one after the other."""
 
     source: int
@@ -84,7 +84,7 @@ class Channel(NamedTuple):
     """The loads that another channel or reduction can get in the way of."""
 
 
-class Reduction(NamedTuple):
+class _Reduction(NamedTuple):
     """How one stage's buckets are reduced."""
 
     num_replicas: int
@@ -94,7 +94,7 @@ class Reduction(NamedTuple):
     shared: Loads = ()
 
 
-class CoreShare(NamedTuple):
+class _CoreShare(NamedTuple):
     """The cores that a worker computes on: what it loads, and how fast its work goes when it has them to itself."""
 
     loads: Loads
@@ -110,13 +110,13 @@ class Program(NamedTuple):
     orders: tuple[Order, ...]
     ops: tuple[list[PlainOp], ...]
     works: tuple[Work, ...]
-    channels: tuple[Channel, ...]
-    reductions: tuple[Reduction, ...]
+    channels: tuple[_Channel, ...]
+    reductions: tuple[_Reduction, ...]
     slot_bytes: tuple[float, ...]
     """What is received for each slot, in one batch."""
     offsets: tuple[int, int]
     agree_s: float
-    shares: tuple[CoreShare, ...] = ()
+    shares: tuple[_CoreShare, ...] = ()
     """For each worker the cores it computes on, where hosts share cores."""
 
     @property
@@ -127,7 +127,7 @@ class Program(NamedTuple):
 
 def make_program(schedule: Schedule, profile: Profile, cluster: Cluster, costs: Costs | None = None) -> Program:
     """The schedule's actions with the seconds and bytes that the profile and the cluster give them."""
-    return Compiler(schedule, costs or Costs(profile, cluster)).program()
+    return _Compiler(schedule, costs or Costs(profile, cluster)).program()
 
 
 def stage_layers(plan: Plan, profile: Profile) -> tuple[tuple[int, int], ...]:
@@ -148,18 +148,18 @@ def stage_layers(plan: Plan, profile: Profile) -> tuple[tuple[int, int], ...]:
     return tuple(zip(edges, edges[1:]))
 
 
-class Compiler:
+class _Compiler:
     """Numbers slots, channels and works while it goes through the orders."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.plan, self.costs = schedule, schedule.plan, costs
         self.bounds = stage_layers(self.plan, costs.profile)
         self.devices = [costs.cluster.device(id) for id in self.plan.devices]
-        self.patterns = patterns(self.plan)
+        self.patterns = _patterns(self.plan)
         self.is_dynamic = RULES[self.plan.policy].by_arrival
         self.slot_bytes: list[float] = []
         self.first_slots: dict[tuple[int, int, bool], int] = {}
-        self.channels: list[Channel] = []
+        self.channels: list[_Channel] = []
         self.channel_numbers: dict[tuple[int, int, bool, int], int] = {}
         self.works: list[Work] = []
         self.work_numbers: dict[Work, int] = {}
@@ -188,12 +188,12 @@ class Compiler:
             tuple(one._replace(shared=next(shared)) for one in shares),
         )
 
-    def core_shares(self) -> list[CoreShare]:
+    def core_shares(self) -> list[_CoreShare]:
         """For each worker the cores it computes on; none where every device has its own."""
         cores = self.costs.wires.cores
         if cores.of_all is None:
             return []
-        return [CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in self.plan.devices]
+        return [_CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in self.plan.devices]
 
     def worker_ops(self, worker: int, order: Order) -> list[PlainOp]:
         """The op of each action of one worker's turn."""
@@ -220,7 +220,7 @@ class Compiler:
         for index in gathers:
             # A replica without rows has no backward that would say when its (empty) gradients are ready: G itself does.
             if ops[index][CHANNEL] in last:
-                ops[index] = (NOTHING, *ops[index][1:])
+                ops[index] = (_NOTHING, *ops[index][1:])
         for stage in {ops[index][CHANNEL] for index in gathers} & set(last):
             op = ops[last[stage]]
             rows, buckets = self.works[op[WORK]].rows, self.plan.stages[stage].num_buckets
@@ -241,24 +241,24 @@ class Compiler:
                 last[stage] = index
         return last
 
-    def op(self, worker: int, action: Action) -> Op:
+    def op(self, worker: int, action: Action) -> _Op:
         """One action's costs."""
-        code, stage = CODES[action.kind._value_], action.stage
+        code, stage = _CODES[action.kind._value_], action.stage
         if code == COMPUTES:
             return self.compute_op(worker, action)
         if code == RECEIVE:
             forward, user = action.kind is Kind.RECEIVE_FORWARD, self.user(worker, action)
             num_bytes = self.message_bytes(worker, user, action, not forward)
             channel = self.channel(action.peer, worker, forward, stage)
-            return Op(code, 0.0, self.first_slot(worker, user, forward), channel, num_bytes, -1)
+            return _Op(code, 0.0, self.first_slot(worker, user, forward), channel, num_bytes, -1)
         if code == SEND:
             forward = action.kind is Kind.SEND_FORWARD
             num_bytes = self.message_bytes(worker, stage, action, forward)
-            return Op(code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1)
+            return _Op(code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1)
         seconds = self.update_s(worker, stage) if code == UPDATE else 0.0
-        return Op(code, seconds, -1, stage, 0.0, -1)
+        return _Op(code, seconds, -1, stage, 0.0, -1)
 
-    def compute_op(self, worker: int, action: Action) -> Op:
+    def compute_op(self, worker: int, action: Action) -> _Op:
         """Forward, backward or one of its halves."""
         kind, stage, _, microbatch, _ = action
         first, stop = self.rows(stage, microbatch, worker)
@@ -267,7 +267,7 @@ class Compiler:
         slot = self.first_slot(worker, stage, is_forward) if may_wait else -1
         seconds = self.compute_s(kind, stage, stop - first, device.speed)
         channel = DATA if is_forward and stage == 0 else -1
-        return Op(COMPUTES, seconds, slot, channel, 0.0, self.work(Work(kind, stage, stop - first, device)))
+        return _Op(COMPUTES, seconds, slot, channel, 0.0, self.work(Work(kind, stage, stop - first, device)))
 
     def work(self, work: Work) -> int:
         """The number of a work."""
@@ -355,7 +355,7 @@ class Compiler:
             ends, wires = (self.plan.devices[source], self.plan.devices[target]), self.costs.wires
             loads = wires.loads(*ends)
             found = self.channel_numbers[key] = len(self.channels)
-            self.channels.append(Channel(source, target, forward, loads, wires.rate(*ends), wires.latency_s(*ends)))
+            self.channels.append(_Channel(source, target, forward, loads, wires.rate(*ends), wires.latency_s(*ends)))
         return found
 
     def message_bytes(self, worker: int, stage: int, action: Action, after: bool) -> float:
@@ -365,11 +365,11 @@ class Compiler:
         rows = max(min(mine[1], theirs[1]) - max(mine[0], theirs[0]), 0)
         return rows * self.costs.crossings[self.bounds[stage][1 if after else 0]]
 
-    def reduction(self, stage: int) -> Reduction:
+    def reduction(self, stage: int) -> _Reduction:
         """How a stage's gradients are reduced."""
         devices, buckets = self.plan.stages[stage].devices, self.plan.stages[stage].num_buckets
         num_bytes = self.costs.parameter_bytes(*self.bounds[stage]) / buckets
-        return Reduction(len(devices), buckets, num_bytes, self.costs.wires.collective(devices, num_bytes))
+        return _Reduction(len(devices), buckets, num_bytes, self.costs.wires.collective(devices, num_bytes))
 
     def agree_s(self) -> float:
         """An agreement of all workers: an all-reduce of next to nothing."""
@@ -379,7 +379,7 @@ class Compiler:
         return 0.0 if way is None else way.latency_s
 
 
-def patterns(plan: Plan) -> list[int]:
+def _patterns(plan: Plan) -> list[int]:
     """For each microbatch a number that those share whose rows are shared out alike: of one size, and of one turn."""
     cycle = math.lcm(*plan.replicas) if plan.route == "rotate" else 1
     edges = (microbatch_rows(plan.batch, plan.num_microbatches, number) for number in range(plan.num_microbatches))

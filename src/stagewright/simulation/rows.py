@@ -15,8 +15,8 @@ from stagewright.errors import DataError, FileError
 from stagewright.plan import Plan, Stage
 from stagewright.profile import Precision, Profile
 
-MIB = 1 << 20
-MODEL_NAMES: Mapping[str, str] = {"resnet50-v1.5": "resnet50"}
+_MIB = 1 << 20
+_MODEL_NAMES: Mapping[str, str] = {"resnet50-v1.5": "resnet50"}
 """Models that others call by another name."""
 
 
@@ -64,10 +64,10 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         raise FileError(f"{path}: cannot be read as CSV: {fault}") from None
     if not lines:
         raise DataError(f"{path}: holds no rows")
-    return tuple(parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=2))
+    return tuple(_parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=2))
 
 
-def parse_row(line: Mapping[str, str | None], where: str) -> Row:
+def _parse_row(line: Mapping[str, str | None], where: str) -> Row:
     """One line of the file."""
 
     def field(key: str) -> str:
@@ -89,7 +89,7 @@ def parse_row(line: Mapping[str, str | None], where: str) -> Row:
         return tuple(map(int, text.split("-")))
 
     def memory(key: str) -> int | None:
-        return round(number(key) * MIB) if field(key) else None
+        return round(number(key) * _MIB) if field(key) else None
 
     precision = field("precision")
     if precision not in ("fp32", "fp16", "bf16"):
@@ -98,7 +98,7 @@ def parse_row(line: Mapping[str, str | None], where: str) -> Row:
     return Row(
         id=field("id"),
         cluster=field("cluster"),
-        model=MODEL_NAMES.get(field("model"), field("model")),
+        model=_MODEL_NAMES.get(field("model"), field("model")),
         replicas=replicas,
         versions=versions if len(versions) == len(replicas) else versions * len(replicas),
         cut=field("cut_share"),

@@ -41,7 +41,7 @@ def simulate(
     """What the schedule would do on the cluster; without `detail` no spans and no memory over time, which is faster."""
     count = num_batches or batches_needed(schedule)
     with no_collection():
-        return make_record(
+        return _make_record(
             make_program(schedule, profile, cluster, costs),
             count,
             data=data,
@@ -63,7 +63,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def make_record(
+def _make_record(
     program: Program, num_batches: int, *, data: str, epoch_images: int | None, name: str, detail: bool
 ) -> Record:
     """The record of a program's run."""
@@ -82,14 +82,14 @@ def make_record(
         step_s=steady.step_s,
         step_images=plan.batch,
         start_up_s=steady.start_s,
-        devices=device_uses(program, log, steady, detail),
+        devices=_device_uses(program, log, steady, detail),
         spans=make_spans(program, log) if detail else (),
         limit=limit(path.seconds),
         notes=tuple(notes(program, log, steady, path.seconds)),
     )
 
 
-def device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tuple[DeviceUse, ...]:
+def _device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tuple[DeviceUse, ...]:
     """What each device did in the steady steps, and held at any time."""
     ledger, columns, uses = Ledger(program, log), log.done_columns, []
     for worker, device in enumerate(program.plan.devices):
@@ -98,7 +98,7 @@ def device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tup
             DeviceUse(
                 device=str(device),
                 stages=program.plan.stages_of[worker],
-                busy_share=busy_share(columns.starts_s[here], columns.stops_s[here], steady),
+                busy_share=_busy_share(columns.starts_s[here], columns.stops_s[here], steady),
                 peak_bytes=use.peak_bytes,
                 peak_parts=use.peak_parts,
                 memory_s=use.times_s,
@@ -108,7 +108,7 @@ def device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tup
     return tuple(uses)
 
 
-def busy_share(starts_s: Sequence[float], stops_s: Sequence[float], steady: Steady) -> float:
+def _busy_share(starts_s: Sequence[float], stops_s: Sequence[float], steady: Steady) -> float:
     """The share of the steady steps' time in which a worker's device computed."""
     first_s, last_s = steady.start_s, steady.stop_s
     # What stops before the start or begins after the end does not count: only the outermost two can be cut.
@@ -135,17 +135,17 @@ def notes(program: Program, log: Log, steady: Steady, seconds: dict[str, float])
     yield f"critical path: {parts}"
     for stage, devices in ((n, s.devices) for n, s in enumerate(program.plan.stages) if len(s.devices) > 1):
         times = ((entry.start_s, entry.stop_s) for entry in log.reduced if entry.stage == stage)
-        whole = within(times, steady) / steps
+        whole = _within(times, steady) / steps
         exposed = sum(share for what, share in seconds.items() if what.startswith(f"all-reduce of stage {stage} "))
         hidden = max(whole - exposed / steps, 0.0)
-        yield f"reduce among {format_devices(devices)}: {milliseconds(whole)}, {milliseconds(hidden)} of it hidden"
+        yield f"reduce among {format_devices(devices)}: {_milliseconds(whole)}, {_milliseconds(hidden)} of it hidden"
 
 
-def within(times: Iterable[tuple[float, float]], steady: Steady) -> float:
+def _within(times: Iterable[tuple[float, float]], steady: Steady) -> float:
     """How much of some stretches of time lies in the steady state."""
     return sum(max(min(stop, steady.stop_s) - max(start, steady.start_s), 0.0) for start, stop in times)
 
 
-def milliseconds(seconds: float) -> str:
+def _milliseconds(seconds: float) -> str:
     """`19 ms`, `0.42 ms`."""
     return f"{seconds * 1e3:.3g} ms"

@@ -10,33 +10,33 @@ from stagewright.schedule import Action, Kind
 from stagewright.simulation.log import Log, Mapped
 from stagewright.simulation.program import Program
 
-RECEIPTS: Mapping[Kind, str] = {Kind.SEND_FORWARD: "RF", Kind.SEND_BACKWARD: "RB"}
+_RECEIPTS: Mapping[Kind, str] = {Kind.SEND_FORWARD: "RF", Kind.SEND_BACKWARD: "RB"}
 
 
 def make_spans(program: Program, log: Log) -> Spans:
     """All spans of a run, of which none is made before they are read."""
-    return Spans(computed(log), *moved(program, log), reduced(program, log))
+    return Spans(_computed(log), *_moved(program, log), _reduced(program, log))
 
 
-def computed(log: Log) -> Columns:
+def _computed(log: Log) -> Columns:
     """What took time on devices."""
     _, actions, batches, starts_s, stops_s, edges = log.done_columns
-    kinds, stages, microbatches = columns_of(actions)
+    kinds, stages, microbatches = _columns_of(actions)
     workers = [worker for worker, here in enumerate(edges) for _ in range(here.start, here.stop)]
     return workers, kinds, stages, batches, microbatches, starts_s, stops_s, [-1] * len(actions)
 
 
-def moved(program: Program, log: Log) -> Iterator[Columns]:
+def _moved(program: Program, log: Log) -> Iterator[Columns]:
     """Transfers, at their sources and then at their targets."""
     channels, _, sent, batches, _, _, starts_s, stops_s = log.moved_columns
     sources, targets = (Mapped([one[at] for one in program.channels].__getitem__, channels) for at in (0, 1))
-    kinds, stages, microbatches = columns_of(sent)
+    kinds, stages, microbatches = _columns_of(sent)
     yield sources, kinds, stages, batches, microbatches, starts_s, stops_s, targets
-    receipts, others = Mapped(lambda action: RECEIPTS[action.kind], sent), Mapped(other_stage, sent)
+    receipts, others = Mapped(lambda action: _RECEIPTS[action.kind], sent), Mapped(_other_stage, sent)
     yield targets, receipts, others, batches, microbatches, starts_s, stops_s, sources
 
 
-def reduced(program: Program, log: Log) -> Columns:
+def _reduced(program: Program, log: Log) -> Columns:
     """Reductions, at each replica."""
     rows = (
         (worker, "G", stage, batch, -1, start_s, stop_s, bucket)
@@ -46,11 +46,11 @@ def reduced(program: Program, log: Log) -> Columns:
     return tuple(zip(*rows)) or ((),) * len(Span._fields)
 
 
-def columns_of(actions: Sequence[Action]) -> Columns:
+def _columns_of(actions: Sequence[Action]) -> Columns:
     """Kinds, stages and microbatches of actions."""
     return tuple(Mapped(attrgetter(field), actions) for field in ("kind.value", "stage", "microbatch"))
 
 
-def other_stage(sent: Action) -> int:
+def _other_stage(sent: Action) -> int:
     """The stage that uses what is sent."""
     return sent.stage + (1 if sent.kind is Kind.SEND_FORWARD else -1)

@@ -9,8 +9,8 @@ from stagewright.schedule import Schedule
 from stagewright.simulation.log import Log
 from stagewright.simulation.program import CODE, UPDATE
 
-MAX_PERIOD = 4
-CLOSE = 1e-9
+_MAX_PERIOD = 4
+_CLOSE = 1e-9
 """Steps that differ by less than this share are the same step."""
 
 
@@ -56,29 +56,29 @@ def _repeating(done: Sequence[float], drain: int) -> Steady:
     last = max(len(done) - drain, min(len(done), 2))
     if last < 2 or done[last // 2 - 1] == done[last - 1]:  # too few to tell: stale batches may even end together
         return Steady(0, last, (done[last - 1] / last,), 0.0, done[last - 1])
-    period = next((n for n in range(1, MAX_PERIOD + 1) if repeats(done[:last], n)), None)
+    period = next((n for n in range(1, _MAX_PERIOD + 1) if _repeats(done[:last], n)), None)
     if period is None:
         first = last // 2
         mean = (done[last - 1] - done[first - 1]) / (last - first)
         return Steady(first, last, (mean,), done[first - 1], done[last - 1])
     first = last - period
-    while first > 1 and same_step(done, first - 1, period):
+    while first > 1 and _same_step(done, first - 1, period):
         first -= 1
     steps = tuple((done[at] - done[at - period]) / period for at in range(first + period - 1, last))
     return Steady(first, last, steps, done[first - 1], done[last - 1])
 
 
-def repeats(done: Sequence[float], period: int) -> bool:
+def _repeats(done: Sequence[float], period: int) -> bool:
     """Whether the last steps show this period: each of them equals the one a period before."""
     count = len(done)
     return count >= 2 * period + 2 and all(
-        same_step(done, at, period) for at in range(count - 2 * period, count - period)
+        _same_step(done, at, period) for at in range(count - 2 * period, count - period)
     )
 
 
-def same_step(done: Sequence[float], at: int, period: int) -> bool:
+def _same_step(done: Sequence[float], at: int, period: int) -> bool:
     """Whether the step that ends with batch `at` takes as long as the one a period later."""
     if at < 1 or at + period >= len(done):
         return False
     here, later = done[at] - done[at - 1], done[at + period] - done[at + period - 1]
-    return abs(here - later) <= CLOSE * done[-1]
+    return abs(here - later) <= _CLOSE * done[-1]

@@ -16,7 +16,7 @@ from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.simulation.run import simulate
 
-HELPS = 0.05
+_HELPS = 0.05
 """A doubling that gains less than this share has stopped helping."""
 
 
@@ -63,7 +63,7 @@ def knee(points: Sequence[Point]) -> Point | None:
     for here, there in zip(ordered, ordered[1:]):
         gain = there.record.images_per_s / here.record.images_per_s
         doublings = (there.value / here.value - 1) or 1.0
-        if gain - 1 < HELPS * min(doublings, 1.0):
+        if gain - 1 < _HELPS * min(doublings, 1.0):
             return here
     return None
 

@@ -39,19 +39,19 @@ from stagewright.training.start import states_of, train
 if TYPE_CHECKING:
     from stagewright.data.source import Dataset
 
-Options = Mapping[str, Any]
-DEFAULT_ROWS = 32
+_Options = Mapping[str, Any]
+_DEFAULT_ROWS = 32
 """Rows a device, where no batch is given."""
-DEFAULT_STEPS = 20
-SYNTHETIC = "synthetic"
-IMAGENET_IMAGES = 1_281_167
+_DEFAULT_STEPS = 20
+_SYNTHETIC = "synthetic"
+_IMAGENET_IMAGES = 1_281_167
 """An epoch of made-up images, where one is asked for and its size is not."""
-EVALUATION_BATCHES = 10
+_EVALUATION_BATCHES = 10
 """Batches of made-up images that an evaluation has."""
 
 
 def run_command(
-    options: Options,
+    options: _Options,
     console: Console,
     *,
     cluster: Cluster | None = None,
@@ -70,38 +70,38 @@ def run_command(
     settings = settings_of(options, recipe)
     if not options["nodes"]:
         check_device(settings)
-    dataset, evaluation_set = dataset_of("data", options), dataset_of("evaluation_data", options)
-    model = model_of(options, recipe, dataset)
-    cluster = cluster or local_cluster(options, settings)
-    plan = plan_of(options, recipe, model, cluster)
-    check_devices(plan, cluster, settings, options["share"])
+    dataset, evaluation_set = _dataset_of("data", options), _dataset_of("evaluation_data", options)
+    model = _model_of(options, recipe, dataset)
+    cluster = cluster or _local_cluster(options, settings)
+    plan = _plan_of(options, recipe, model, cluster)
+    _check_devices(plan, cluster, settings, options["share"])
     if source == "measured" and not options["nodes"]:
         check_hosts_here(plan, options)
-    job = job_of(options, recipe, plan, dataset, evaluation_set)
+    job = _job_of(options, recipe, plan, dataset, evaluation_set)
     if options["dry_run"]:
         if is_main():
-            show_dry_run(options, plan, job, settings, console)
+            _show_dry_run(options, plan, job, settings, console)
         return None
     if options["nodes"] and not is_worker():
-        hosts = over_ssh = hosts_of(options, plan)
-        needed = needed_bytes(plan, model, settings, states_of(steps_of(options, recipe, plan, job)))
-        ask_hosts(options, over_ssh, lambda machines: too_little_memory(plan, needed, settings, machines))
-    done = steps_done(job, options["folder"])
+        hosts = over_ssh = _hosts_of(options, plan)
+        needed = needed_bytes(plan, model, settings, states_of(_steps_of(options, recipe, plan, job)))
+        _ask_hosts(options, over_ssh, lambda machines: too_little_memory(plan, needed, settings, machines))
+    done = _steps_done(job, options["folder"])
     if done >= job.steps:
         console.print(nothing_left(done, job.steps), highlight=False, markup=False, soft_wrap=True)
         return None
     if is_main():
-        say_what_is_skipped(console, dataset, evaluation_set)
+        _say_what_is_skipped(console, dataset, evaluation_set)
     return train(
-        make_schedule(plan, agree=settings.agrees), model, data=feed_of(dataset, model, options, recipe),
-        evaluation=feed_of(evaluation_set, model, options, recipe, is_training=False),
-        recipe=steps_of(options, recipe, plan, job), job=job, settings=settings,
+        make_schedule(plan, agree=settings.agrees), model, data=_feed_of(dataset, model, options, recipe),
+        evaluation=_feed_of(evaluation_set, model, options, recipe, is_training=False),
+        recipe=_steps_of(options, recipe, plan, job), job=job, settings=settings,
         cluster=cluster.name, source=source, folder=options["folder"], console=console, hosts=hosts,
-        command=worker_words(words) if hosts is not None else None, share=options["share"],
+        command=_worker_words(words) if hosts is not None else None, share=options["share"],
     )  # fmt: skip
 
 
-def steps_done(job: Job, folder: Path | None) -> int:
+def _steps_done(job: Job, folder: Path | None) -> int:
     """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
     if job.resume is None or is_worker():  # the one who started this worker has looked, or all will look together
         return 0
@@ -114,13 +114,13 @@ def steps_done(job: Job, folder: Path | None) -> int:
     return 0 if found is None else int(found[1]["step"])
 
 
-def recipe_of(options: Options) -> RecipeFile:
+def recipe_of(options: _Options) -> RecipeFile:
     """The recipe by name, or the plain one, with what the other options say in its place."""
     file = find_recipe(options["recipe"]) if options["recipe"] else RecipeFile()
-    return with_options(file, {**options, "decay_epochs": numbers_of(options, "decay_epochs")})
+    return with_options(file, {**options, "decay_epochs": _numbers_of(options, "decay_epochs")})
 
 
-def numbers_of(options: Options, key: str) -> tuple[int, ...] | None:
+def _numbers_of(options: _Options, key: str) -> tuple[int, ...] | None:
     """The whole numbers of an option such as 30,60,80."""
     if options[key] is None:
         return None
@@ -130,7 +130,7 @@ def numbers_of(options: Options, key: str) -> tuple[int, ...] | None:
         raise UsageError(f"{spelled(key)} is {options[key]!r}: expected whole numbers such as 30,60,80") from None
 
 
-def settings_of(options: Options, recipe: RecipeFile) -> Settings:
+def settings_of(options: _Options, recipe: RecipeFile) -> Settings:
     """How the run computes."""
     device: Any = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     keys = (
@@ -149,9 +149,9 @@ def settings_of(options: Options, recipe: RecipeFile) -> Settings:
     )
 
 
-def dataset_of(key: str, options: Options) -> Dataset | None:
+def _dataset_of(key: str, options: _Options) -> Dataset | None:
     """The images in the folder that an option names; None for made-up ones, which are made on the device."""
-    if options[key] is None or options[key] == SYNTHETIC:
+    if options[key] is None or options[key] == _SYNTHETIC:
         return None
     from stagewright.data.opening import open_dataset  # needs the extra `data`
 
@@ -161,15 +161,15 @@ def dataset_of(key: str, options: Options) -> Dataset | None:
         raise DataError(f"{spelled(key)} {options[key]}: {fault.what}", fault.todo) from None
 
 
-def say_what_is_skipped(console: Console, *datasets: Dataset | None) -> None:
+def _say_what_is_skipped(console: Console, *datasets: Dataset | None) -> None:
     """Prints how many records were left out, and the first of them."""
     faults = [fault for dataset in datasets if dataset is not None for fault in dataset.faults]
     if faults:
         console.print(f"data: {count(len(faults), 'record')} skipped; the first: {faults[0]}", markup=False)
 
 
-def feed_of(
-    dataset: Dataset | None, model: Layered, options: Options, recipe: RecipeFile, *, is_training: bool = True
+def _feed_of(
+    dataset: Dataset | None, model: Layered, options: _Options, recipe: RecipeFile, *, is_training: bool = True
 ) -> Feed | None:
     """The images as the model takes them; None where they are made up."""
     if dataset is None:
@@ -185,7 +185,7 @@ def feed_of(
     )  # fmt: skip
 
 
-def model_of(options: Options, recipe: RecipeFile, dataset: Dataset | None) -> Layered:
+def _model_of(options: _Options, recipe: RecipeFile, dataset: Dataset | None) -> Layered:
     """The model, the same on every worker."""
     classes = options["num_classes"] or (dataset.num_classes if dataset is not None else None)
     return build_model(
@@ -194,7 +194,7 @@ def model_of(options: Options, recipe: RecipeFile, dataset: Dataset | None) -> L
     )  # fmt: skip
 
 
-def local_cluster(options: Options, settings: Settings) -> Cluster:
+def _local_cluster(options: _Options, settings: Settings) -> Cluster:
     """The devices of this machine; on the CPU as many workers as the options name."""
     named = parse_placement(options["placement"]) if options["placement"] else ()
     hosts = max((id.host for stage in named for id in stage), default=0) + 1
@@ -210,13 +210,13 @@ def local_cluster(options: Options, settings: Settings) -> Cluster:
     return replace(one, hosts=one.hosts * hosts)
 
 
-def layer_table(model: Layered, name: str) -> LayerTable:
+def _layer_table(model: Layered, name: str) -> LayerTable:
     """What cuts by ratio need of each layer; time goes by the layers' operations."""
     sizes = [4 * number for number in parameter_counts(model)]
     return LayerTable(model=name, names=model.names, flops=forward_flops(model), parameter_bytes=tuple(sizes))
 
 
-def plan_of(options: Options, recipe: RecipeFile, model: Layered, cluster: Cluster) -> Plan:
+def _plan_of(options: _Options, recipe: RecipeFile, model: Layered, cluster: Cluster) -> Plan:
     """The plan in a file, or the one that the options describe."""
     if options["plan_file"] is not None:
         plan = Plan.load(options["plan_file"])
@@ -227,27 +227,28 @@ def plan_of(options: Options, recipe: RecipeFile, model: Layered, cluster: Clust
                 "make a plan for this model with `stagewright plan`",
             )
         return plan
-    return fixed_plan(layer_table(model, options["model"]), plan_options(options, recipe), cluster)
+    return fixed_plan(_layer_table(model, options["model"]), plan_options(options, recipe), cluster)
 
 
-def plan_options(options: Options, recipe: RecipeFile) -> PlanOptions:
+def plan_options(options: _Options, recipe: RecipeFile) -> PlanOptions:
     """What the options say about the plan."""
     return PlanOptions(
-        batch=options["batch"], batch_per_device=rows_a_device(options, recipe), placement=options["placement"] or None,
-        ratio=options["ratio"], ratio_of=options["ratio_of"], cut=parse_cuts(options["cut"]),
-        num_microbatches=options["microbatches"], staleness=options["staleness"], policy=options["schedule"],
-        route=options["route"], hold=options["hold"], recompute=options["recompute"], num_buckets=options["buckets"],
+        batch=options["batch"], batch_per_device=_rows_a_device(options, recipe),
+        placement=options["placement"] or None, ratio=options["ratio"], ratio_of=options["ratio_of"],
+        cut=parse_cuts(options["cut"]), num_microbatches=options["microbatches"], staleness=options["staleness"],
+        policy=options["schedule"], route=options["route"], hold=options["hold"], recompute=options["recompute"],
+        num_buckets=options["buckets"],
     )  # fmt: skip
 
 
-def rows_a_device(options: Options, recipe: RecipeFile) -> int | None:
+def _rows_a_device(options: _Options, recipe: RecipeFile) -> int | None:
     """Rows of one replica of the first stage, from the option, the recipe or the default; --batch comes first."""
     if options["batch"] is not None:
         return options["batch_per_device"]  # type: ignore[no-any-return]
-    return recipe.batch_per_device or DEFAULT_ROWS
+    return recipe.batch_per_device or _DEFAULT_ROWS
 
 
-def check_devices(plan: Plan, cluster: Cluster, settings: Settings, share: int) -> None:
+def _check_devices(plan: Plan, cluster: Cluster, settings: Settings, share: int) -> None:
     """Refuses a placement that this machine does not have."""
     if settings.device != "cuda":
         return
@@ -260,14 +261,14 @@ def check_devices(plan: Plan, cluster: Cluster, settings: Settings, share: int) 
         )
 
 
-def job_of(
-    options: Options, recipe: RecipeFile, plan: Plan, dataset: Dataset | None, evaluation_set: Dataset | None
+def _job_of(
+    options: _Options, recipe: RecipeFile, plan: Plan, dataset: Dataset | None, evaluation_set: Dataset | None
 ) -> Job:
     """How long the run goes on: so many epochs, but no more than so many steps."""
-    per_epoch = steps_an_epoch(options, recipe, plan, dataset)
+    per_epoch = _steps_an_epoch(options, recipe, plan, dataset)
     whole = recipe.epochs * per_epoch if recipe.epochs and per_epoch else None
-    steps = min(number for number in (whole, options["steps"] or (None if whole else DEFAULT_STEPS)) if number)
-    rows = evaluation_rows(options, plan, dataset, evaluation_set)
+    steps = min(number for number in (whole, options["steps"] or (None if whole else _DEFAULT_STEPS)) if number)
+    rows = _evaluation_rows(options, plan, dataset, evaluation_set)
     return Job(
         name=options["model"], steps=steps, warm_up=min(options["warm_up"], max(0, steps - 2)),
         log_every=options["log_every"], steps_per_epoch=per_epoch,
@@ -279,12 +280,12 @@ def job_of(
     )  # fmt: skip
 
 
-def steps_an_epoch(options: Options, recipe: RecipeFile, plan: Plan, dataset: Dataset | None) -> int | None:
+def _steps_an_epoch(options: _Options, recipe: RecipeFile, plan: Plan, dataset: Dataset | None) -> int | None:
     """How many whole batches an epoch has; None where nobody counts in epochs."""
     images: int | None = options["epoch_images"] if dataset is None else len(dataset)
     if images is None and not recipe.needs_epochs:
         return None
-    images = images or IMAGENET_IMAGES
+    images = images or _IMAGENET_IMAGES
     if images < plan.batch:
         raise UsageError(
             f"an epoch of {options['data']} has {images:,} images, fewer than the batch of {plan.batch:,}",
@@ -293,7 +294,7 @@ def steps_an_epoch(options: Options, recipe: RecipeFile, plan: Plan, dataset: Da
     return images // plan.batch
 
 
-def evaluation_rows(options: Options, plan: Plan, dataset: Dataset | None, evaluation_set: Dataset | None) -> int:
+def _evaluation_rows(options: _Options, plan: Plan, dataset: Dataset | None, evaluation_set: Dataset | None) -> int:
     """How many images an evaluation has; 0 where none is asked for."""
     if evaluation_set is not None:
         return len(evaluation_set)
@@ -301,37 +302,37 @@ def evaluation_rows(options: Options, plan: Plan, dataset: Dataset | None, evalu
         return 0
     if dataset is not None:
         raise UsageError("--evaluate-every needs images to evaluate on", "add --evaluation-data FOLDER")
-    return EVALUATION_BATCHES * plan.batch
+    return _EVALUATION_BATCHES * plan.batch
 
 
-def steps_of(options: Options, recipe: RecipeFile, plan: Plan, job: Job) -> Recipe:
+def _steps_of(options: _Options, recipe: RecipeFile, plan: Plan, job: Job) -> Recipe:
     """The recipe in steps; with epochs the learning rate follows them, even where --steps ends the run before."""
     total = recipe.epochs * job.steps_per_epoch if recipe.epochs and job.steps_per_epoch else job.steps
     return recipe.in_steps(
         batch=plan.batch, per_epoch=job.steps_per_epoch, total_steps=total,
-        warm_up_steps=options["warm_up_steps"], decay_steps=numbers_of(options, "decay_steps"),
+        warm_up_steps=options["warm_up_steps"], decay_steps=_numbers_of(options, "decay_steps"),
     )  # fmt: skip
 
 
-def worker_words(words: Sequence[str] | None = None) -> list[str]:
+def _worker_words(words: Sequence[str] | None = None) -> list[str]:
     """What a host's launcher runs: this command, which finds itself to be a worker there."""
     given = sys.argv[1:] if words is None else words
     return ["-m", "stagewright", *(word for word in given if word != "--dry-run")]
 
 
-def show_dry_run(options: Options, plan: Plan, job: Job, settings: Settings, console: Console) -> None:
+def _show_dry_run(options: _Options, plan: Plan, job: Job, settings: Settings, console: Console) -> None:
     """Prints what would run: the plan, where it computes, and the commands that would start it."""
-    commands = [["stagewright", *worker_words()[2:]]]
+    commands = [["stagewright", *_worker_words()[2:]]]
     if options["nodes"]:
-        hosts = hosts_of(options, plan)
-        commands = host_commands(worker_words(), hosts, hosts.workers(plan), PORT)
+        hosts = _hosts_of(options, plan)
+        commands = host_commands(_worker_words(), hosts, hosts.workers(plan), PORT)
     images = f"{options['data']} data, {settings.precision}, on {settings.device}"
     lines = [*plan_lines(plan), f"{count(job.steps, 'step')}, {images}", "not started:", *map(shlex.join, commands)]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def hosts_of(options: Options, plan: Plan) -> OverSsh:
+def _hosts_of(options: _Options, plan: Plan) -> OverSsh:
     """The hosts that --nodes names, as many as the plan uses."""
     hosts = OverSsh(expand_hosts(options["nodes"]), options["remote_python"] or sys.executable)
     needed = max(id.host for id in plan.devices) + 1
@@ -343,9 +344,9 @@ def hosts_of(options: Options, plan: Plan) -> OverSsh:
     return hosts
 
 
-def ask_hosts(options: Options, hosts: OverSsh, too_small: JudgeMemory) -> None:
+def _ask_hosts(options: _Options, hosts: OverSsh, too_small: JudgeMemory) -> None:
     """Refuses hosts that do not fit together, or have not the data or the memory."""
-    data = [options[key] for key in ("data", "evaluation_data") if options[key] not in (None, SYNTHETIC)]
+    data = [options[key] for key in ("data", "evaluation_data") if options[key] not in (None, _SYNTHETIC)]
     names = hosts.names
     check_hosts(
         names, [os.getcwd(), *data], PORT,

@@ -16,7 +16,7 @@ from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import pick_device
 
-MAX_THREADS = 8
+_MAX_THREADS = 8
 """Threads that read images for one worker, at most."""
 
 
@@ -46,13 +46,13 @@ class DataFeed:
     def settle(self, plan: Plan, settings: Settings) -> None:
         """Learns which rows this worker needs."""
         worker = int(os.environ.get("RANK", "0"))
-        threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // plan.replicas[0]))
+        threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // plan.replicas[0]))
         wants: tuple[tuple[Want, int, int], ...] = (("images", 0, threads), ("labels", len(plan.stages) - 1, 0))
         for want, stage, num_workers in wants:
             loader = Loader(
                 dataset=self.dataset, batch=plan.batch, row_ranges=_Rows(plan, stage, worker), want=want,
                 transform=self._transform, seed=self._seed, shuffle=self._is_training, keep_last=not self._is_training,
-                num_workers=num_workers, device=target_device(settings), pin_memory=settings.device == "cuda",
+                num_workers=num_workers, device=_target_device(settings), pin_memory=settings.device == "cuda",
                 dtype=torch.float64 if settings.precision == "fp64" else torch.float32, on_corrupt=self._on_corrupt,
                 channels_last=settings.channels_last, timeout_s=settings.timeout_s,
             )  # fmt: skip
@@ -119,6 +119,6 @@ class _Stream:
         self._next += 1
 
 
-def target_device(settings: Settings) -> torch.device | None:
+def _target_device(settings: Settings) -> torch.device | None:
     """Where the rows are wanted: on this worker's card, or None, which leaves them on the host."""
     return pick_device(settings) if settings.device == "cuda" else None

@@ -11,14 +11,14 @@ from typing import Any
 
 from stagewright.training.sinks import Sink
 
-NAME = "events.jsonl"
+_NAME = "events.jsonl"
 
 
 class Teller:
     """Writes events, here and into every sink."""
 
     def __init__(self, folder: Path, sinks: Sequence[Sink] = ()) -> None:
-        self._file = (folder / NAME).open("a", encoding="utf-8", buffering=1)
+        self._file = (folder / _NAME).open("a", encoding="utf-8", buffering=1)
         self._sinks = tuple(sinks)
 
     def tell(self, kind: str, **values: Any) -> dict[str, Any]:
@@ -41,13 +41,13 @@ class Teller:
 
 def end_of_events(folder: Path) -> int:
     """The position after all events so far."""
-    path = folder / NAME
+    path = folder / _NAME
     return path.stat().st_size if path.exists() else 0
 
 
 def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """The events from a byte position on, each with the position after it; a line half written is left for later."""
-    path = folder / NAME
+    path = folder / _NAME
     if not path.exists():
         return
     with path.open("rb") as file:

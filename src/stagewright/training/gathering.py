@@ -20,7 +20,7 @@ from stagewright.training.memory import driver_bytes, peak_bytes
 if TYPE_CHECKING:
     from stagewright.training.loop import Run
 
-COMPUTE_KINDS = {kind.value for kind in COMPUTE}
+_COMPUTE_KINDS = {kind.value for kind in COMPUTE}
 
 
 def gather(run: Run, worker: Worker, listener: Listener) -> Record:
@@ -49,17 +49,17 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         step_s=tuple(steps),
         step_images=plan.batch,
         devices=tuple(
-            device_use(run.schedule, number, id, told[number], moved, traced_s)
+            _device_use(run.schedule, number, id, told[number], moved, traced_s)
             for number, id in enumerate(plan.devices)
         ),
         spans=moved,
         points=tuple(Point(**point) for each in told for point in each["points"]),
-        command=" ".join(this_command_or_nothing()),
-        environment={"torch": torch.__version__, "device": device_name(run.world.device)},
+        command=" ".join(_this_command_or_nothing()),
+        environment={"torch": torch.__version__, "device": _device_name(run.world.device)},
     )
 
 
-def this_command_or_nothing() -> list[str]:
+def _this_command_or_nothing() -> list[str]:
     """The command line, where there is one."""
     try:
         return this_command()[1:]
@@ -67,17 +67,17 @@ def this_command_or_nothing() -> list[str]:
         return []
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """What the device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def device_use(
+def _device_use(
     schedule: Schedule, number: int, id: DeviceId, told: Mapping[str, Any], spans: Sequence[Span], traced_s: float
 ) -> DeviceUse:
     """What one device did, from the spans of the traced steps."""
     stages = tuple(stage for stage, members in enumerate(schedule.plan.workers) if number in members)
-    busy = sum(span.stop_s - span.start_s for span in spans if span.worker == number and span.kind in COMPUTE_KINDS)
+    busy = sum(span.stop_s - span.start_s for span in spans if span.worker == number and span.kind in _COMPUTE_KINDS)
     share = min(1.0, busy / max(traced_s, 1e-9))
     return DeviceUse(
         device=str(id), stages=stages, busy_share=share, peak_bytes=told["peak"], driver_bytes=told["driver"]

@@ -91,14 +91,14 @@ def work(
             )
             with closing(Flight(own.folder, rank, settings.timeout_s)) as flight:
                 try:
-                    return run_worker(run, flight, console)
+                    return _run_worker(run, flight, console)
                 except BaseException as fault:
                     raise last.of(fault) from fault.__cause__  # before anything is closed, which may take its time
     except BaseException as fault:
         raise last.of(fault) from fault.__cause__
 
 
-def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
+def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     """Trains, evaluates where asked, and gathers the record."""
     metric = (accuracy_sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
     assert run.own is not None
@@ -114,7 +114,7 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     with run.dog.patience(run.settings.save_timeout_s):
         told = [*run.own.changes, *resume(run, worker)]
     run.job = run.job.with_some_measured()
-    checkpointer = checkpointer_of(run, worker) if run.job.checkpoint_every else None
+    checkpointer = _checkpointer_of(run, worker) if run.job.checkpoint_every else None
     with closing(Listener(run, worker, console, checkpointer)) as listener:
         if run.world.size > 1:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
@@ -123,35 +123,35 @@ def run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
         if run.job.first_step >= run.job.steps:
             listener.announce("resume", nothing_left(run.job.first_step, run.job.steps))
         run.dog.get_on()
-        return run_to_the_end(run, worker, listener, words)
+        return _run_to_the_end(run, worker, listener, words)
 
 
-def run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words | None) -> Record:
+def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words | None) -> Record:
     """Trains until the last step, or until all agree to stop; saves then, and gathers the record."""
     gate, checkpointer = Gate(run.job.first_step), listener.checkpointer
     worker.gate = gate
     signals = signals_heard(is_launched=RUN_FOLDER in os.environ)
     with Stopper(gate, run.world, run.folder, signals, words).listening() as stopper:
-        step = run_all(run, worker, listener)
+        step = _run_all(run, worker, listener)
         worker.close()
         run.dog.get_on()
         if gate.last is not None and step < run.job.steps:
             cause = stopper.cause or "a signal to another worker"
-            save_last(run, checkpointer or checkpointer_of(run, worker), listener, step, f"stopped by {cause}")
+            _save_last(run, checkpointer or _checkpointer_of(run, worker), listener, step, f"stopped by {cause}")
             where = f"go on with --resume auto --out {run.folder}"
             listener.announce("stopped", f"by {cause} after step {step}; {where}")
             if run.own is not None and run.own.held is not None:
                 run.own.held.state = "stopped"
         elif checkpointer is not None or run.job.save_final:
-            save_last(run, checkpointer or checkpointer_of(run, worker), listener, step, "all steps are done")
+            _save_last(run, checkpointer or _checkpointer_of(run, worker), listener, step, "all steps are done")
         if RUN_FOLDER not in os.environ:  # else the one who started this worker does it
             with run.dog.patience(run.settings.save_timeout_s):
-                bring_back(run, worker)
+                _bring_back(run, worker)
         run.dog.get_on()
-        return finish(run, worker, listener)
+        return _finish(run, worker, listener)
 
 
-def save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: int, after: str) -> None:
+def _save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: int, after: str) -> None:
     """Saves the last step of a run; that it could not be is an error, since nothing else would be left of it."""
     listener.checkpointer = checkpointer
     with run.dog.patience(run.settings.save_timeout_s):
@@ -163,7 +163,7 @@ def save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: in
         raise RunError(f"{after}, but {faults[0]}", "free the disk, or save elsewhere")
 
 
-def bring_back(run: Run, worker: Worker) -> None:
+def _bring_back(run: Run, worker: Worker) -> None:
     """Puts the trained weights into the caller's model, those of other workers' stages too."""
     from stagewright.runtime.resuming import give_back
 
@@ -172,12 +172,12 @@ def bring_back(run: Run, worker: Worker) -> None:
             here.weights.end_in_first_slot()
 
 
-def run_all(run: Run, worker: Worker, listener: Listener) -> int:
+def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
     """Runs every stretch, or those before the gate closes; returns the steps that are done."""
-    evaluation = evaluation_of(run)
+    evaluation = _evaluation_of(run)
     step = run.job.first_step
     for first, stop in run.job.parts():
-        run_stretch(worker, first, stop)
+        _run_stretch(worker, first, stop)
         listener.later.drain()
         last = worker.gate.last if worker.gate is not None else None
         step = stop if last is None else max(first, min(stop, last + 1))
@@ -188,7 +188,7 @@ def run_all(run: Run, worker: Worker, listener: Listener) -> int:
     return step
 
 
-def finish(run: Run, worker: Worker, listener: Listener) -> Record:
+def _finish(run: Run, worker: Worker, listener: Listener) -> Record:
     """Gathers and saves the record, and waits until all have it."""
     record, path = gather(run, worker, listener), run.folder / RECORD
     if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
@@ -198,7 +198,7 @@ def finish(run: Run, worker: Worker, listener: Listener) -> Record:
     return record
 
 
-def checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
+def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     """What writes this run's checkpoints. All workers must ask for it."""
     from stagewright.runtime.checkpoint import Checkpointer  # torch.distributed.checkpoint takes a second to load
 
@@ -237,7 +237,7 @@ def resume(run: Run, worker: Worker) -> list[str]:
     return [*words, f"going on after step {step}, from {found[0]}"]
 
 
-def run_stretch(worker: Worker, first: int, stop: int) -> None:
+def _run_stretch(worker: Worker, first: int, stop: int) -> None:
     """Runs the steps first … stop − 1 without a stop in between."""
     if RULES[worker.plan.policy].by_arrival:
         run_dynamic(worker, stop - first, first)
@@ -256,19 +256,19 @@ def feed_of(run: Run) -> Feed:
     """Where the rows come from."""
     if run.data is None:
         return synthetic_feed(run.layered, run.settings, run.world.device)
-    return FunctionFeed(run.data) if callable(run.data) else settled(run.data, run)
+    return FunctionFeed(run.data) if callable(run.data) else _settled(run.data, run)
 
 
-def evaluation_of(run: Run) -> Feed | None:
+def _evaluation_of(run: Run) -> Feed | None:
     """Where the rows of evaluations come from, where there are any: the first ones made up for training otherwise."""
     if run.job.evaluate_every is None:
         return None
     if run.evaluation is None:
         return synthetic_feed(run.layered, run.settings, run.world.device)
-    return settled(run.evaluation, run)
+    return _settled(run.evaluation, run)
 
 
-def settled(feed: Feed, run: Run) -> Feed:
+def _settled(feed: Feed, run: Run) -> Feed:
     """The feed, told which rows this worker needs, where it wants to know."""
     settle = getattr(feed, "settle", None)
     if settle is not None:

@@ -11,7 +11,7 @@ from stagewright.models import Layered
 from stagewright.models.loss import IGNORED
 
 METRICS = ("top_1", "top_k")
-TOP_K = 5
+_TOP_K = 5
 
 
 def has_accuracy(model: Layered) -> bool:
@@ -30,7 +30,7 @@ def accuracy_sums(predictions: Sequence[Tensor], targets: Sequence[Tensor]) -> T
     scores, labels = predictions[0], targets[0]
     if scores.shape[:-1] != labels.shape:
         scores = scores.movedim(1, -1)
-    best = scores.topk(min(TOP_K, scores.size(-1)), dim=-1).indices
+    best = scores.topk(min(_TOP_K, scores.size(-1)), dim=-1).indices
     hits = best.eq(labels.unsqueeze(-1))
     each = torch.stack([hits[..., 0].double(), hits.any(-1).double()])
     if each.dim() == 2:

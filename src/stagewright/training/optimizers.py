@@ -15,23 +15,23 @@ from torch.optim import Optimizer
 from stagewright.errors import UsageError
 from stagewright.noun import noun
 
-OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop"]
-Decay = Literal["none", "cosine", "step", "polynomial", "exponential"]
-OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-DECAYS: tuple[Decay, ...] = get_args(Decay)
+_OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop"]
+_Decay = Literal["none", "cosine", "step", "polynomial", "exponential"]
+_OPTIMIZERS: tuple[_OptimizerName, ...] = get_args(_OptimizerName)
+_DECAYS: tuple[_Decay, ...] = get_args(_Decay)
 
 
 @noun(error=UsageError)
 class Optimization:
     """Optimizer, learning rate and loss, as far as they need no count of steps or epochs."""
 
-    optimizer: OptimizerName = "sgd"
+    optimizer: _OptimizerName = "sgd"
     learning_rate: float = Field(default=0.01, ge=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     decay_all: bool = True
     """Whether weight decay holds for norms and biases too."""
-    decay: Decay = "none"
+    decay: _Decay = "none"
     decay_rate: float = Field(default=0.1, gt=0)
     """What `step` multiplies with, and `exponential` over the whole run."""
     decay_power: float = Field(default=1.0, gt=0)
@@ -60,21 +60,21 @@ class Recipe(Optimization):
         """The optimizer and whatever is not as it is by default; when a decay ends, only where there is one."""
         plain = fields(type(self))
         told = {
-            each.name: getattr(self, each.name) for each in plain if getattr(self, each.name) != DEFAULTS[each.name]
+            each.name: getattr(self, each.name) for each in plain if getattr(self, each.name) != _DEFAULTS[each.name]
         }
         if self.decay == "none":
             told.pop("total_steps", None)
         return ", ".join([self.optimizer, *(f"{key} {value}" for key, value in told.items() if key != "optimizer")])
 
 
-DEFAULTS = {each.name: getattr(Recipe(), each.name) for each in fields(Recipe)}
+_DEFAULTS = {each.name: getattr(Recipe(), each.name) for each in fields(Recipe)}
 
 
 def optimizer_maker(recipe: Recipe, device: str = "cpu") -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """A function from a stage's parameters to their optimizer."""
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        groups = decay_groups(list(parameters), recipe)
+        groups = _decay_groups(list(parameters), recipe)
         common: dict[str, Any] = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay}
         if recipe.optimizer in ("sgd", "adam", "adamw") and device == "cuda":
             common["fused"] = True
@@ -90,7 +90,7 @@ def optimizer_maker(recipe: Recipe, device: str = "cpu") -> Callable[[Iterable[n
     return make
 
 
-def decay_groups(parameters: list[nn.Parameter], recipe: Recipe) -> list[dict[str, Any]]:
+def _decay_groups(parameters: list[nn.Parameter], recipe: Recipe) -> list[dict[str, Any]]:
     """One group, or two where norms and biases (one dimension or none) are spared from weight decay."""
     if recipe.decay_all or recipe.weight_decay == 0:
         return [{"params": parameters}]

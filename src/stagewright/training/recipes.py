@@ -66,7 +66,7 @@ class RecipeFile(Optimization, Saved):
         return Recipe(**{**values, **counted, **chosen}, total_steps=total_steps)
 
 
-KEYS = tuple(field.name for field in fields(RecipeFile) if field.name not in ("name", "about", "rate_batch"))
+_KEYS = tuple(field.name for field in fields(RecipeFile) if field.name not in ("name", "about", "rate_batch"))
 """What options of `stagewright train` may override."""
 
 
@@ -92,7 +92,7 @@ def find_recipe(name_or_file: str) -> RecipeFile:
 
 def with_options(recipe: RecipeFile, options: Mapping[str, Any]) -> RecipeFile:
     """The recipe with what the options say in its place; an option left at None says nothing."""
-    given = {key: options[key] for key in KEYS if options.get(key) is not None}
+    given = {key: options[key] for key in _KEYS if options.get(key) is not None}
     if "learning_rate" in given:
         given["rate_batch"] = None
     if options.get("steps") is not None and "epochs" not in given:

@@ -24,11 +24,11 @@ def plan_without(plan: Plan, lost: Collection[DeviceId]) -> Plan:
         raise PlanError(f"all devices of {plan.placement} are lost", "start again when some are back")
     stages = list(plan.stages)
     while len(stages) > len(alive):
-        stages[-2:] = [merged(stages[-2], stages[-1])]
+        stages[-2:] = [_merged(stages[-2], stages[-1])]
         left[-2:] = [tuple(dict.fromkeys((*left[-2], *left[-1])))]
     for number in range(len(stages)):
         if not left[number]:
-            take_one(left, number)
+            _take_one(left, number)
     made = tuple(replace(stage, devices=devices, row_weights=None) for stage, devices in zip(stages, left))
     return replace(plan, stages=made, notes=(f"made when {format_placement([tuple(sorted(lost))])} was lost",))
 
@@ -47,12 +47,12 @@ def plan_without_hosts(plan: Plan, lost: Collection[int]) -> Plan:
     )
 
 
-def merged(one: Stage, other: Stage) -> Stage:
+def _merged(one: Stage, other: Stage) -> Stage:
     """Two neighbouring stages as one, with as many versions as the first."""
     return replace(one, layers=(*one.layers, *other.layers), recompute=one.recompute or other.recompute)
 
 
-def take_one(left: list[tuple[DeviceId, ...]], stage: int) -> None:
+def _take_one(left: list[tuple[DeviceId, ...]], stage: int) -> None:
     """Gives a stage the last device of the stage that has most."""
     richest = max(range(len(left)), key=lambda number: len(left[number]))
     *kept, given = left[richest]
@@ -64,11 +64,11 @@ def take_one(left: list[tuple[DeviceId, ...]], stage: int) -> None:
 def describe_change(before: Plan, after: Plan) -> str:
     """What is different, in a line."""
     return (
-        f"going on as {shape(after.replicas)} instead of {shape(before.replicas)}: "
+        f"going on as {_shape(after.replicas)} instead of {_shape(before.replicas)}: "
         f"{after.placement} instead of {before.placement}"
     )
 
 
-def shape(replicas: Sequence[int]) -> str:
+def _shape(replicas: Sequence[int]) -> str:
     """Replicas of the stages in short: 7-1."""
     return "-".join(map(str, replicas))

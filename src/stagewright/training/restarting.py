@@ -29,7 +29,7 @@ from stagewright.training.events import Teller
 from stagewright.training.job import Job
 from stagewright.training.replan import describe_change, plan_without, plan_without_hosts
 
-SAME_FAULT = 3
+_SAME_FAULT = 3
 """So many times in a row at the same place a fault is the program's, and no restart will help."""
 
 
@@ -45,7 +45,7 @@ class Starter:
 
     def start(self, plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         """Runs the workers until all have ended well; raises with the first cause where one has not."""
-        limit_s, cards = self.settings.timeout_s, workers_a_card(plan, self.settings, self.share)
+        limit_s, cards = self.settings.timeout_s, _workers_a_card(plan, self.settings, self.share)
         with shared_cards(1 if is_remote(self.hosts) else cards, self.settings.transport) as shared:
             own = {**environment, **shared}
             if self.hosts is None:
@@ -74,21 +74,21 @@ def start_workers(schedule: Schedule, job: Job, folder: Path, console: Console, 
     A run that fails is started again as often as the job allows. With `replan` it goes on without the hosts that are
     lost, or without the device that failed it, for as long as one is left.
     """
-    with Display(folder, console, num_steps=job.steps, title=title_of(schedule.plan)) as watching:
-        run_and_restart(schedule, job, folder, watching, starter)
+    with Display(folder, console, num_steps=job.steps, title=_title_of(schedule.plan)) as watching:
+        _run_and_restart(schedule, job, folder, watching, starter)
     return Record.load(folder / RECORD)
 
 
-def run_and_restart(schedule: Schedule, job: Job, folder: Path, watching: Display, starter: Starter) -> None:
+def _run_and_restart(schedule: Schedule, job: Job, folder: Path, watching: Display, starter: Starter) -> None:
     """Starts the workers, time and again where the job allows it, until they end well."""
     environment, restarts, causes = dict[str, str](), 0, list[str]()
     while True:
         try:
-            return run_launcher(schedule, folder, starter, environment)
+            return _run_launcher(schedule, folder, starter, environment)
         except RunError as fault:
             causes.append(fault.cause)
-            refuse_the_same(fault, causes)
-            after = plan_after(schedule.plan, fault) if job.replan else None
+            _refuse_the_same(fault, causes)
+            after = _plan_after(schedule.plan, fault) if job.replan else None
             if restarts < job.max_restarts and not fault.hosts:
                 restarts += 1
                 tell(folder, "restart", f"{fault.cause}; starting again ({restarts} of {job.max_restarts})")
@@ -98,24 +98,24 @@ def run_and_restart(schedule: Schedule, job: Job, folder: Path, watching: Displa
                     starter.hosts = starter.hosts.without(fault.hosts)
                 schedule, restarts = make_schedule(after, agree=schedule.agree), 0
                 environment[SCHEDULE] = str(folder / SCHEDULE_FILE)
-                watching.rename(title_of(after))
+                watching.rename(_title_of(after))
             else:
                 raise
             environment[RESTARTED] = "1"
 
 
-def refuse_the_same(fault: RunError, causes: Sequence[str]) -> None:
+def _refuse_the_same(fault: RunError, causes: Sequence[str]) -> None:
     """Ends a run that fails time and again in the same way at the same batch."""
     # Whether a worker's exit status was seen before the others were ended is a matter of moments.
-    last = [re.sub(r" with exit status \d+", "", cause) for cause in causes[-SAME_FAULT:]]
-    if len(last) == SAME_FAULT and len(set(last)) == 1 and " of batch " in last[0]:
+    last = [re.sub(r" with exit status \d+", "", cause) for cause in causes[-_SAME_FAULT:]]
+    if len(last) == _SAME_FAULT and len(set(last)) == 1 and " of batch " in last[0]:
         raise RunError(
-            f"{fault.cause}, {SAME_FAULT} times in a row",
+            f"{fault.cause}, {_SAME_FAULT} times in a row",
             f"this is a fault of the program or its data, not of a device\n{fault.todo or ''}".rstrip(),
         ) from fault
 
 
-def plan_after(plan: Plan, fault: RunError) -> Plan | None:
+def _plan_after(plan: Plan, fault: RunError) -> Plan | None:
     """The plan without what is lost; None where nothing is known to be, or nothing would be left."""
     if fault.hosts:
         left = {id.host for id in plan.devices} - set(fault.hosts)
@@ -125,12 +125,12 @@ def plan_after(plan: Plan, fault: RunError) -> Plan | None:
     return plan_without(plan, {plan.devices[fault.worker]})
 
 
-def title_of(plan: Plan) -> str:
+def _title_of(plan: Plan) -> str:
     """What a person sees of a run at first."""
     return f"{plan.model} on {plan.placement}"
 
 
-def run_launcher(schedule: Schedule, folder: Path, starter: Starter, extra: Mapping[str, str]) -> None:
+def _run_launcher(schedule: Schedule, folder: Path, starter: Starter, extra: Mapping[str, str]) -> None:
     """Starts the workers of one plan and waits for them."""
     schedule.save(folder / SCHEDULE_FILE)
     settings = starter.settings
@@ -145,7 +145,7 @@ def tell(folder: Path, kind: str, text: str) -> None:
     words.close()
 
 
-def workers_a_card(plan: Plan, settings: Settings, share: int = 1) -> int:
+def _workers_a_card(plan: Plan, settings: Settings, share: int = 1) -> int:
     """How many workers share a card, at least as many as it is to be shared by; 1 on the CPU."""
     if settings.device == "cpu":
         return 1

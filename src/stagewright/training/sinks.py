@@ -20,46 +20,46 @@ from stagewright.data.needs import is_there
 from stagewright.errors import UsageError
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
-Event = Mapping[str, Any]
-COLUMNS = ("epoch", "iter", "legend", "note", "value", "rank")
-SUMMARY = "summary.csv"
-PLACES = ("event", "time", "epoch", "iter")
+_Event = Mapping[str, Any]
+_COLUMNS = ("epoch", "iter", "legend", "note", "value", "rank")
+_SUMMARY = "summary.csv"
+_PLACES = ("event", "time", "epoch", "iter")
 """What in an event is no figure but says which one it is."""
 
 
 class Sink(Protocol):
     """Takes the events of a run."""
 
-    def write(self, event: Event) -> None:
+    def write(self, event: _Event) -> None:
         """Writes what the event holds."""
 
     def close(self) -> None:
         """Lets go of files and connections."""
 
 
-def figures(event: Event) -> Iterator[tuple[str, float]]:
+def figures(event: _Event) -> Iterator[tuple[str, float]]:
     """The figures of an event with their legends: ("train_loss", 6.9) …; none for one that is no step."""
     if "iter" not in event:
         return
     for key, value in event.items():
-        if key not in PLACES and isinstance(value, int | float):
+        if key not in _PLACES and isinstance(value, int | float):
             yield f"{event['event']}_{key}", float(value)
 
 
-class CsvSink:
+class _CsvSink:
     """summary.csv: a line a figure, after one of what was run; a resumed run adds its lines."""
 
     def __init__(self, folder: Path, about: Mapping[str, object], rank: int, is_resumed: bool) -> None:
-        path = folder / SUMMARY
+        path = folder / _SUMMARY
         is_new = not is_resumed or not path.exists()
         self._file = path.open("w" if is_new else "a", encoding="utf-8", newline="", buffering=1)
         self._rows, self._rank = csv.writer(self._file, lineterminator="\n"), rank
         if is_new:
-            self._rows.writerow(COLUMNS)
+            self._rows.writerow(_COLUMNS)
             note = ", ".join(f"{key}: {value}" for key, value in about.items())
             self._rows.writerow((0, 0, "cfg", note, "", rank))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: _Event) -> None:
         for legend, value in figures(event):
             self._rows.writerow((event["epoch"], event["iter"], legend, "", value, self._rank))
 
@@ -67,7 +67,7 @@ class CsvSink:
         self._file.close()
 
 
-class TensorBoardSink:
+class _TensorBoardSink:
     """TensorBoard's event files, in the folder `tensorboard`; `train_loss` is drawn as train/loss."""
 
     def __init__(self, folder: Path, about: Mapping[str, object]) -> None:
@@ -76,7 +76,7 @@ class TensorBoardSink:
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
         self._writer.add_text("about", "\n\n".join(f"{key}: {value}" for key, value in about.items()))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: _Event) -> None:
         for legend, value in figures(event):
             self._writer.add_scalar(legend.replace("_", "/", 1), value, event["iter"], walltime=event["time"])
 
@@ -84,13 +84,13 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class _WandbSink:
     """A run of Weights & Biases; account and project come from its own settings."""
 
     def __init__(self, folder: Path, about: Mapping[str, object]) -> None:
         self._run: Any = import_module("wandb").init(name=str(about["name"]), dir=str(folder), config=dict(about))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: _Event) -> None:
         values = dict(figures(event))
         if values:
             self._run.log({**values, "epoch": event["epoch"]}, step=event["iter"])
@@ -99,7 +99,7 @@ class WandbSink:
         self._run.finish()
 
 
-class MlflowSink:
+class _MlflowSink:
     """A run of MLflow; the server comes from its own settings."""
 
     def __init__(self, about: Mapping[str, object]) -> None:
@@ -107,7 +107,7 @@ class MlflowSink:
         self._mlflow.start_run(run_name=str(about["name"]))
         self._mlflow.log_params(dict(about))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: _Event) -> None:
         values = {legend: value for legend, value in figures(event) if math.isfinite(value)}
         if values:
             self._mlflow.log_metrics(values, step=event["iter"])
@@ -133,11 +133,11 @@ def open_sinks(
     names: Sequence[SinkName], folder: Path, about: Mapping[str, object], *, rank: int, is_resumed: bool
 ) -> list[Sink]:
     """summary.csv, and the sinks of these names."""
-    made: list[Sink] = [CsvSink(folder, about, rank, is_resumed)]
+    made: list[Sink] = [_CsvSink(folder, about, rank, is_resumed)]
     if "tensorboard" in names:
-        made.append(TensorBoardSink(folder, about))
+        made.append(_TensorBoardSink(folder, about))
     if "wandb" in names:
-        made.append(WandbSink(folder, about))
+        made.append(_WandbSink(folder, about))
     if "mlflow" in names:
-        made.append(MlflowSink(about))
+        made.append(_MlflowSink(about))
     return made

@@ -60,14 +60,14 @@ def train(
     the later ones are there at once.
     """
     job, settings = job or Job(), settings or Settings()
-    schedule = schedule_now(schedule)
+    schedule = _schedule_now(schedule)
     if not is_remote(hosts):
         check_device(settings)
-    check_agreement(schedule, settings)
-    check_smoothing(recipe, model)
+    _check_agreement(schedule, settings)
+    _check_smoothing(recipe, model)
     check_sinks(job.sinks)
-    check_resume(job, folder)
-    about = about_run(schedule.plan, model, settings, recipe, data)
+    _check_resume(job, folder)
+    about = _about_run(schedule.plan, model, settings, recipe, data)
     how = {"resume": job.resume, "overwrite": job.overwrite}
     rest = (schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
     # Whoever started workers here follows their events; without such a one they show them themselves.
@@ -88,7 +88,7 @@ def train(
         return record
 
 
-def about_run(
+def _about_run(
     plan: Plan, model: Layered, settings: Settings, recipe: Recipe | MakeOptimizer | None, data: Feed | Rows | None
 ) -> dict[str, Any]:
     """What tells a run from others: its folder keeps this."""
@@ -96,12 +96,12 @@ def about_run(
     given = recipe if recipe is not None else Recipe()
     return {
         "model": plan.model, "parameters": fingerprint(shapes), "batch": plan.batch, "seed": settings.seed,
-        "data": "synthetic" if data is None else str(getattr(data, "about", None) or name_of(data)),
-        "recipe": given.in_words() if isinstance(given, Recipe) else name_of(given),
+        "data": "synthetic" if data is None else str(getattr(data, "about", None) or _name_of(data)),
+        "recipe": given.in_words() if isinstance(given, Recipe) else _name_of(given),
     }  # fmt: skip
 
 
-def name_of(given: object) -> str:
+def _name_of(given: object) -> str:
     """What a function or an object of the user's is called."""
     return str(getattr(given, "__qualname__", type(given).__qualname__))
 
@@ -112,13 +112,13 @@ def states_of(recipe: Recipe | MakeOptimizer | None) -> int:
     return known[recipe.optimizer] if isinstance(recipe, Recipe) else 2
 
 
-def schedule_now(schedule: Schedule) -> Schedule:
+def _schedule_now(schedule: Schedule) -> Schedule:
     """The schedule that workers were told to use instead of their own, after a device was lost."""
     path = os.environ.get(SCHEDULE)
     return Schedule.load(path) if path and is_worker() else schedule
 
 
-def check_agreement(schedule: Schedule, settings: Settings) -> None:
+def _check_agreement(schedule: Schedule, settings: Settings) -> None:
     """Refuses a schedule without agreement where the settings need it."""
     if settings.agrees and not schedule.agree:
         raise UsageError(
@@ -127,7 +127,7 @@ def check_agreement(schedule: Schedule, settings: Settings) -> None:
         )
 
 
-def check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> None:
+def _check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> None:
     """Refuses a recipe whose label smoothing the model's loss does not have: the loss was chosen with the model."""
     wanted = recipe.label_smoothing if isinstance(recipe, Recipe) else 0.0
     found = getattr(model.loss, "label_smoothing", 0.0)
@@ -138,7 +138,7 @@ def check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> No
         )
 
 
-def check_resume(job: Job, folder: str | Path | None) -> None:
+def _check_resume(job: Job, folder: str | Path | None) -> None:
     """Refuses to resume from nowhere, and to restart a run that saves nothing."""
     if job.resume == "auto" and folder is None and RUN_FOLDER not in os.environ:
         raise UsageError("--resume auto looks for checkpoints in the folder of the run", "name it with --out FOLDER")

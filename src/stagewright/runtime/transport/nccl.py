@@ -28,7 +28,7 @@ class NcclTransport:
 
     def __init__(self, world: World, plan: Plan) -> None:
         self.world = world
-        self.arrived: threading.Event = Polled()
+        self.arrived: threading.Event = _Polled()
         self._groups: dict[Channel, dist.ProcessGroup | None] = {}
         for channel in channels_of(plan):
             members = tuple(sorted({*plan.workers[channel.stage], *plan.workers[channel.stage + 1]}))
@@ -82,7 +82,7 @@ class _OnStream:
         return all(work.is_completed() for work in self.works)
 
 
-class Polled(threading.Event):
+class _Polled(threading.Event):
     """An event for those who must look for themselves: waiting for it is a short nap."""
 
     def wait(self, timeout: float | None = None) -> bool:

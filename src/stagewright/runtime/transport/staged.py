@@ -57,14 +57,14 @@ class StagedTransport:
         with torch.cuda.stream(self._out):
             self._out.wait_event(made)
             for peer, number, tensor in kept:
-                pinned.append((peer, number, pinned_like(tensor).copy_(tensor, non_blocking=True)))
+                pinned.append((peer, number, _pinned_like(tensor).copy_(tensor, non_blocking=True)))
             copied.record()
 
         def leave() -> None:
             copied.synchronize()
             kept.clear()
             works = [dist.isend(rows, peer, self._strand(channel, peer), tag=number) for peer, number, rows in pinned]
-            self._sent[channel].add(lambda: finish(works, pinned))
+            self._sent[channel].add(lambda: _finish(works, pinned))
 
         self._sends[channel].add(leave)
 
@@ -73,7 +73,7 @@ class StagedTransport:
         for peer, tensors in parts:
             for number, tensor in enumerate(tensors):
                 target = on_the_wire(tensor)
-                pinned = pinned_like(target)
+                pinned = _pinned_like(target)
                 work = dist.irecv(pinned, peer, self._strand(channel, peer), tag=number)
                 coming.append((work, pinned, target))
         here = new_event()
@@ -132,12 +132,12 @@ def new_event() -> torch.cuda.Event:
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
-def pinned_like(tensor: Tensor) -> Tensor:
+def _pinned_like(tensor: Tensor) -> Tensor:
     """Pinned memory for a tensor that runs straight on; torch keeps such memory and gives it out again."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-def finish(works: Sequence[dist.Work | None], pinned: list[tuple[int, int, Tensor]]) -> None:
+def _finish(works: Sequence[dist.Work | None], pinned: list[tuple[int, int, Tensor]]) -> None:
     """Waits until messages have left, and lets their memory go."""
     wait_for(works)
     pinned.clear()
