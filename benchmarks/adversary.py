@@ -220,7 +220,7 @@ def difference(case: Case, odd: OddModel, layered: Layered, plan: Plan, worker: 
     """The largest relative difference of this worker's losses, weights and buffers from a plain loop's."""
     losses, expected = plain_loop(case, odd, layered, plan)
     worst = 0.0
-    for here in worker.hosted.values():
+    for here in worker.replicas.values():
         for name, found in here.weights.newest().state_dict().items():
             wanted = expected[name].double()
             worst = max(worst, float((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-2)))

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
+from stagewright.runtime.all_reduce import CollectiveAllReduce, make_all_reduce
 from stagewright.runtime.common_memory import APART
 from stagewright.runtime.launch import launch, worker_environment
 from stagewright.runtime.mps import shared_cards
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.sums import CollectiveSum, make_sum
 from stagewright.runtime.transport import Channel, Transport
 from stagewright.runtime.transport.nccl import NcclTransport
 from stagewright.runtime.transport.staged import StagedTransport
@@ -81,7 +81,7 @@ def work(megabytes: int) -> None:
         group = world.group("reduce", everyone)
         if group is None:
             return
-        plan, collective = uneven_plan(), CollectiveSum(group)
+        plan, collective = uneven_plan(), CollectiveAllReduce(group)
         ways: dict[str, Callable[[], None]] = {}
         for transport in (StagedTransport(world, plan), NcclTransport(world, plan)):
             for is_forward, what in ((True, "7 → 1"), (False, "1 → 7")):
@@ -98,7 +98,7 @@ def work(megabytes: int) -> None:
 
 def adding(world: World, everyone: tuple[int, ...], like: torch.Tensor) -> Callable[[], None]:
     """A round of adding up one tensor."""
-    add_up = make_sum(world, 0, everyone, staged=True)
+    add_up = make_all_reduce(world, 0, everyone, staged=True)
     assert add_up is not None
     flat = add_up.memory(like.numel(), like)
     return lambda: void(add_up.start(flat).wait())

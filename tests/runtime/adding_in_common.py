@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from stagewright.runtime import common_memory
+from stagewright.runtime.all_reduce import AllReduce, CollectiveAllReduce, CommonAllReduce, make_all_reduce
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.sums import CollectiveSum, CommonSum, Sum, make_sum
 from stagewright.runtime.world import World, open_world
 
 SIZES = (1, 2, 1001, 1 << 19)
@@ -21,21 +21,21 @@ def main() -> None:
     """Adds up tensors of all sizes and two types, again and again in the same memory."""
     with open_world(Settings(timeout_s=60.0)) as world:
         everyone = tuple(range(world.size))
-        add_up = make_sum(world, 0, everyone, staged=False)
-        assert isinstance(add_up, CommonSum)
+        add_up = make_all_reduce(world, 0, everyone, staged=False)
+        assert isinstance(add_up, CommonAllReduce)
         for dtype in (torch.float32, torch.float64):
             compare(add_up, SIZES, torch.zeros(1, dtype=dtype), world)
         add_up.close()
-        assert make_sum(world, 0, (world.worker,), staged=False) is None
+        assert make_all_reduce(world, 0, (world.worker,), staged=False) is None
         os.environ[common_memory.APART] = "1"
-        assert isinstance(make_sum(world, 0, everyone, staged=False), CollectiveSum)
+        assert isinstance(make_all_reduce(world, 0, everyone, staged=False), CollectiveAllReduce)
         del os.environ[common_memory.APART]
         common_memory.identity = lambda: f"host {world.worker}"
-        assert isinstance(make_sum(world, 0, everyone, staged=False), CollectiveSum)
+        assert isinstance(make_all_reduce(world, 0, everyone, staged=False), CollectiveAllReduce)
         print("equal", flush=True)
 
 
-def compare(add_up: Sum, sizes: tuple[int, ...], like: torch.Tensor, world: World) -> None:
+def compare(add_up: AllReduce, sizes: tuple[int, ...], like: torch.Tensor, world: World) -> None:
     """Several sums under way at once, each of which must be that of all workers' numbers."""
     tensors = [add_up.memory(numel, like) for numel in sizes]
     for turn in range(TURNS):

@@ -6,9 +6,9 @@ import os
 
 import torch
 
+from stagewright.runtime.all_reduce import PIECE_BYTES, StagedAllReduce, make_all_reduce
 from stagewright.runtime.common_memory import APART
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.sums import PIECE_BYTES, StagedSum, make_sum
 from stagewright.runtime.world import World, open_world
 from tests.runtime.adding_in_common import compare
 
@@ -29,8 +29,8 @@ def main() -> None:
 
 def check(world: World, *, in_common: bool) -> None:
     """Sums over both workers, in two number formats."""
-    add_up = make_sum(world, 0, (0, 1), staged=True)
-    assert isinstance(add_up, StagedSum)
+    add_up = make_all_reduce(world, 0, (0, 1), staged=True)
+    assert isinstance(add_up, StagedAllReduce)
     assert add_up.in_common is in_common
     for dtype in (torch.float32, torch.bfloat16):
         compare(add_up, SIZES, torch.zeros(1, dtype=dtype, device=world.device), world)

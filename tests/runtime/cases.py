@@ -158,7 +158,7 @@ def difference(case: Case, layered: Layered, worker: Worker) -> float:
     """How far this worker's losses, weights and buffers are from those of a plain loop."""
     losses, expected = reference(case, layered, worker.plan)
     worst = 0.0
-    for here in worker.hosted.values():
+    for here in worker.replicas.values():
         assert not {**here.runner.held, **here.activations, **here.gradients}, "something is still held"
         for name, found in here.weights.newest().state_dict().items():
             found, wanted = found.cpu(), expected[name]

@@ -52,7 +52,7 @@ def float_rows(batch: int, start: int, stop: int, num_rows: int) -> tuple[tuple[
 
 def spoil(worker: Worker) -> None:
     """Makes the first parameter's gradient infinite in the bad batch."""
-    first = worker.hosted[0].weights.parameters[0][0]
+    first = worker.replicas[0].weights.parameters[0][0]
 
     def hook(gradient: Tensor) -> Tensor:
         at = worker.at

@@ -130,7 +130,7 @@ def test_a_checkpoint_of_weights_that_are_not_finite_is_none(tmp_path: Path) -> 
     with open_world(Settings()) as alone:
         worker = go_on(Case("1", batch=BATCH), tmp_path, alone)
         with torch.no_grad():
-            next(worker.hosted[0].weights.newest().parameters()).view(-1)[0] = math.inf
+            next(worker.replicas[0].weights.newest().parameters()).view(-1)[0] = math.inf
         checkpointer = Checkpointer(worker, layered_tower(), tmp_path, every=None, keep=1)
         checkpointer.save(99)
         checkpointer.close()

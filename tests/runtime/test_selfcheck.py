@@ -56,7 +56,7 @@ def test_right_gradients_pass(
     judge = selfcheck.SelfCheck._judge
     monkeypatch.setattr(selfcheck.SelfCheck, "_judge", lambda *given: (judged.append(given[2]), judge(*given))[1])
     worker = run(replace(CASE, model=model, **change), world)
-    assert sorted(judged) == sorted(name for here in worker.hosted.values() for name in here.weights.names)
+    assert sorted(judged) == sorted(name for here in worker.replicas.values() for name in here.weights.names)
 
 
 def test_a_lost_product_ends_the_run_by_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_weights_buffers_optimizer_and_scheduler_are_as_before(precision: str, v
     with open_world(settings) as world:
         feed = synthetic_feed(model, settings, world.device)
         worker = Worker(schedule, model, world, settings, make_optimizer=scheduled, feed=feed)
-        weights = worker.hosted[0].weights
+        weights = worker.replicas[0].weights
         before = (
             [copy.deepcopy(slot.state_dict()) for slot in weights.modules],
             copy.deepcopy(weights.scheduler.state_dict()),

@@ -144,7 +144,7 @@ class Checkpointer:
         """Copies a stage that has just been updated, where a checkpoint is due."""
         if self.is_due(batch):
             copies = self._copies(batch)
-            started, here = time.perf_counter(), self.worker.hosted[stage]
+            started, here = time.perf_counter(), self.worker.replicas[stage]
             self._copy(_own_share(stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
             copies.sums[str(stage)] = _sum_of_bits(here.weights.newest().parameters())
             if here.replica == 0:
@@ -160,7 +160,7 @@ class Checkpointer:
             started = time.perf_counter()
             self._copy({**random_tensors(world.worker, world.device), **self.left_over}, copies)
             copies.about["loss_scale"] = list(self.worker.scale.saved(batch + 1))
-            copies.about["optimizer"] = optimizer_name(self.worker.hosted.values())
+            copies.about["optimizer"] = optimizer_name(self.worker.replicas.values())
             copies.stopped_s += time.perf_counter() - started
             self._advance("worker", batch)
 
@@ -169,7 +169,7 @@ class Checkpointer:
         if self.last_step == step:
             return
         every, self.every = self.every, step
-        for stage in self.worker.hosted:
+        for stage in self.worker.replicas:
             self.note_stage(stage, step - 1)
         self.note_worker(step - 1)
         self.every = every
@@ -179,7 +179,7 @@ class Checkpointer:
             # One is written at a time: a disk that cannot keep up slows the run, it does not fill the memory.
             started = time.perf_counter()
             self._wait_for_disk()
-            copies = _Copies({*self.worker.hosted, "worker"}, self._free.pop() if self._free else {})
+            copies = _Copies({*self.worker.replicas, "worker"}, self._free.pop() if self._free else {})
             copies.stopped_s = time.perf_counter() - started
             self._under_way[batch] = copies
         return self._under_way[batch]

@@ -64,7 +64,7 @@ def _can_run(worker: Worker, stream: deque[Unit[_Group]], limits: tuple[int, ...
     if not stream:
         return False
     action = stream[0].compute[0]
-    here = worker.hosted[action.stage]
+    here = worker.replicas[action.stage]
     if action.kind is Kind.FORWARD and len(here.runner.held) >= limits[action.stage]:
         return False
     if action.kind is not Kind.FORWARD and (action.batch, action.microbatch) not in here.runner.held:

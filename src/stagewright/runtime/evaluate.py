@@ -71,7 +71,7 @@ def _run_forward(worker: Worker, feed: Feed, rows: int, num_batches: int, first_
 
 def _share_buffers(worker: Worker) -> None:
     """Gives every replica the first replica's buffers: running statistics follow each replica's own rows."""
-    for here in worker.hosted.values():
+    for here in worker.replicas.values():
         group = here.reducer.group
         if group is not None:
             copy_from(worker.plan.workers[here.stage][0], here.weights.modules[0].buffers(), group)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.runtime.hosted import Hosted
-from stagewright.runtime.later import Later
+from stagewright.runtime.async_scalars import AsyncScalars
+from stagewright.runtime.replica import Replica
 from stagewright.runtime.stage import Key
 
 _JUMP = 10.0
@@ -33,10 +33,10 @@ class Watch:
     """Looks at one worker's outputs and gradients; raises, or tells and goes on."""
 
     def __init__(
-        self, layer_of: Mapping[str, str], later: Later, *, stops: bool, looks_always: bool, forgives_overflow: bool,
-        tell: Callable[[str], None],
+        self, layer_of: Mapping[str, str], scalars: AsyncScalars, *, stops: bool, looks_always: bool,
+        forgives_overflow: bool, tell: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.layer_of, self.later, self.tell = layer_of, later, tell
+        self.layer_of, self.scalars, self.tell = layer_of, scalars, tell
         self.stops, self.looks_always, self.forgives_overflow = stops, looks_always, forgives_overflow
         self.is_due: Callable[[int], bool] = lambda batch: True
         self._flags: dict[tuple[int, int], Tensor] = {}
@@ -48,7 +48,7 @@ class Watch:
         """Stages whose norm has jumped and not come back: one word is enough."""
 
     def after_forward(
-        self, here: Hosted, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
+        self, here: Replica, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
         made: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Looks at a stage's outputs, now or, on a card, when a log line is due."""
@@ -67,7 +67,7 @@ class Watch:
             elif here.stage == 0:
                 self.report(key[0], f"the data of batch {key[0]}, microbatch {key[1]}, are not finite")
 
-    def after_gradients(self, here: Hosted, batch: int, gradients: Sequence[Tensor | None]) -> None:
+    def after_gradients(self, here: Replica, batch: int, gradients: Sequence[Tensor | None]) -> None:
         """Looks at a stage's reduced gradients, on the first replica only: all have the same."""
         due = self.looks_always or self.is_due(batch)
         flag = self._flags.pop((here.stage, batch), None)
@@ -75,12 +75,12 @@ class Watch:
             return
         named = [(name, each) for name, each in zip(here.weights.names, gradients) if each is not None]
         names = [name for name, _ in named]
-        numbers = [torch.zeros(1, dtype=torch.float64, device=self.later.device) if flag is None else flag.reshape(1)]
+        numbers = [torch.zeros(1, dtype=torch.float64, device=self.scalars.device) if flag is None else flag.reshape(1)]
         if named:
             numbers.append(torch.stack(torch._foreach_norm([each for _, each in named])))
-        self.later.read(torch.cat(numbers), lambda found: self._judge(here, batch, names, bool(found[0]), found[1:]))
+        self.scalars.read(torch.cat(numbers), lambda found: self._judge(here, batch, names, bool(found[0]), found[1:]))
 
-    def _judge(self, here: Hosted, batch: int, names: Sequence[str], bad: bool, norms: Sequence[float]) -> None:
+    def _judge(self, here: Replica, batch: int, names: Sequence[str], bad: bool, norms: Sequence[float]) -> None:
         """Says what is wrong with a step: whether its outputs were `bad`, and the norms of its gradients."""
         stage = here.stage
         wrong = [name for name, norm in zip(names, norms) if not math.isfinite(norm)]
@@ -97,7 +97,7 @@ class Watch:
             self.skipped = 0
             self._look_for_jump(stage, batch, names, norms)
 
-    def _refuse_lost(self, here: Hosted, batch: int) -> None:
+    def _refuse_lost(self, here: Replica, batch: int) -> None:
         """Ends a run whose weights are not finite: no step that is skipped brings them back."""
         for name, parameter in here.weights.newest().named_parameters():
             if bool(_not_finite([parameter])):
@@ -142,7 +142,7 @@ def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _origin(
-    here: Hosted, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
+    here: Replica, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
     layer_of: Mapping[str, str],
 ) -> str:  # fmt: skip
     """Where a stage's numbers stopped being finite: a weight, or the first layer that made one of finite ones."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.runtime.sums import Pending, Sum
+from stagewright.runtime.all_reduce import AllReduce, Pending
 
 _Inspect = Callable[[int, Sequence[int], Sequence[Tensor | None]], None]
 """(slot, indices of parameters, their gradients)"""
@@ -58,7 +58,7 @@ class Reducer:
         parameters: Sequence[Sequence[nn.Parameter]],
         num_buckets: int,
         group: dist.ProcessGroup | None,
-        add_up: Sum | None,
+        add_up: AllReduce | None,
     ) -> None:
         self.parameters = parameters
         self.group = group
@@ -169,7 +169,7 @@ class Reducer:
             self._add_up.close()
 
 
-def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: Sum) -> list[_Bucket]:
+def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: AllReduce) -> list[_Bucket]:
     """The buckets of one slot; parameters of another type than the first are an error of the model's."""
     sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     made = []

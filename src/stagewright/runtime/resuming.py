@@ -95,10 +95,10 @@ def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, option
     known, step, world = manifest["tensors"], manifest["step"], worker.world
     same = manifest["placement"] == worker.plan.placement
     randoms = [key for key in known if same and key.startswith(f"random/{world.worker}/")]
-    wanted = {stage: wanted_keys(here, known) for stage, here in worker.hosted.items()}
+    wanted = {stage: wanted_keys(here, known) for stage, here in worker.replicas.items()}
     keys = {key for each in wanted.values() for key in each.values()}.union(randoms)
     tensors = read_tensors(folder, manifest, sorted(keys))
-    for stage, here in worker.hosted.items():
+    for stage, here in worker.replicas.items():
         own = {key: tensors[source] for key, source in wanted[stage].items()}
         restore_stage(here, step, own, manifest, options=options)
     restore_random(world.worker, world.device, tensors)
@@ -109,7 +109,7 @@ def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, option
 
 def _check_fits(worker: Worker, manifest: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose data position or optimizer means something else here."""
-    plan, optimizer = worker.plan, optimizer_name(worker.hosted.values())
+    plan, optimizer = worker.plan, optimizer_name(worker.replicas.values())
     here = {"model": plan.model, "batch": plan.batch, "seed": worker.settings.seed, "optimizer": optimizer}
     for key, value in here.items():
         saved = manifest.get(key)

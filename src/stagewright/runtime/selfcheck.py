@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from stagewright.errors import RunError
 from stagewright.models import StageModule
-from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.replica import Replica
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key
 from stagewright.runtime.weights import copy_hooks
@@ -38,7 +38,7 @@ class SelfCheck:
         self._batch: int | None = None
         self._expected: dict[tuple[int, str], Tensor] = {}
 
-    def add(self, here: Hosted, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
+    def add(self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
         """Runs a microbatch of the first batch once more, plainly; before its own backward lets go of its inputs."""
         if not self._is_on or here.replica != 0 or (self._is_compiled and here.runner.draws):  # which draws otherwise
             return
@@ -49,7 +49,7 @@ class SelfCheck:
             except torch.OutOfMemoryError:  # a card that is just large enough for the run itself
                 self._is_on = False
 
-    def _run(self, here: Hosted, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
+    def _run(self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
         module = _plain(here.weights.module(key[0]))
         weights = {name: module.get_parameter(name).detach().requires_grad_() for name in here.weights.names}
         for name, weight in weights.items():
@@ -68,7 +68,7 @@ class SelfCheck:
             found = _numbers(gradient, weight)
             self._expected[stage, name] = self._expected.get((stage, name), torch.zeros_like(found)) + found
 
-    def compare(self, here: Hosted, batch: int, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+    def compare(self, here: Replica, batch: int, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Compares a stage's gradients of the first batch, before they are reduced."""
         if not self._is_on or batch != self._batch or here.replica != 0:
             return

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagewright.errors import CheckpointError
-from stagewright.runtime.hosted import Hosted
+from stagewright.runtime.replica import Replica
 from stagewright.runtime.storage import Tensors
 from stagewright.runtime.weights import Weights
 
@@ -28,7 +28,7 @@ _COMPILED = "_orig_mod."
 """What torch.compile puts before the names of the module inside."""
 
 
-def stage_tensors(here: Hosted) -> Tensors:
+def stage_tensors(here: Replica) -> Tensors:
     """The state of a stage that all its replicas have in common, not copied."""
     weights, found = here.weights, {}
     buffers = stage_buffers(here)
@@ -44,7 +44,7 @@ def stage_tensors(here: Hosted) -> Tensors:
     return found
 
 
-def stage_buffers(here: Hosted) -> Tensors:
+def stage_buffers(here: Replica) -> Tensors:
     """The stage's buffers that are saved with a model; they follow each replica's own rows."""
     module = here.weights.newest()
     names, saved = {name for name, _ in module.named_buffers()}, module.state_dict()
@@ -65,13 +65,13 @@ def _optimizer_values(weights: Weights) -> Iterator[tuple[str, str, Any]]:
             yield name, kind, value
 
 
-def optimizer_name(stages: Iterable[Hosted]) -> str | None:
+def optimizer_name(stages: Iterable[Replica]) -> str | None:
     """What the stages' optimizer is called, as --optimizer names it; None where no stage has one."""
     made = (here.weights.optimizer for here in stages)
     return next((type(optimizer).__name__.lower() for optimizer in made if optimizer is not None), None)
 
 
-def stage_numbers(here: Hosted) -> dict[str, Any]:
+def stage_numbers(here: Replica) -> dict[str, Any]:
     """What the optimizer keeps that is no tensor: plain numbers by parameter, and the options of its groups."""
     numbers: dict[str, dict[str, Any]] = {}
     for name, kind, value in _optimizer_values(here.weights):
@@ -109,7 +109,7 @@ def _as_plain(value: Any) -> Any:
 # Back again
 
 
-def wanted_keys(here: Hosted, known: Mapping[str, Any]) -> dict[str, str]:
+def wanted_keys(here: Replica, known: Mapping[str, Any]) -> dict[str, str]:
     """For each tensor of the stage the key that it is restored from; `known` are the keys of the checkpoint."""
     weights = here.weights
     wanted = {f"model/{name}": f"model/{name}" for name in map(_plain, weights.newest().state_dict())}
@@ -131,7 +131,7 @@ def wanted_keys(here: Hosted, known: Mapping[str, Any]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def restore_stage(here: Hosted, step: int, tensors: Tensors, numbers: Mapping[str, Any], *, options: bool) -> None:
+def restore_stage(here: Replica, step: int, tensors: Tensors, numbers: Mapping[str, Any], *, options: bool) -> None:
     """Puts a stage where it stood after `step` updates; with `options` the optimizer's groups get theirs back too."""
     weights = here.weights
     weights.num_updates = step

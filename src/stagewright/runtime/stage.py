@@ -22,7 +22,7 @@ Key = tuple[int, int]
 
 
 @dataclass
-class Parcel:
+class InFlight:
     """Tensors for one microbatch that are being put together from several senders."""
 
     tensors: list[Tensor]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stagewright.runtime.compiling import replays, run_or_compile_again
-from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.precision import sum_of_squares
+from stagewright.runtime.replica import Replica
 from stagewright.runtime.worker import Worker
 
 _TIMES = 2
@@ -29,7 +29,7 @@ def warm_up(worker: Worker) -> None:
 
 def run_everything_once(worker: Worker) -> None:
     """Runs every stage of a worker forward, backward and through its optimizer on zeros, and leaves no trace."""
-    for here in worker.hosted.values():
+    for here in worker.replicas.values():
         numbers = range(here.plan.num_microbatches)
         sizes = {share.stop - share.start for share in map(here.share, numbers) if share is not None}
         buffers = [buffer.clone() for buffer in here.weights.modules[0].buffers()]
@@ -42,7 +42,7 @@ def run_everything_once(worker: Worker) -> None:
         _update_once(here, worker.world.device)
 
 
-def _run_once(worker: Worker, here: Hosted, slot: int, rows: int) -> None:
+def _run_once(worker: Worker, here: Replica, slot: int, rows: int) -> None:
     """Forward and backward of one slot on rows of zeros."""
     runner, key = here.runner, (slot, -1)
     if replays(here.plan):  # a gradient is never added to, and where graphs are replayed it must not be
@@ -67,7 +67,7 @@ def _zeros(rows: int, shape: tuple[int, ...], dtype: torch.dtype, worker: Worker
     return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
 
-def _update_once(here: Hosted, device: torch.device) -> None:
+def _update_once(here: Replica, device: torch.device) -> None:
     """One optimizer step at a rate of 0 on the gradients just made, then a clean slate."""
     weights = here.weights
     gradients = [parameter.grad for parameter in weights.parameters[0]]

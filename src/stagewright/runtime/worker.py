@@ -15,15 +15,15 @@ from stagewright.errors import RunError
 from stagewright.models import Layered, MeanLoss, count_of
 from stagewright.plan import Share
 from stagewright.runtime.clock import Clock
+from stagewright.runtime.dtypes import infer_dtypes
 from stagewright.runtime.feed import Feed, OnDevice, check_labels, check_rows
 from stagewright.runtime.flight import Flight
-from stagewright.runtime.hosted import Hosted, Outbox, host_stages, rows_of
 from stagewright.runtime.numbers import Watch
 from stagewright.runtime.precision import AUTOCAST, LossScale, Verdict, agree, sum_of_squares
+from stagewright.runtime.replica import Outbox, Replica, make_replicas, rows_of
 from stagewright.runtime.selfcheck import SelfCheck
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.settle import settle_dtypes
-from stagewright.runtime.stage import Key, Parcel
+from stagewright.runtime.stage import InFlight, Key
 from stagewright.runtime.stopping import Gate
 from stagewright.runtime.transport import Channel, make_transport
 from stagewright.runtime.weights import OptimizerMaker
@@ -47,8 +47,8 @@ class Worker:
         check_world(world, schedule.plan)
         self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
         self.feed, self.metric, self.num_metrics = OnDevice(feed, world.device), metric, num_metrics
-        self.hosted = host_stages(self.plan, layered, world, settings, make_optimizer)
-        settle_dtypes(self.hosted, self.plan, layered, world, settings)
+        self.replicas = make_replicas(self.plan, layered, world, settings, make_optimizer)
+        infer_dtypes(self.replicas, self.plan, layered, world, settings)
         self.transport = make_transport(world, self.plan, settings)
         self.clock = Clock(world.worker, world.device)
         self.scale = LossScale(settings, world.device, self.plan.versions)
@@ -77,10 +77,10 @@ class Worker:
         """Whether a step with gradients that are not finite is left out."""
         self.handlers = self._table()
         self.self_check = SelfCheck(settings)
-        for here in self.hosted.values():
+        for here in self.replicas.values():
             here.reducer.inspect = partial(self._inspect, here)
 
-    def _inspect(self, here: Hosted, slot: int, members: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+    def _inspect(self, here: Replica, slot: int, members: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Looks at a stage's gradients before they are reduced; those of the batch whose end is running."""
         batch = self.at.batch if self.at is not None else 0
         if here.weights.slot(batch) == slot:
@@ -107,16 +107,16 @@ class Worker:
         helper.feed = OnDevice(feed, self.world.device)
         helper.is_training, helper._figures, helper.gate = False, {}, None
         helper.wants_metric = lambda batch: True
-        helper.hosted = {
-            stage: Hosted(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
-            for stage, here in self.hosted.items()
+        helper.replicas = {
+            stage: Replica(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
+            for stage, here in self.replicas.items()
         }
         helper.handlers = helper._table()
         return helper
 
     def current_modules(self) -> list[nn.Module]:
         """The stages with their newest weights."""
-        return [here.weights.newest() for here in self.hosted.values()]
+        return [here.weights.newest() for here in self.replicas.values()]
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches, in the order's own sequence."""
@@ -132,17 +132,17 @@ class Worker:
 
     def is_ready(self, action: Action) -> bool:
         """Whether a forward or backward has all its rows."""
-        here, key = self.hosted[action.stage], (action.batch, action.microbatch)
+        here, key = self.replicas[action.stage], (action.batch, action.microbatch)
         is_forward = action.kind is Kind.FORWARD
         other = action.stage + (-1 if is_forward else 1)
         if not 0 <= other < len(self.plan.stages):
             return True
-        partners, near = here.partners(other, action.microbatch), self.hosted.get(other)
+        partners, near = here.partners(other, action.microbatch), self.replicas.get(other)
         is_near = near is not None and self.world.worker in partners
         if near is not None and is_near and key not in (near.made if is_forward else near.returned):
             return False
-        parcel = (here.activations if is_forward else here.gradients).get(key)
-        return len(partners) == is_near or (parcel is not None and parcel.is_done())
+        arriving = (here.activations if is_forward else here.gradients).get(key)
+        return len(partners) == is_near or (arriving is not None and arriving.is_done())
 
     def act(self, actions: list[Action]) -> None:
         """Runs one action, or one transfer with several workers."""
@@ -204,16 +204,16 @@ class Worker:
 
     def _make_full(self) -> None:
         """Makes the weight gradients of which no more rows can be kept, now that the last backward is on its way."""
-        for here in self.hosted.values():
+        for here in self.replicas.values():
             for deferred in here.deferred:
                 deferred.make(only_full=True)
 
-    def _return(self, here: Hosted, key: Key, gradients: list[Tensor]) -> None:
+    def _return(self, here: Replica, key: Key, gradients: list[Tensor]) -> None:
         """Keeps the gradients of a microbatch's inputs for the stage before."""
         takers = here.partners(here.stage - 1, key[1]) if here.stage else {}
         here.returned.put(key, gradients, len(takers))
 
-    def _arm(self, here: Hosted, key: Key) -> bool:
+    def _arm(self, here: Replica, key: Key) -> bool:
         """Lets the reduction start by itself in the batch's last backward; whether this is the one."""
         batch = key[0]
         left = here.waiting.setdefault(batch, here.num_backwards) - 1
@@ -224,7 +224,7 @@ class Worker:
                 here.reducer.arm(here.weights.slot(batch))
         return left == 0
 
-    def loss_gradient(self, here: Hosted, batch: int) -> Tensor:
+    def loss_gradient(self, here: Replica, batch: int) -> Tensor:
         """The gradient of a batch's summed loss: the loss scale, divided by what the whole batch counts."""
         if not here.runner.has_loss:
             return self.scale.current  # nobody asks for it
@@ -256,23 +256,23 @@ class Worker:
 
     # Rows from and to other stages
 
-    def _find(self, action: Action) -> tuple[Hosted, Key, Share]:
-        here = self.hosted[action.stage]
+    def _find(self, action: Action) -> tuple[Replica, Key, Share]:
+        here = self.replicas[action.stage]
         share = here.share(action.microbatch)
         if share is None:
             raise RunError(f"worker {self.world.worker} has no rows for {action} of batch {action.batch}")
         return here, (action.batch, action.microbatch), share
 
-    def _inputs(self, here: Hosted, key: Key, share: Share) -> list[Tensor]:
+    def _inputs(self, here: Replica, key: Key, share: Share) -> list[Tensor]:
         """A microbatch's inputs: from the data, or put together from the stage before."""
         if here.stage == 0:
             given = self.feed.inputs(key[0], share.start, share.stop)
             check_rows("inputs", given, here.runner.inputs, key[0], share.start, share.stop)
             return [_as_settled(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
-        before = self.hosted.get(here.stage - 1)
+        before = self.replicas.get(here.stage - 1)
         return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
 
-    def _targets(self, here: Hosted, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+    def _targets(self, here: Replica, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         """The targets of some rows of a batch."""
         given = self.feed.targets(batch, start, stop)
         check_rows("targets", given, here.runner.targets, batch, start, stop)
@@ -280,62 +280,62 @@ class Worker:
             check_labels(given, batch)
         return given
 
-    def _output_gradients(self, here: Hosted, key: Key) -> list[Tensor] | None:
+    def _output_gradients(self, here: Replica, key: Key) -> list[Tensor] | None:
         """The gradients of a microbatch's outputs: put together from the stage after; None where the loss is."""
         if here.runner.has_loss:
             return None
-        after = self.hosted.get(here.stage + 1)
+        after = self.replicas.get(here.stage + 1)
         return self._gather(here, here.stage + 1, key, here.gradients, after.returned if after else None)
 
     def _gather(
-        self, here: Hosted, other: int, key: Key, parcels: dict[Key, Parcel], near: Outbox | None
+        self, here: Replica, other: int, key: Key, in_flight: dict[Key, InFlight], near: Outbox | None
     ) -> list[Tensor]:
         """Rows that came over the wire, and those that the other stage has on this very worker."""
-        parcel = parcels.pop(key, None)
+        arriving = in_flight.pop(key, None)
         rows = here.partners(other, key[1]).get(self.world.worker)
         if near is None or rows is None:
-            if parcel is None:
+            if arriving is None:
                 raise RunError(f"{self.at} found no rows of microbatch {key[1]}: the schedule lacks their receipt")
-            return parcel.wait()
-        theirs = self.hosted[other].partners(here.stage, key[1])[self.world.worker]
+            return arriving.wait()
+        theirs = self.replicas[other].partners(here.stage, key[1])[self.world.worker]
         own = rows_of(near.take(key), *theirs)
-        if parcel is None:
+        if arriving is None:
             return own
-        whole = parcel.wait()
+        whole = arriving.wait()
         for target, part in zip(whole, own):
             target[rows[0] : rows[1]].copy_(part)
         return whole
 
-    def _parcel(self, here: Hosted, key: Key, is_forward: bool) -> Parcel:
-        """The parcel that a microbatch's rows go into, made when the first of them is due."""
-        parcels, share = here.activations if is_forward else here.gradients, here.share(key[1])
-        if key not in parcels and share is not None:
+    def _in_flight(self, here: Replica, key: Key, is_forward: bool) -> InFlight:
+        """What the rows of a microbatch arrive in, made when the first of them is due."""
+        in_flight, share = here.activations if is_forward else here.gradients, here.share(key[1])
+        if key not in in_flight and share is not None:
             specs = here.runner.inputs if is_forward else here.runner.returned
             rows, layout = share.stop - share.start, self.settings.channels_last
             shapes = [((rows, *spec.shape_per_row), spec.dtype) for spec in specs]
-            parcels[key] = Parcel([self.transport.empty(shape, dtype, layout) for shape, dtype in shapes], [])
-        return parcels[key]
+            in_flight[key] = InFlight([self.transport.empty(shape, dtype, layout) for shape, dtype in shapes], [])
+        return in_flight[key]
 
     def receive(self, actions: list[Action]) -> None:
         first = actions[0]
         is_forward = first.kind is Kind.RECEIVE_FORWARD
         other, stage = first.stage, first.stage + (1 if is_forward else -1)
-        here, key = self.hosted[stage], (first.batch, first.microbatch)
-        parcel = self._parcel(here, key, is_forward)
-        parts = self._parts(here, other, parcel.tensors, actions)
-        parcel.receipts.append(self.transport.receive(Channel(min(stage, other), is_forward), parts))
+        here, key = self.replicas[stage], (first.batch, first.microbatch)
+        arriving = self._in_flight(here, key, is_forward)
+        parts = self._parts(here, other, arriving.tensors, actions)
+        arriving.receipts.append(self.transport.receive(Channel(min(stage, other), is_forward), parts))
 
     def send(self, actions: list[Action]) -> None:
         first = actions[0]
         is_forward = first.kind is Kind.SEND_FORWARD
         stage, other = first.stage, first.stage + (1 if is_forward else -1)
-        here, key = self.hosted[stage], (first.batch, first.microbatch)
+        here, key = self.replicas[stage], (first.batch, first.microbatch)
         tensors = (here.made if is_forward else here.returned).take(key, len(actions))
         parts = self._parts(here, other, tensors, actions)
         self.transport.send(Channel(min(stage, other), is_forward), parts)
 
     def _parts(
-        self, here: Hosted, other: int, tensors: Sequence[Tensor], actions: Sequence[Action]
+        self, here: Replica, other: int, tensors: Sequence[Tensor], actions: Sequence[Action]
     ) -> list[tuple[int, list[Tensor]]]:
         """For each action its peer, and the rows that this replica shares with it."""
         partners = here.partners(other, actions[0].microbatch)
@@ -347,13 +347,13 @@ class Worker:
     # The end of a batch
 
     def reduce(self, action: Action) -> None:
-        here = self.hosted[action.stage]
+        here = self.replicas[action.stage]
         here.reducer.start(here.weights.slot(action.batch), action.peer)
 
     def agree(self, action: Action) -> None:
         """Adds up the squares of all gradients over all workers; a stage counts once."""
         counted: list[Tensor] = []
-        for here in self.hosted.values():
+        for here in self.replicas.values():
             gradients = here.finish(action.batch)
             here.reduced[action.batch] = gradients
             if here.replica == 0:
@@ -364,7 +364,7 @@ class Worker:
         self.scale.note(action.batch, verdict.overflowed)
 
     def update(self, action: Action) -> None:
-        here, batch = self.hosted[action.stage], action.batch
+        here, batch = self.replicas[action.stage], action.batch
         gradients = here.reduced.pop(batch, None)
         if gradients is None:
             gradients = here.finish(batch)
@@ -377,7 +377,7 @@ class Worker:
             self.on_stage_update(action.stage, batch)
         # Stages with more versions are updated later: the batch is over when all of this worker's have been.
         self._updates[batch] = self._updates.get(batch, 0) + 1
-        if self._updates[batch] == len(self.hosted):
+        if self._updates[batch] == len(self.replicas):
             self._close(batch, verdict)
 
     def _close(self, batch: int, verdict: Verdict | None) -> None:
@@ -395,7 +395,7 @@ class Worker:
     def close(self) -> None:
         """Waits until everything sent has left, and ends what runs in the background."""
         self.transport.close()
-        for here in self.hosted.values():
+        for here in self.replicas.values():
             here.reducer.close()
             for deferred in here.deferred:
                 deferred.close()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from stagewright.record import Point
+from stagewright.runtime.async_scalars import AsyncScalars
 from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.later import Later
 from stagewright.runtime.numbers import Watch
 from stagewright.runtime.worker import Worker
 from stagewright.training.display import plain_line
@@ -43,8 +43,8 @@ class Listener:
         self._names: list[str] = []
         self._points = array("d")
         self.started = time.perf_counter()
-        self.later = Later(world.device)
-        for stage in worker.hosted:
+        self.scalars = AsyncScalars(world.device)
+        for stage in worker.replicas:
             self.set_rate(stage, run.job.first_step)
         if run.job.warm_up == 0:
             worker.clock.mark()  # where the first step begins that is measured
@@ -57,7 +57,7 @@ class Listener:
         layers = range(layered.num_layers)
         names = {name: layered.names[layer] for layer in layers for name in layered.parameter_names(layer, layer + 1)}
         watch = Watch(
-            names, self.later, stops=settings.on_nan == "stop", looks_always=device.type == "cpu",
+            names, self.scalars, stops=settings.on_nan == "stop", looks_always=device.type == "cpu",
             forgives_overflow=settings.precision == "fp16",
             tell=lambda text: self.announce("numbers", text, every=True),
         )  # fmt: skip
@@ -70,7 +70,7 @@ class Listener:
 
     def set_rate(self, stage: int, step: int) -> None:
         """Sets the learning rate of a stage's step."""
-        optimizer = self.worker.hosted[stage].weights.optimizer
+        optimizer = self.worker.replicas[stage].weights.optimizer
         if isinstance(self.run.recipe, Recipe) and optimizer is not None:
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(self.run.recipe, step)
@@ -84,7 +84,7 @@ class Listener:
     def after_update(self, batch: int) -> None:
         """What follows a worker's last update of a batch."""
         job = self.run.job
-        self.later.poll()
+        self.scalars.poll()
         if self.checkpointer is not None:
             self.checkpointer.note_worker(batch)
             self.tell_news()
@@ -124,7 +124,7 @@ class Listener:
         if self.speaks:
             scale = self.worker.scale.current.reshape(1)
             figures = torch.cat([scale.to(sums.dtype), means(sums, self.run.schedule.plan.batch)])
-            self.later.read(figures, lambda found: self.log(batch + 1, is_due, *found))
+            self.scalars.read(figures, lambda found: self.log(batch + 1, is_due, *found))
 
     def log(self, step: int, is_due: bool, scale: float, loss: float, *accuracy: float) -> None:
         """Adds the loss of a step to its curve, and logs it with the accuracy, if there is one, where that is due."""

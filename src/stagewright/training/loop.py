@@ -19,16 +19,16 @@ from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
 from stagewright.policy import RULES
 from stagewright.record import Record, Source
+from stagewright.runtime.dtypes import fed_inputs
 from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.ending import LastWords
 from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
 from stagewright.runtime.flight import SCHEDULE_FILE, Flight
-from stagewright.runtime.hosted import with_dtypes
 from stagewright.runtime.joining import Joined, Take, joined
 from stagewright.runtime.launch import RUN_FOLDER
+from stagewright.runtime.replica import with_dtypes
 from stagewright.runtime.run_folder import RECORD, read_secret
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.settle import fed_inputs
 from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.watchdog import Watchdog, watchdog
@@ -168,7 +168,7 @@ def _bring_back(run: Run, worker: Worker) -> None:
     from stagewright.runtime.resuming import give_back
 
     if not give_back(run.layered.model, run.folder):
-        for here in worker.hosted.values():
+        for here in worker.replicas.values():
             here.weights.end_in_first_slot()
 
 
@@ -178,7 +178,7 @@ def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
     step = run.job.first_step
     for first, stop in run.job.parts():
         _run_stretch(worker, first, stop)
-        listener.later.drain()
+        listener.scalars.drain()
         last = worker.gate.last if worker.gate is not None else None
         step = stop if last is None else max(first, min(stop, last + 1))
         if step < stop:

@@ -75,7 +75,7 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype, channels_last: bool, de
     return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=layout)
 
 
-class Errands:
+class BackgroundThread:
     """A thread that does small jobs in their order, most of them waiting, so that the worker itself never has to."""
 
     def __init__(self, name: str, wake: threading.Event | None = None) -> None:
@@ -117,8 +117,8 @@ class Errands:
 class Promise:
     """The receipt of what a thread waits for."""
 
-    def __init__(self, errands: Errands, wait: Callable[[], None], timeout_s: float) -> None:
-        self._done, self._errands, self._timeout_s = threading.Event(), errands, timeout_s
+    def __init__(self, thread: BackgroundThread, wait: Callable[[], None], timeout_s: float) -> None:
+        self._done, self._thread, self._timeout_s = threading.Event(), thread, timeout_s
 
         def job() -> None:
             try:
@@ -126,12 +126,12 @@ class Promise:
             finally:
                 self._done.set()
 
-        errands.add(job)
+        thread.add(job)
 
     def wait(self) -> None:
         if not self._done.wait(self._timeout_s):
             raise RunError(f"no rows came within {self._timeout_s:g} s", "look for the worker that stopped")
-        self._errands.check()
+        self._thread.check()
 
     def is_done(self) -> bool:
         return self._done.is_set()

@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.plan import Plan
-from stagewright.runtime.transport.channel import Channel, Errands, Parts, Promise, Receipt, new_tensor, on_the_wire
+from stagewright.runtime.transport.channel import (
+    BackgroundThread,
+    Channel,
+    Parts,
+    Promise,
+    Receipt,
+    new_tensor,
+    on_the_wire,
+)
 from stagewright.runtime.world import World
 
 
@@ -24,10 +32,10 @@ class GlooTransport:
         self.world = world
         self.arrived = threading.Event()
         self._timeout_s = world.timeout.total_seconds()
-        self._sent = Errands("sends")
+        self._sent = BackgroundThread("sends")
         channels = channels_of(plan)
         self._number = {channel: number for number, channel in enumerate(channels)}
-        self._waiters = {channel: Errands(str(channel), self.arrived) for channel in channels if threads_wait}
+        self._waiters = {channel: BackgroundThread(str(channel), self.arrived) for channel in channels if threads_wait}
 
     def _tag(self, channel: Channel, tensor: int) -> int:
         return tensor * len(self._number) + self._number[channel]
@@ -56,15 +64,15 @@ class GlooTransport:
         return _Works(works) if waiter is None else Promise(waiter, lambda: wait_for(works), self._timeout_s)
 
     def check(self) -> None:
-        for errands in (self._sent, *self._waiters.values()):
-            errands.check()
+        for thread in (self._sent, *self._waiters.values()):
+            thread.check()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, channels_last: bool) -> Tensor:
         return new_tensor(shape, dtype, channels_last, self.world.device)
 
     def close(self) -> None:
-        for errands in (self._sent, *self._waiters.values()):
-            errands.close(self._timeout_s)
+        for thread in (self._sent, *self._waiters.values()):
+            thread.close(self._timeout_s)
 
 
 class _Works:

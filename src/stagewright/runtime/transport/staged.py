@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.plan import Plan
-from stagewright.runtime.transport.channel import Channel, Errands, Parts, Promise, Receipt, new_tensor, on_the_wire
+from stagewright.runtime.transport.channel import (
+    BackgroundThread,
+    Channel,
+    Parts,
+    Promise,
+    Receipt,
+    new_tensor,
+    on_the_wire,
+)
 from stagewright.runtime.transport.gloo import channels_of, wait_for
 from stagewright.runtime.world import World
 
@@ -42,9 +50,9 @@ class StagedTransport:
         for channel in channels_of(plan):
             members = tuple(sorted({*plan.workers[channel.stage], *plan.workers[channel.stage + 1]}))
             self._strands[channel] = [world.group(f"{channel} {strand}", members, "gloo") for strand in range(STRANDS)]
-        self._sends = {channel: Errands(f"{channel} sends") for channel in self._strands}
-        self._sent = {channel: Errands(f"{channel} sent") for channel in self._strands}
-        self._receives = {channel: Errands(f"{channel} receives", self.arrived) for channel in self._strands}
+        self._sends = {channel: BackgroundThread(f"{channel} sends") for channel in self._strands}
+        self._sent = {channel: BackgroundThread(f"{channel} sent") for channel in self._strands}
+        self._receives = {channel: BackgroundThread(f"{channel} receives", self.arrived) for channel in self._strands}
 
     def _strand(self, channel: Channel, peer: int) -> dist.ProcessGroup | None:
         return self._strands[channel][(peer + self.world.worker) % STRANDS]
@@ -89,10 +97,10 @@ class StagedTransport:
         return Copied(Promise(self._receives[channel], arrive, self._timeout_s), here)
 
     def check(self) -> None:
-        for errands in self._errands():
-            errands.check()
+        for thread in self._thread():
+            thread.check()
 
-    def _errands(self) -> list[Errands]:
+    def _thread(self) -> list[BackgroundThread]:
         return [*self._sends.values(), *self._sent.values(), *self._receives.values()]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, channels_last: bool) -> Tensor:
@@ -104,8 +112,8 @@ class StagedTransport:
 
     def close(self) -> None:
         torch.cuda.synchronize()
-        for errands in self._errands():
-            errands.close(self._timeout_s)
+        for thread in self._thread():
+            thread.close(self._timeout_s)
 
 
 class Copied:

@@ -14,13 +14,13 @@ from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.plan import Plan, Share
 from stagewright.policy import RULES
+from stagewright.runtime.all_reduce import make_all_reduce
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
 from stagewright.runtime.compiling import compiled, options_on_card
 from stagewright.runtime.deferred import DeferredGradients
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stage import Key, Parcel, StageRunner, mix
-from stagewright.runtime.sums import make_sum
+from stagewright.runtime.stage import InFlight, Key, StageRunner, mix
 from stagewright.runtime.transport import is_staged
 from stagewright.runtime.weights import OptimizerMaker, Weights
 from stagewright.runtime.world import World
@@ -49,8 +49,8 @@ class Outbox:
 
 
 @dataclass
-class Hosted:
-    """What a worker keeps for one of its stages."""
+class Replica:
+    """A worker's replica of one of its stages, with all that belongs to it."""
 
     stage: int
     replica: int
@@ -60,9 +60,9 @@ class Hosted:
     reducer: Reducer
     deferred: list[DeferredGradients] = field(default_factory=list)
     """For each slot its linear layers, where their weight gradients are made for several microbatches at once."""
-    activations: dict[Key, Parcel] = field(default_factory=dict)
+    activations: dict[Key, InFlight] = field(default_factory=dict)
     """Inputs on their way, by microbatch."""
-    gradients: dict[Key, Parcel] = field(default_factory=dict)
+    gradients: dict[Key, InFlight] = field(default_factory=dict)
     """Gradients of the outputs on their way."""
     made: Outbox = field(default_factory=lambda: Outbox())
     """Outputs that the stage after has yet to take."""
@@ -122,18 +122,18 @@ def _overlap(one: Share, other: Share) -> tuple[int, int] | None:
     return (start, stop) if start < stop else None
 
 
-def host_stages(
+def make_replicas(
     plan: Plan, layered: Layered, world: World, settings: Settings, make_optimizer: OptimizerMaker
-) -> dict[int, Hosted]:
+) -> dict[int, Replica]:
     """The stages that the plan puts on this worker, ready to run. All workers must call it, for the groups."""
-    hosted: dict[int, Hosted] = {}
+    replicas: dict[int, Replica] = {}
     if settings.sync_batch_norm:
         check_batch_norm(plan)
     first = 0
     for number, stage in enumerate(plan.stages):
         last = first + len(stage.layers)
         group = world.group("reduce", plan.workers[number])
-        add_up = make_sum(world, number, plan.workers[number], staged=is_staged(world, settings))
+        add_up = make_all_reduce(world, number, plan.workers[number], staged=is_staged(world, settings))
         norms = world.group("batch norm", plan.workers[number]) if settings.sync_batch_norm else None
         if world.worker in plan.workers[number]:
             module = _place(layered.stage(first, last), settings, world.device)
@@ -151,12 +151,12 @@ def host_stages(
             for slot, each in enumerate(deferred):
                 each.put(reducer.places(slot))
             replica = plan.workers[number].index(world.worker)
-            hosted[number] = Hosted(number, replica, plan, runner, weights, reducer, deferred)
+            replicas[number] = Replica(number, replica, plan, runner, weights, reducer, deferred)
             if settings.compile:
                 options = options_on_card(plan) if world.device.type == "cuda" else {}
                 weights.modules = [compiled(slot, options) for slot in weights.modules]
         first = last
-    return hosted
+    return replicas
 
 
 def _defers(plan: Plan, stage: int, settings: Settings) -> bool:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from stagewright.cluster import DeviceId
 from stagewright.models import build_model, make_layered
 from stagewright.plan import Plan, Stage
+from stagewright.runtime.dtypes import fed_inputs
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.settle import fed_inputs
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World
 from stagewright.scheduling import make_schedule
@@ -66,8 +66,8 @@ def test_training_is_that_of_the_plain_loop(rounded: bool) -> None:
         make_optimizer=lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9), feed=feed,
     )  # fmt: skip
     worker.run(3, 0)
-    assert worker.hosted[0].runner.inputs[0].dtype == torch.bfloat16
-    made = dict(worker.hosted[0].weights.newest().named_parameters())
+    assert worker.replicas[0].runner.inputs[0].dtype == torch.bfloat16
+    made = dict(worker.replicas[0].weights.newest().named_parameters())
     worker.close()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(made[name], parameter, rtol=1e-6, atol=1e-7)

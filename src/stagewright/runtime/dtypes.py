@@ -17,8 +17,8 @@ from torch import Tensor
 from stagewright.models import Layered, TensorSpec
 from stagewright.models.tracing import undisturbed
 from stagewright.plan import Plan
-from stagewright.runtime.hosted import Hosted
 from stagewright.runtime.precision import AUTOCAST, autocast
+from stagewright.runtime.replica import Replica
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import World
 
@@ -39,14 +39,14 @@ def fed_inputs(layered: Layered, settings: Settings) -> tuple[TensorSpec, ...]:
     )
 
 
-def settle_dtypes(hosted: dict[int, Hosted], plan: Plan, layered: Layered, world: World, settings: Settings) -> None:
+def infer_dtypes(replicas: dict[int, Replica], plan: Plan, layered: Layered, world: World, settings: Settings) -> None:
     """Sets the formats of all stages' inputs and outputs on this worker; all workers must call it."""
     if settings.precision not in AUTOCAST:
         return
-    if 0 in hosted:
-        hosted[0].runner.inputs = fed_inputs(layered, settings)
+    if 0 in replicas:
+        replicas[0].runner.inputs = fed_inputs(layered, settings)
     for stage in range(len(plan.stages) - 1):
-        here, after = hosted.get(stage), hosted.get(stage + 1)
+        here, after = replicas.get(stage), replicas.get(stage + 1)
         first = plan.workers[stage][0]
         told = torch.full((_MOST,), -1, dtype=torch.int64)
         if here is not None and world.worker == first:
@@ -61,7 +61,7 @@ def settle_dtypes(hosted: dict[int, Hosted], plan: Plan, layered: Layered, world
             after.runner.inputs = _with_formats(after.runner.inputs, formats)
 
 
-def _try_out(here: Hosted, device: torch.device, settings: Settings) -> Sequence[Tensor]:
+def _try_out(here: Replica, device: torch.device, settings: Settings) -> Sequence[Tensor]:
     """The outputs of a stage for two rows of zeros, leaving no trace."""
     module = here.weights.modules[0]
     inputs = [torch.zeros((2, *spec.shape_per_row), dtype=spec.dtype, device=device) for spec in here.runner.inputs]

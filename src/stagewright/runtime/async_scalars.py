@@ -11,7 +11,7 @@ from torch import Tensor
 _Reader = Callable[[Sequence[float]], None]
 
 
-class Later:
+class AsyncScalars:
     """Tensors on their way to the host, each with what to do with its numbers, in order.
 
         step 10   read(loss)        copied behind the step's work

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stagewright.errors import RunError
 from stagewright.runtime.common_memory import common_rows, is_common, pin, unpin
-from stagewright.runtime.transport.channel import Errands, Promise
+from stagewright.runtime.transport.channel import BackgroundThread, Promise
 from stagewright.runtime.transport.staged import Copied, new_event, new_stream
 from stagewright.runtime.world import World
 
@@ -44,7 +44,7 @@ class Pending(Protocol):
         """Returns when what follows on this worker (or on its stream) may read the sum."""
 
 
-class Sum(Protocol):
+class AllReduce(Protocol):
     """A way to add up tensors over a stage's replicas."""
 
     def start(self, tensor: Tensor) -> Pending:
@@ -57,7 +57,7 @@ class Sum(Protocol):
         """Ends what runs in the background."""
 
 
-class CollectiveSum:
+class CollectiveAllReduce:
     """The group's own all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -98,12 +98,12 @@ def _meet(group: dist.ProcessGroup) -> None:
     dist.all_reduce(torch.zeros(1), group=group)
 
 
-class CommonSum:
+class CommonAllReduce:
     """Adds up tensors of the CPUs of one host."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._group, self._timeout_s = group, timeout_s
-        self._errands = Errands("sums")
+        self._thread = BackgroundThread("sums")
         self._common: dict[int, _Common] = {}
         """By the address of a tensor."""
 
@@ -119,10 +119,10 @@ class CommonSum:
             common.add_up(0, tensor.numel(), self._group)
             tensor.copy_(common.sum)  # whoever comes to the next sum has copied this one
 
-        return Promise(self._errands, add_up, self._timeout_s)
+        return Promise(self._thread, add_up, self._timeout_s)
 
     def close(self) -> None:
-        self._errands.close(self._timeout_s)
+        self._thread.close(self._timeout_s)
 
 
 class _Mirror(Protocol):
@@ -166,7 +166,7 @@ class _Travelling:
         return None
 
 
-class StagedSum:
+class StagedAllReduce:
     """Adds up tensors of cards by way of the hosts' memory, several pieces at once."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], timeout_s: float, *, in_common: bool) -> None:
@@ -221,7 +221,7 @@ class _Strand:
     def __init__(self, group: dist.ProcessGroup, number: int, timeout_s: float) -> None:
         self._group, self._timeout_s = group, timeout_s
         self._out, self._in = new_stream(), new_stream()
-        self._errands = Errands(f"sum {number}")
+        self._thread = BackgroundThread(f"sum {number}")
 
     def start(self, tensor: Tensor, mirror: _Mirror, start: int, stop: int, made: torch.cuda.Event) -> Copied:
         """Copies a piece to the host once it is made, and leaves the rest to a thread."""
@@ -238,14 +238,14 @@ class _Strand:
                 piece.copy_(mirror.sum[start:stop], non_blocking=True)
                 here.record()
 
-        return Copied(Promise(self._errands, add_up, self._timeout_s), here)
+        return Copied(Promise(self._thread, add_up, self._timeout_s), here)
 
     def close(self) -> None:
         """Ends the thread."""
-        self._errands.close(self._timeout_s)
+        self._thread.close(self._timeout_s)
 
 
-def make_sum(world: World, stage: int, members: tuple[int, ...], *, staged: bool) -> Sum | None:
+def make_all_reduce(world: World, stage: int, members: tuple[int, ...], *, staged: bool) -> AllReduce | None:
     """How the replicas of a stage add up; None for who is not one of several. All workers must ask, in one order."""
     timeout_s = world.timeout.total_seconds()
     if len(members) < 2:
@@ -256,11 +256,11 @@ def make_sum(world: World, stage: int, members: tuple[int, ...], *, staged: bool
         groups = [group for group in strands if group is not None]
         if world.worker not in members:
             return None
-        return StagedSum(groups, timeout_s, in_common=is_common(groups[0], len(members)))
+        return StagedAllReduce(groups, timeout_s, in_common=is_common(groups[0], len(members)))
     group = world.group("reduce", members)
     adding = world.group(f"sums of stage {stage}", members) if world.device.type == "cpu" else None
     if group is None or world.worker not in members:
         return None
     if adding is not None and is_common(adding, len(members)):
-        return CommonSum(adding, timeout_s)
-    return CollectiveSum(group)
+        return CommonAllReduce(adding, timeout_s)
+    return CollectiveAllReduce(group)
