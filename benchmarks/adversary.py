@@ -238,10 +238,11 @@ def difference(case: Case, odd: OddModel, layered: Layered, plan: Plan, worker: 
 
 def plain_loop(case: Case, odd: OddModel, layered: Layered, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, weights and buffers of one process; batch n sees a parameter of K versions after update n − K."""
-    versions, first = {}, 0
+    versions: dict[str, int] = {}
+    first = 0
     for stage in plan.stages:
         names = layered.parameter_names(first, first + len(stage.layers))
-        versions |= dict.fromkeys(names, stage.versions)
+        versions |= {name: max(versions.get(name, 1), stage.versions) for name in names}
         first += len(stage.layers)
     model = odd.build()
     named = dict(model.named_parameters())

@@ -98,7 +98,7 @@ def work(megabytes: int) -> None:
 
 def adding(world: World, everyone: tuple[int, ...], like: torch.Tensor) -> Callable[[], None]:
     """A round of adding up one tensor."""
-    add_up = make_all_reduce(world, 0, everyone, staged=True)
+    add_up = make_all_reduce(world, "stage 0", everyone, staged=True)
     assert add_up is not None
     flat = add_up.memory(like.numel(), like)
     return lambda: void(add_up.start(flat).wait())

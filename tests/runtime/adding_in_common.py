@@ -21,17 +21,17 @@ def main() -> None:
     """Adds up tensors of all sizes and two types, again and again in the same memory."""
     with open_world(Settings(timeout_s=60.0)) as world:
         everyone = tuple(range(world.size))
-        add_up = make_all_reduce(world, 0, everyone, staged=False)
+        add_up = make_all_reduce(world, "stage 0", everyone, staged=False)
         assert isinstance(add_up, CommonAllReduce)
         for dtype in (torch.float32, torch.float64):
             compare(add_up, SIZES, torch.zeros(1, dtype=dtype), world)
         add_up.close()
-        assert make_all_reduce(world, 0, (world.worker,), staged=False) is None
+        assert make_all_reduce(world, "stage 0", (world.worker,), staged=False) is None
         os.environ[common_memory.APART] = "1"
-        assert isinstance(make_all_reduce(world, 0, everyone, staged=False), CollectiveAllReduce)
+        assert isinstance(make_all_reduce(world, "stage 0", everyone, staged=False), CollectiveAllReduce)
         del os.environ[common_memory.APART]
         common_memory.identity = lambda: f"host {world.worker}"
-        assert isinstance(make_all_reduce(world, 0, everyone, staged=False), CollectiveAllReduce)
+        assert isinstance(make_all_reduce(world, "stage 0", everyone, staged=False), CollectiveAllReduce)
         print("equal", flush=True)
 
 

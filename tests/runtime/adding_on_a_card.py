@@ -29,7 +29,7 @@ def main() -> None:
 
 def check(world: World, *, in_common: bool) -> None:
     """Sums over both workers, in two number formats."""
-    add_up = make_all_reduce(world, 0, (0, 1), staged=True)
+    add_up = make_all_reduce(world, "stage 0", (0, 1), staged=True)
     assert isinstance(add_up, StagedAllReduce)
     assert add_up.in_common is in_common
     for dtype in (torch.float32, torch.bfloat16):

@@ -139,8 +139,7 @@ class Layered:
 
     def cuts(self) -> tuple[int, ...]:
         """The layers that may begin a stage, apart from the first."""
-        untied = [cut for cut in range(1, self.num_layers) if self._torn_by(cut) is None]
-        return tuple(cut for cut in untied if not self.flow.stuck(self._start(cut)))
+        return tuple(cut for cut in range(1, self.num_layers) if not self.flow.stuck(self._start(cut)))
 
     def parameter_names(self, first: int, last: int) -> tuple[str, ...]:
         """The whole model's names of the parameters of the layers first … last-1, each once."""
@@ -238,16 +237,8 @@ class Layered:
                 "a stage holds at least one layer",
             )
         for cut in {first, last} - {0, self.num_layers}:
-            if torn := self._torn_by(cut):
-                raise _separated(*torn, self.names, cut)
             if self.flow.stuck(self._start(cut)):
                 raise stuck_at(self.flow, self.names[cut], self._start(cut))
-
-    def _torn_by(self, cut: int) -> tuple[str, int, int] | None:
-        for name, layers in self.tied:
-            if layers[0] < cut <= layers[-1]:
-                return name, layers[0], layers[-1]
-        return None
 
     @cached_property
     def _names_by_layer(self) -> tuple[tuple[str, ...], ...]:
@@ -298,13 +289,6 @@ def outputs_of(graph: fx.Graph) -> list[fx.Node]:
 def _prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
-
-
-def _separated(name: str, first: int, last: int, names: Sequence[str], cut: int) -> ModelError:
-    return ModelError(
-        f"a cut before '{names[cut]}' separates '{names[first]}' and '{names[last]}', which share '{name}'",
-        f"keep layers {first} to {last} in one stage, or give each its own weight",
-    )
 
 
 def stuck_at(flow: Flow, name: str, position: int) -> ModelError:

@@ -245,20 +245,20 @@ class _Strand:
         self._thread.close(self._timeout_s)
 
 
-def make_all_reduce(world: World, stage: int, members: tuple[int, ...], *, staged: bool) -> AllReduce | None:
-    """How the replicas of a stage add up; None for who is not one of several. All workers must ask, in one order."""
+def make_all_reduce(world: World, purpose: str, members: tuple[int, ...], *, staged: bool) -> AllReduce | None:
+    """How some workers add up; None for who is not one of several. All workers must ask, in one order."""
     timeout_s = world.timeout.total_seconds()
     if len(members) < 2:
         return None
     # Threads of two stages must not meet each other, so that their groups are not the same where their members are.
     if staged:
-        strands = [world.group(f"sum {number} of stage {stage}", members, "gloo") for number in range(_STRANDS)]
+        strands = [world.group(f"sum {number} of {purpose}", members, "gloo") for number in range(_STRANDS)]
         groups = [group for group in strands if group is not None]
         if world.worker not in members:
             return None
         return StagedAllReduce(groups, timeout_s, in_common=is_common(groups[0], len(members)))
     group = world.group("reduce", members)
-    adding = world.group(f"sums of stage {stage}", members) if world.device.type == "cpu" else None
+    adding = world.group(f"sums of {purpose}", members) if world.device.type == "cpu" else None
     if group is None or world.worker not in members:
         return None
     if adding is not None and is_common(adding, len(members)):

@@ -328,15 +328,15 @@ def _own_share(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
 
 def _outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
     """What the whole model has that no stage does: tensors that nothing uses, and second names of tied ones."""
-    used = {
-        id(tensor): name for name, tensor in layered.stage(0, layered.num_layers).state_dict(keep_vars=True).items()
-    }
-    tensors, aliases = {}, {}
+    used = {id(tensor) for tensor in layered.stage(0, layered.num_layers).state_dict(keep_vars=True).values()}
+    tensors: Tensors = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
     for name, tensor in layered.model.state_dict(keep_vars=True).items():
         if id(tensor) not in used:
             tensors[f"model/{name}"] = tensor.detach()
-        elif used[id(tensor)] != name:
-            aliases[name] = used[id(tensor)]
+        elif first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
     return tensors, aliases
 
 

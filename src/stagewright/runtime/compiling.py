@@ -19,6 +19,8 @@ from stagewright.plan import Plan
 
 COMBINED = {"combo_kernels": True}
 REPLAYED = {"triton.cudagraphs": True}
+COMPILED = "_orig_mod."
+"""What torch.compile puts before the names of the module inside."""
 
 
 def replays(plan: Plan) -> bool:

@@ -25,6 +25,7 @@ def run_dynamic(worker: Worker, num_batches: int, first_batch: int = 0) -> None:
         _run_units(worker, window.units.values(), limits)
         for group in window.rest:
             worker.act(group)
+    worker.catch_up()
 
 
 def _run_units(worker: Worker, units: Iterable[Unit[_Group]], limits: tuple[int, ...]) -> None:

@@ -178,12 +178,12 @@ def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: 
         like = parameters[members[0]] if members else (parameters[0] if parameters else torch.zeros(0))
         flat = add_up.memory(numel, like)
         pieces = torch.split(flat, [parameters[index].numel() for index in members]) if members else ()
-        views = [_shaped_like(piece, parameters[index]) for piece, index in zip(pieces, members)]
+        views = [shaped_like(piece, parameters[index]) for piece, index in zip(pieces, members)]
         made.append(_Bucket(members, flat, views))
     return made
 
 
-def _shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
+def shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
     """A flat piece in a parameter's shape and memory layout, so that copies and steps run straight through."""
     return piece.as_strided(parameter.size(), parameter.stride(), piece.storage_offset())
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
@@ -16,11 +17,12 @@ from stagewright.plan import Plan, Share
 from stagewright.policy import RULES
 from stagewright.runtime.all_reduce import make_all_reduce
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
-from stagewright.runtime.compiling import compiled, options_on_card
+from stagewright.runtime.compiling import COMPILED, compiled, options_on_card
 from stagewright.runtime.deferred import DeferredGradients
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import InFlight, Key, StageRunner, mix
+from stagewright.runtime.tied import Tied, copies_in, make_tied
 from stagewright.runtime.transport import is_staged
 from stagewright.runtime.weights import OptimizerMaker, Weights
 from stagewright.runtime.world import World
@@ -58,8 +60,12 @@ class Replica:
     runner: StageRunner
     weights: Weights
     reducer: Reducer
+    tied: list[Tied] = field(default_factory=list)
+    """Parameters that other stages use too."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What the model calls the tensors that its stage knows by another name."""
     deferred: list[DeferredGradients] = field(default_factory=list)
-    """For each slot its linear layers, where their weight gradients are made for several microbatches at once."""
+    """For each of its modules the linear layers whose weight gradients are made for several microbatches at once."""
     activations: dict[Key, InFlight] = field(default_factory=dict)
     """Inputs on their way, by microbatch."""
     gradients: dict[Key, InFlight] = field(default_factory=dict)
@@ -75,6 +81,13 @@ class Replica:
     _shares: dict[int, Share | None] = field(default_factory=dict)
     _partners: dict[tuple[int, int], dict[int, tuple[int, int]]] = field(default_factory=dict)
 
+    @property
+    def trained(self) -> list[str]:
+        """The stage's own names of all parameters that are trained."""
+        trained = {name for versions in (self.weights, *self.tied) for name in versions.names}
+        named = (name.removeprefix(COMPILED) for name, _ in self.weights.modules[0].named_parameters())
+        return [name for name in named if self.names.get(name, name) in trained]
+
     @cached_property
     def num_backwards(self) -> int:
         """How many microbatches of a batch this replica has rows of."""
@@ -85,14 +98,15 @@ class Replica:
         if not self.deferred:
             return nullcontext()
         at_once = is_last and self.reducer.group is not None
-        return self.deferred[self.weights.slot(batch)].backward(at_once=at_once)
+        return self.deferred[self.weights.index(batch)].backward(at_once=at_once)
 
     def finish(self, batch: int) -> list[Tensor | None]:
         """The gradients of a batch, whole and summed over the replicas."""
-        slot = self.weights.slot(batch)
         if self.deferred:
-            self.deferred[slot].make()
-        return self.reducer.finish(slot)
+            self.deferred[self.weights.index(batch)].make()
+        for each in self.tied:
+            each.finish(self.stage, batch)
+        return self.reducer.finish(self.weights.slot(batch))
 
     def share(self, microbatch: int) -> Share | None:
         """The rows of a microbatch that are this replica's, or None where it has none."""
@@ -129,14 +143,19 @@ def make_replicas(
     replicas: dict[int, Replica] = {}
     if settings.sync_batch_norm:
         check_batch_norm(plan)
-    first = 0
+    edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+    modules = {
+        number: _place(layered.stage(*edges[number : number + 2]), settings, world.device)
+        for number, workers in enumerate(plan.workers)
+        if world.worker in workers
+    }
+    shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, stage in enumerate(plan.stages):
-        last = first + len(stage.layers)
         group = world.group("reduce", plan.workers[number])
-        add_up = make_all_reduce(world, number, plan.workers[number], staged=is_staged(world, settings))
+        add_up = make_all_reduce(world, f"stage {number}", plan.workers[number], staged=is_staged(world, settings))
         norms = world.group("batch norm", plan.workers[number]) if settings.sync_batch_norm else None
-        if world.worker in plan.workers[number]:
-            module = _place(layered.stage(first, last), settings, world.device)
+        if number in modules:
+            module, tied = modules[number], [each for each in shared if number in each.stages]
             module = synchronize_batch_norm(module, norms) if settings.sync_batch_norm else module
             if group is not None:
                 # A model that was built without a seed differs from worker to worker; a stage has one beginning.
@@ -145,18 +164,28 @@ def make_replicas(
                 number, module, settings, recompute=stage.recompute,
                 seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
             )  # fmt: skip
-            weights = Weights(module, stage.versions, make_optimizer, layered.unreached)
-            deferred = [DeferredGradients(slot) for slot in weights.modules] if _defers(plan, number, settings) else []
+            copies, names = copies_in(module, tied), _other_names(module, layered)
+            weights = Weights(module, stage.versions, make_optimizer, layered.unreached, copies, names)
+            deferred = []
+            if _defers(plan, number, settings):
+                apart = {id(each) for slots in copies.values() for each in slots}
+                deferred = [DeferredGradients(each, apart) for each in weights.modules]
             reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
-            for slot, each in enumerate(deferred):
-                each.put(reducer.places(slot))
+            for batch, each in enumerate(deferred):
+                each.put(reducer.places(weights.slot(batch)))
             replica = plan.workers[number].index(world.worker)
-            replicas[number] = Replica(number, replica, plan, runner, weights, reducer, deferred)
+            replicas[number] = Replica(number, replica, plan, runner, weights, reducer, tied, names, deferred)
             if settings.compile:
                 options = options_on_card(plan) if world.device.type == "cuda" else {}
                 weights.modules = [compiled(slot, options) for slot in weights.modules]
-        first = last
     return replicas
+
+
+def _other_names(module: nn.Module, layered: Layered) -> dict[str, str]:
+    """For the names of a stage's parameters that are not the model's first ones for them, these."""
+    first = {id(parameter): name for name, parameter in layered.model.named_parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(each)] for name, each in named if first[id(each)] != name}
 
 
 def _defers(plan: Plan, stage: int, settings: Settings) -> bool:

@@ -51,7 +51,7 @@ class SelfCheck:
 
     def _run(self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
         module = _plain(here.weights.module(key[0]))
-        weights = {name: module.get_parameter(name).detach().requires_grad_() for name in here.weights.names}
+        weights = {name: module.get_parameter(name).detach().requires_grad_() for name in here.trained}
         for name, weight in weights.items():
             copy_hooks(module.get_parameter(name), weight)
             note = partial(self._note, here.stage, name)
@@ -72,8 +72,8 @@ class SelfCheck:
         """Compares a stage's gradients of the first batch, before they are reduced."""
         if not self._is_on or batch != self._batch or here.replica != 0:
             return
-        module = _plain(here.weights.module(batch))
-        for name, gradient in zip(names, gradients):
+        module, other = _plain(here.weights.module(batch)), {first: name for name, first in here.names.items()}
+        for name, gradient in zip((other.get(name, name) for name in names), gradients):
             expected = self._expected.pop((here.stage, name), None)
             if expected is not None and gradient is not None:
                 self._judge(here.stage, name, expected, _numbers(gradient, module.get_parameter(name)))

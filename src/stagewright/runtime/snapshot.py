@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,28 +21,38 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagewright.errors import CheckpointError
+from stagewright.runtime.compiling import COMPILED
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.storage import Tensors
-from stagewright.runtime.weights import Weights
-
-_COMPILED = "_orig_mod."
-"""What torch.compile puts before the names of the module inside."""
+from stagewright.runtime.weights import Versions
 
 
 def stage_tensors(here: Replica) -> Tensors:
     """The state of a stage that all its replicas have in common, not copied."""
-    weights, found = here.weights, {}
-    buffers = stage_buffers(here)
-    for name, tensor in weights.newest().state_dict().items():
-        if f"model/{_plain(name)}" not in buffers:
-            found[f"model/{_plain(name)}"] = tensor
-    for back in range(1, weights.num_versions):
-        slot = weights.parameters[weights.slot(weights.num_updates - 1 - back)]
-        found.update({f"version-{back}/{name}": tensor for name, tensor in zip(weights.names, slot)})
-    for name, kind, value in _optimizer_values(weights):
-        if isinstance(value, Tensor):
-            found[f"optimizer/{kind}/{name}"] = value
+    found, buffers = {}, stage_buffers(here)
+    elsewhere = {name for tied in here.tied if tied.owner != here.stage for name in tied.names}
+    for name, tensor in here.weights.newest().state_dict().items():
+        key = _name_in_model(here, name)
+        if f"model/{_plain(name)}" not in buffers and key not in elsewhere:
+            found[f"model/{key}"] = tensor
+    for versions in _saved(here):
+        for back in range(1, versions.num_versions):
+            slot = versions.parameters[versions.slot(versions.num_updates - 1 - back)]
+            found.update({f"version-{back}/{name}": tensor for name, tensor in zip(versions.names, slot)})
+        for name, kind, value in _optimizer_values(versions):
+            if isinstance(value, Tensor):
+                found[f"optimizer/{kind}/{name}"] = value
     return found
+
+
+def _saved(here: Replica) -> list[Versions]:
+    """What a stage saves: its own parameters, and those that it shares with stages that have no more versions."""
+    return [here.weights, *(tied for tied in here.tied if tied.owner == here.stage)]
+
+
+def _name_in_model(here: Replica, name: str) -> str:
+    """The first name that the model has for a tensor of a stage."""
+    return here.names.get(_plain(name), _plain(name))
 
 
 def stage_buffers(here: Replica) -> Tensors:
@@ -53,10 +64,10 @@ def stage_buffers(here: Replica) -> Tensors:
 
 def _plain(name: str) -> str:
     """A name without what torch.compile adds."""
-    return name.removeprefix(_COMPILED)
+    return name.removeprefix(COMPILED)
 
 
-def _optimizer_values(weights: Weights) -> Iterator[tuple[str, str, Any]]:
+def _optimizer_values(weights: Versions) -> Iterator[tuple[str, str, Any]]:
     """(parameter, kind, value) of everything that the optimizer keeps."""
     if weights.optimizer is None:
         return
@@ -74,12 +85,15 @@ def optimizer_name(stages: Iterable[Replica]) -> str | None:
 def stage_numbers(here: Replica) -> dict[str, Any]:
     """What the optimizer keeps that is no tensor: plain numbers by parameter, and the options of its groups."""
     numbers: dict[str, dict[str, Any]] = {}
-    for name, kind, value in _optimizer_values(here.weights):
-        if isinstance(value, int | float | bool):
-            numbers.setdefault(name, {})[kind] = value
+    options: dict[str, dict[str, Any]] = {}
+    for versions in _saved(here):
+        options |= _group_options(versions.optimizer)
+        for name, kind, value in _optimizer_values(versions):
+            if isinstance(value, int | float | bool):
+                numbers.setdefault(name, {})[kind] = value
     scheduler = here.weights.scheduler
     state = {key: value for key, value in scheduler.state_dict().items() if _is_plain(value)} if scheduler else {}
-    return {"numbers": numbers, "options": _group_options(here.weights.optimizer), "scheduler": state}
+    return {"numbers": numbers, "options": options, "scheduler": state}
 
 
 def _group_options(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
@@ -111,14 +125,15 @@ def _as_plain(value: Any) -> Any:
 
 def wanted_keys(here: Replica, known: Mapping[str, Any]) -> dict[str, str]:
     """For each tensor of the stage the key that it is restored from; `known` are the keys of the checkpoint."""
-    weights = here.weights
-    wanted = {f"model/{name}": f"model/{name}" for name in map(_plain, weights.newest().state_dict())}
-    for back in range(1, weights.num_versions):
-        for name in weights.names:
+    all_names = [_name_in_model(here, name) for name in here.weights.newest().state_dict()]
+    wanted = {f"model/{name}": f"model/{name}" for name in all_names}
+    names = set()
+    for versions in (here.weights, *here.tied):
+        names.update(versions.names)
+        for back, name in product(range(1, versions.num_versions), versions.names):
             # Another plan may have kept fewer versions: the oldest it had comes nearest.
             kept = next((old for old in range(back, 0, -1) if f"version-{old}/{name}" in known), 0)
             wanted[f"version-{back}/{name}"] = f"version-{kept}/{name}" if kept else f"model/{name}"
-    names = set(weights.names)
     kinds = (key.split("/", 2) for key in known if key.startswith("optimizer/"))
     wanted.update({f"optimizer/{kind}/{name}": f"optimizer/{kind}/{name}" for _, kind, name in kinds if name in names})
     lost = next((key for key in wanted.values() if key not in known), None)
@@ -133,32 +148,29 @@ def wanted_keys(here: Replica, known: Mapping[str, Any]) -> dict[str, str]:
 @torch.no_grad()
 def restore_stage(here: Replica, step: int, tensors: Tensors, numbers: Mapping[str, Any], *, options: bool) -> None:
     """Puts a stage where it stood after `step` updates; with `options` the optimizer's groups get theirs back too."""
-    weights = here.weights
-    weights.num_updates = step
-    for slot in range(weights.num_versions):
-        _restore_slot(weights, slot, step, tensors)
-    if weights.optimizer is not None:
-        _restore_optimizer(weights, weights.optimizer, tensors, numbers)
-        if options:
-            _restore_options(weights.optimizer, numbers["options"])
-    if weights.scheduler is not None and numbers.get("scheduler"):
-        _restore_scheduler(weights.scheduler, numbers["scheduler"])
+    for module in here.weights.modules:
+        for name, tensor in module.state_dict().items():
+            key = _name_in_model(here, name)
+            _fill(tensor, tensors[f"model/{key}"], key)
+    for versions in (here.weights, *here.tied):
+        versions.num_updates = step
+        for slot in range(versions.num_versions):
+            _restore_slot(versions, slot, step, tensors)
+        if versions.optimizer is not None:
+            _restore_optimizer(versions, versions.optimizer, tensors, numbers)
+            if options:
+                _restore_options(versions.optimizer, numbers["options"])
+        if versions.scheduler is not None and numbers.get("scheduler"):
+            _restore_scheduler(versions.scheduler, numbers["scheduler"])
 
 
-def _restore_slot(weights: Weights, slot: int, step: int, tensors: Tensors) -> None:
+def _restore_slot(versions: Versions, slot: int, step: int, tensors: Tensors) -> None:
     """Fills a slot with the version that the next batch in it uses; batch b uses version b − K + 1."""
-    count = weights.num_versions
-    batch = next(batch for batch in range(step, step + count) if weights.slot(batch) == slot)
+    count = versions.num_versions
+    batch = next(batch for batch in range(step, step + count) if versions.slot(batch) == slot)
     back = step - max(0, batch - count + 1)
-    # A tied parameter has its versions under its first name alone.
-    first_names = {
-        id(tensor): name for name, tensor in reversed(weights.modules[slot].state_dict(keep_vars=True).items())
-    }
-    for name, tensor in weights.modules[slot].state_dict(keep_vars=True).items():
-        if first_names[id(tensor)] != name:
-            continue
-        key = f"version-{min(back, count - 1)}/{_plain(name)}"
-        _fill(tensor, tensors.get(key, tensors[f"model/{_plain(name)}"]), _plain(name))
+    for name, tensor in zip(versions.names, versions.parameters[slot]):
+        _fill(tensor, tensors.get(f"version-{min(back, count - 1)}/{name}", tensors[f"model/{name}"]), name)
 
 
 def _fill(target: Tensor, value: Tensor, name: str) -> None:
@@ -171,14 +183,15 @@ def _fill(target: Tensor, value: Tensor, name: str) -> None:
     target.copy_(value)
 
 
-def _restore_optimizer(weights: Weights, optimizer: Optimizer, tensors: Tensors, numbers: Mapping[str, Any]) -> None:
+def _restore_optimizer(weights: Versions, optimizer: Optimizer, tensors: Tensors, numbers: Mapping[str, Any]) -> None:
     """Gives the optimizer back what it kept, each tensor where and how it wants it."""
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found: dict[str, dict[str, Any]] = {name: dict(numbers["numbers"].get(name, {})) for name in weights.names}
     for key, value in tensors.items():
         if key.startswith("optimizer/"):
             _, kind, name = key.split("/", 2)
-            found[name][kind] = value
+            if name in found:
+                found[name][kind] = value
     state = {
         index: {kind: _laid_out(value, parameter) for kind, value in found[parameter.stagewright_name].items()}
         for index, parameter in enumerate(members)

@@ -14,6 +14,7 @@ from torch import Tensor
 from stagewright.runtime.compiling import replays, run_or_compile_again
 from stagewright.runtime.precision import sum_of_squares
 from stagewright.runtime.replica import Replica
+from stagewright.runtime.weights import Versions
 from stagewright.runtime.worker import Worker
 
 _TIMES = 2
@@ -33,20 +34,21 @@ def run_everything_once(worker: Worker) -> None:
         numbers = range(here.plan.num_microbatches)
         sizes = {share.stop - share.start for share in map(here.share, numbers) if share is not None}
         buffers = [buffer.clone() for buffer in here.weights.modules[0].buffers()]
-        for slot in range(here.weights.num_versions):
+        for slot in range(len(here.weights.modules)):
             for rows in sorted(sizes) * _TIMES:
                 run = partial(_run_once, worker, here, slot, rows)
                 run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
-        _update_once(here, worker.world.device)
+        for versions in (here.weights, *here.tied):
+            _update_once(versions, worker.world.device)
 
 
 def _run_once(worker: Worker, here: Replica, slot: int, rows: int) -> None:
     """Forward and backward of one slot on rows of zeros."""
     runner, key = here.runner, (slot, -1)
     if replays(here.plan):  # a gradient is never added to, and where graphs are replayed it must not be
-        for parameter in here.weights.parameters[slot]:
+        for parameter in here.weights.modules[slot].parameters():
             parameter.grad = None
     inputs = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.inputs]
     targets = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.targets]
@@ -67,9 +69,8 @@ def _zeros(rows: int, shape: tuple[int, ...], dtype: torch.dtype, worker: Worker
     return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
 
-def _update_once(here: Replica, device: torch.device) -> None:
+def _update_once(weights: Versions, device: torch.device) -> None:
     """One optimizer step at a rate of 0 on the gradients just made, then a clean slate."""
-    weights = here.weights
     gradients = [parameter.grad for parameter in weights.parameters[0]]
     present = [gradient for gradient in gradients if gradient is not None]
     sum_of_squares(present, device)

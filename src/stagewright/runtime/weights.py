@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import lcm
 from typing import Any
 
 import torch
@@ -28,37 +29,29 @@ OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer | tuple[Optimizer,
 """From a stage's parameters to their optimizer, with a scheduler where there is one: it steps after every update."""
 
 
-class Weights:
-    """The slots of one stage on one worker."""
+class Versions:
+    """K copies of some parameters, and their optimizer."""
 
     def __init__(
-        self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker, unreached: Collection[str] = ()
+        self, names: Sequence[str], parameters: list[list[nn.Parameter]], make_optimizer: OptimizerMaker
     ) -> None:
-        """`unreached` are parameters to which no gradient ever comes: no optimizer may decay them."""
-        self.modules: list[nn.Module] = [module, *(_twin(module) for _ in range(num_versions - 1))]
-        self.names = [name for name, each in module.named_parameters() if each.requires_grad and name not in unreached]
-        self.parameters: list[list[nn.Parameter]] = [
-            [slot.get_parameter(name) for name in self.names] for slot in self.modules
-        ]
+        """`parameters` are those of each slot, by the whole model's `names`."""
+        self.names, self.parameters = list(names), parameters
         # The optimizer keeps its state by parameter object, so it gets its own ones: they are made to point at the
         # slot that is being updated, and no graph ever sees them.
-        is_alone = num_versions == 1
-        self.moved = self.parameters[0] if is_alone else [nn.Parameter(one.data) for one in self.parameters[0]]
+        is_alone = len(parameters) == 1
+        self.moved = parameters[0] if is_alone else [nn.Parameter(one.data) for one in parameters[0]]
         self.optimizer, self.scheduler = _made(make_optimizer, _named_groups(self.names, self.moved))
         self.num_updates = 0
 
     @property
     def num_versions(self) -> int:
         """K."""
-        return len(self.modules)
+        return len(self.parameters)
 
     def slot(self, batch: int) -> int:
         """Where a batch computes."""
         return batch % self.num_versions
-
-    def module(self, batch: int) -> nn.Module:
-        """The stage with the weights that a batch uses."""
-        return self.modules[self.slot(batch)]
 
     @torch.no_grad()
     def end_in_first_slot(self) -> None:
@@ -97,9 +90,44 @@ class Weights:
             moved.grad = None
         self.num_updates = batch + 1
 
+
+class Weights(Versions):
+    """The slots of one stage on one worker."""
+
+    def __init__(
+        self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker, unreached: Collection[str] = (),
+        tied: Mapping[str, Sequence[nn.Parameter]] | None = None, other_names: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`unreached` are parameters to which no gradient ever comes: no optimizer may decay them.
+
+        `other_names` are what the model calls parameters that the stage knows by another name.
+        `tied` are the copies of parameters that other stages use too. They may be more than the stage has versions, so
+        that there are modules for each combination; parameters that are not trained have one copy for all.
+        """
+        tied, named = tied or {}, {name: (other_names or {}).get(name, name) for name, _ in module.named_parameters()}
+        self.modules: list[nn.Module] = [module]
+        for number in range(1, lcm(num_versions, *map(len, tied.values()))):
+            known = {name: copies[number % len(copies)] for name, copies in tied.items()}
+            if number >= num_versions:
+                others = self.modules[number % num_versions].named_parameters()
+                known = {name: each for name, each in others if name not in tied} | known
+            self.modules.append(_twin(module, known))
+        moving = [name for name, each in module.named_parameters() if each.requires_grad and name not in tied]
+        own = [name for name in moving if named[name] not in unreached]
+        parameters = [[slot.get_parameter(name) for name in own] for slot in self.modules[:num_versions]]
+        super().__init__([named[name] for name in own], parameters, make_optimizer)
+
+    def index(self, batch: int) -> int:
+        """The number of the module that a batch computes with."""
+        return batch % len(self.modules)
+
+    def module(self, batch: int) -> nn.Module:
+        """The stage with the weights that a batch uses."""
+        return self.modules[self.index(batch)]
+
     def newest(self) -> nn.Module:
         """The stage with the weights after every update so far."""
-        return self.modules[self.slot(self.num_updates - 1)]
+        return self.module(self.num_updates - 1)
 
 
 def _made(
@@ -142,15 +170,35 @@ def _step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> 
     optimizer.step()
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """A copy with parameters of its own, which keep the hooks that copies lose, and the very same buffers."""
-    buffers = {id(buffer): buffer for buffer in module.buffers()}
-    made = copy.deepcopy(module, memo=dict(buffers))
-    for mine, theirs in zip(made.parameters(), module.parameters()):
-        copy_hooks(theirs, mine)
-        for hook in (theirs._post_accumulate_grad_hooks or {}).values():
-            mine.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+def _twin(module: nn.Module, known: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A copy with the known parameters and others of its own, but the very same buffers and frozen parameters."""
+    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in module.buffers()}
+    shared |= {
+        id(each): known.get(name, each) for name, each in module.named_parameters() if _is_given(name, each, known)
+    }
+    made = copy.deepcopy(module, memo=dict(shared))
+    for mine, (name, theirs) in zip(made.parameters(), module.named_parameters()):
+        if not _is_given(name, theirs, known):
+            _copy_all_hooks(theirs, mine)
     return made
+
+
+def _is_given(name: str, parameter: nn.Parameter, known: Mapping[str, nn.Parameter]) -> bool:
+    return name in known or not parameter.requires_grad
+
+
+def copy_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Another parameter with the same numbers and hooks."""
+    made = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+    _copy_all_hooks(parameter, made)
+    return made
+
+
+def _copy_all_hooks(parameter: Tensor, other: Tensor) -> None:
+    """Gives another tensor a parameter's hooks, which copies lose."""
+    copy_hooks(parameter, other)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        other.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def copy_hooks(parameter: Tensor, other: Tensor) -> None:

@@ -79,6 +79,8 @@ class Worker:
         self.self_check = SelfCheck(settings)
         for here in self.replicas.values():
             here.reducer.inspect = partial(self._inspect, here)
+            for tied in here.tied:
+                tied.inspect = partial(self.self_check.compare, here)
 
     def _inspect(self, here: Replica, slot: int, members: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Looks at a stage's gradients before they are reduced; those of the batch whose end is running."""
@@ -123,6 +125,13 @@ class Worker:
         order = self.order(num_batches, first_batch)
         for actions in _receives_ahead(together(order), self.transport.lookahead):
             self.act(actions)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Makes the updates of tied parameters that wait for other stages, at the end of a stretch."""
+        for here in self.replicas.values():
+            for tied in here.tied:
+                tied.catch_up(here.weights.num_updates - 1, skips=self.skips)
 
     def order(self, num_batches: int, first_batch: int) -> Iterator[Action]:
         """This worker's actions over a number of batches, or until the gate closes."""
@@ -358,9 +367,13 @@ class Worker:
             here.reduced[action.batch] = gradients
             if here.replica == 0:
                 counted += [each for each in gradients if each is not None]
+        shared = list({id(tied): tied for here in self.replicas.values() for tied in here.tied}.values())
+        counted += [each for tied in shared if tied.is_counted for each in tied.gradients(action.batch)]
         squares, scale = sum_of_squares(counted, self.world.device), self.scale.of_batch(action.batch)
         verdict = agree(squares, scale, self.settings.clip_norm, self.world.everyone)
         self.verdicts[action.batch] = verdict
+        for tied in shared:
+            tied.judge(action.batch, verdict)
         self.scale.note(action.batch, verdict.overflowed)
 
     def update(self, action: Action) -> None:
@@ -373,6 +386,8 @@ class Worker:
             self.watch.after_gradients(here, batch, gradients)
         skip = verdict.overflowed if verdict is not None and self.skips else None
         here.weights.update(batch, gradients, skip=skip, divisor=None if verdict is None else verdict.divisor)
+        for tied in here.tied:  # those that the batch after the next needs first: see `tied`
+            tied.catch_up(batch - tied.num_versions + here.weights.num_versions, skips=self.skips)
         if self.on_stage_update is not None:
             self.on_stage_update(action.stage, batch)
         # Stages with more versions are updated later: the batch is over when all of this worker's have been.
@@ -397,6 +412,8 @@ class Worker:
         self.transport.close()
         for here in self.replicas.values():
             here.reducer.close()
+            for tied in here.tied:
+                tied.close()
             for deferred in here.deferred:
                 deferred.close()
 

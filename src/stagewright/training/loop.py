@@ -169,7 +169,8 @@ def _bring_back(run: Run, worker: Worker) -> None:
 
     if not give_back(run.layered.model, run.folder):
         for here in worker.replicas.values():
-            here.weights.end_in_first_slot()
+            for versions in (here.weights, *here.tied):
+                versions.end_in_first_slot()
 
 
 def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
