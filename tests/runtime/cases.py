@@ -180,7 +180,7 @@ def reference(case: Case, layered: Layered, plan: Plan) -> tuple[list[float], di
     model, first, versions = MODELS[case.model], 0, {}
     for stage in plan.stages:
         names = layered.parameter_names(first, first + len(stage.layers))
-        versions |= dict.fromkeys(names, stage.versions)
+        versions |= {name: max(versions.get(name, 1), stage.versions) for name in names}
         first += len(stage.layers)
     plain = model.make()
 

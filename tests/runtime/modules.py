@@ -242,6 +242,26 @@ class Words(nn.Module):
         return self.tail(self.words(tokens))
 
 
+class TiedWords(nn.Module):
+    """Two small layers between an embedding and a head that share a weight, and a second pair that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.embed = nn.Embedding(9, WIDTH)
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.d.weight = self.a.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        h = self.embed(words)
+        for layer in (self.a, self.b, self.c, self.d):
+            h = h + torch.tanh(layer(h))
+        return self.head(self.norm(h))
+
+
 def tokens(batch: int, num_rows: int) -> tuple[Tensors, Tensors]:
     """Tokens and labels; some labels are -100, all of row 1's."""
     generator = torch.Generator().manual_seed(1000 + batch)
@@ -314,6 +334,7 @@ MODELS = {
     "dropped": Model(lambda: Dropped(False), classified, cross_entropy_sum(), F.cross_entropy, drops=True),
     "dropped, exported": Model(lambda: Dropped(True), classified, cross_entropy_sum(), F.cross_entropy, drops=True),
     "normed": Model(Normed, classified, cross_entropy_sum(), F.cross_entropy, mixes_rows=True),
+    "tied words": Model(TiedWords, tokens, token_cross_entropy_sum(), mean_of_tokens),
     "words": Model(Words, tokens, token_cross_entropy_sum(), mean_of_tokens),
     "words, own loss": Model(Words, tokens, mean_loss(mean_of_tokens, count=number_of_tokens), mean_of_tokens),
     "weighted": Model(

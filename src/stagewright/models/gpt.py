@@ -1,7 +1,7 @@
 """GPT-2: token and position embeddings, blocks of attention and MLP, and a head over the vocabulary.
 
 embed │ block0 │ block1 │ … │ head │ loss
-  └────── one weight, if tied ──┘         a tied model is cut only before the loss
+  └────── one weight, if tied ──┘         a tied model is cut like any other
 """
 
 from __future__ import annotations

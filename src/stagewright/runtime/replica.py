@@ -104,9 +104,13 @@ class Replica:
         """The gradients of a batch, whole and summed over the replicas."""
         if self.deferred:
             self.deferred[self.weights.index(batch)].make()
+        self.finish_tied(batch)  # a replica without rows has had no backward
+        return self.reducer.finish(self.weights.slot(batch))
+
+    def finish_tied(self, batch: int) -> None:
+        """Lets the sums of tied parameters' gradients start: this stage has added its own of a batch."""
         for each in self.tied:
             each.finish(self.stage, batch)
-        return self.reducer.finish(self.weights.slot(batch))
 
     def share(self, microbatch: int) -> Share | None:
         """The rows of a microbatch that are this replica's, or None where it has none."""

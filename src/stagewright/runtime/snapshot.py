@@ -46,7 +46,7 @@ def stage_tensors(here: Replica) -> Tensors:
 
 
 def _saved(here: Replica) -> list[Versions]:
-    """What a stage saves: its own parameters, and those that it shares with stages that have no more versions."""
+    """What a stage saves: its own parameters, and those that it is the first of several to use."""
     return [here.weights, *(tied for tied in here.tied if tied.owner == here.stage)]
 
 

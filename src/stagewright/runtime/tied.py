@@ -4,9 +4,9 @@
     stage 1 (K = 2)                │  then each holder updates its copy: they stay equal to the bit
     stage 2 (K = 1)   head      ◀──┘
 
-They have as many versions as the stage with the most among their holders, in all of them. A stage with fewer versions
-is updated earlier than that one, when the gradients of the others are still to come: with its own update of batch n it
-makes that of batch n − (most versions − its own), which is the first that batch n + K needs, and never waits long.
+They have as many versions as the stage with the most among their holders, in all of them. Backward comes to the first
+of these stages last, so its update of a batch is the one that makes theirs. The others are updated earlier, when
+gradients are still to come: they make that update when the first forward needs it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Tied(Versions):
         num_versions = max(plan.versions[stage] for stage in holders.stages)
         slots = [parameters, *([copy_of(each) for each in parameters] for _ in range(num_versions - 1))]
         super().__init__(holders.names, slots, make_optimizer)
-        self.owner = next(stage for stage in holders.stages if plan.versions[stage] == num_versions)
-        """The stage whose update of a batch is the one that makes theirs: it saves them."""
+        self.owner = holders.stages[0]
+        """The stage whose update of a batch makes theirs, and which saves them."""
         self.is_counted = worker == plan.workers[self.owner][0]
         """Whether this is the worker that counts them in the norm of all gradients."""
         self.stages = holders.stages

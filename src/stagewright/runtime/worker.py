@@ -177,6 +177,8 @@ class Worker:
         inputs = self._inputs(here, key, share)
         last = here.runner.has_loss
         targets = self._targets(here, key[0], share.start, share.stop) if last else ()
+        for tied in here.tied:
+            tied.catch_up(key[0] - tied.num_versions, skips=self.skips)
         module = here.weights.module(key[0]) if self.is_training else here.weights.newest()
         made = here.runner.forward(module, key, inputs, targets, start=share.start, hold=self.is_training)
         if self.watch is not None and self.is_training:
@@ -193,8 +195,11 @@ class Worker:
         gradients = self._output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
         self.self_check.add(here, key, gradients, scale)
-        with here.backward_of(key[0], is_last=self._arm(here, key)):
+        is_last = self._arm(here, key)
+        with here.backward_of(key[0], is_last=is_last):
             returned = here.runner.backward(key, gradients, scale)
+        if is_last:
+            here.finish_tied(key[0])
         self._return(here, key, returned)
 
     def backward_input(self, action: Action) -> None:
@@ -208,8 +213,10 @@ class Worker:
 
     def backward_weight(self, action: Action) -> None:
         here, key, _ = self._find(action)
-        self._arm(here, key)
+        is_last = self._arm(here, key)
         here.runner.backward_weight(here.weights.module(key[0]), key)
+        if is_last:
+            here.finish_tied(key[0])
 
     def _make_full(self) -> None:
         """Makes the weight gradients of which no more rows can be kept, now that the last backward is on its way."""
@@ -386,8 +393,9 @@ class Worker:
             self.watch.after_gradients(here, batch, gradients)
         skip = verdict.overflowed if verdict is not None and self.skips else None
         here.weights.update(batch, gradients, skip=skip, divisor=None if verdict is None else verdict.divisor)
-        for tied in here.tied:  # those that the batch after the next needs first: see `tied`
-            tied.catch_up(batch - tied.num_versions + here.weights.num_versions, skips=self.skips)
+        for tied in here.tied:
+            if tied.owner == here.stage:
+                tied.catch_up(batch, skips=self.skips)
         if self.on_stage_update is not None:
             self.on_stage_update(action.stage, batch)
         # Stages with more versions are updated later: the batch is over when all of this worker's have been.
