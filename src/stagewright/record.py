@@ -20,8 +20,8 @@ from pydantic import (
 )
 
 from stagewright.errors import RecordError, StagewrightError
-from stagewright.noun import Saved, noun
 from stagewright.plan import Plan
+from stagewright.schema import Saved, schema
 
 Source = Literal["simulated", "rehearsed", "measured"]
 
@@ -129,7 +129,7 @@ _SpanTuple = Annotated[tuple[Span, ...], WrapValidator(_checked_spans), WrapSeri
 """How spans are checked and written, whichever way they are kept."""
 
 
-@noun(error=RecordError)
+@schema(error=RecordError)
 class DeviceUse:
     """What one device did and held."""
 
@@ -158,7 +158,7 @@ class DeviceUse:
                 )
 
 
-@noun(error=RecordError)
+@schema(error=RecordError)
 class Point:
     """One figure on a curve: the loss after a step, the accuracy after an epoch."""
 
@@ -169,7 +169,7 @@ class Point:
     seconds: float = Field(default=0.0, ge=0)
 
 
-@noun(error=RecordError)
+@schema(error=RecordError)
 class Record(Saved):
     """One run, with what is needed to compare and to draw it."""
 

@@ -18,11 +18,11 @@ from stagewright.bench.task import Task
 from stagewright.bench.watch import Look, Seen, Watch, look_at_cards, look_at_workers
 from stagewright.cluster import Cluster, DeviceId
 from stagewright.errors import StagewrightError
-from stagewright.noun import dump_json
 from stagewright.record import DeviceUse, Record
 from stagewright.report.cases import Failure
 from stagewright.report.figures import size
 from stagewright.runtime.stem import Stem, StemGoneError
+from stagewright.schema import dump_json
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Setting
 

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from stagewright.cluster import parse_ratio
 from stagewright.errors import UsageError
-from stagewright.noun import dump_json
 from stagewright.profile import Precision, Profile
 from stagewright.report.figures import seconds, size
+from stagewright.schema import dump_json
 
 if TYPE_CHECKING:
     from stagewright.profiling.calibrate import Measurement

@@ -11,15 +11,15 @@ from pydantic import Field
 
 from stagewright.cluster import Device, plain_kind
 from stagewright.errors import ClusterError, StagewrightError
-from stagewright.noun import Saved, noun, parse_plain
 from stagewright.profile import Precision
+from stagewright.schema import Saved, parse_plain, schema
 
 WorkKind = Literal["conv", "matmul", "memory"]
 """What an operator is limited by: convolution, matrix product, or moving bytes."""
 _NOT_IN_NAMES = ("nvidia", "tesla", "geforce", "graphics", "quadro")
 
 
-@noun(error=ClusterError)
+@schema(error=ClusterError)
 class DeviceKind(Saved):
     """What one kind of device can do: peaks from its data sheet, efficiencies from measurements."""
 

@@ -23,9 +23,9 @@ from typing import ClassVar, NamedTuple
 
 from stagewright.cluster import Cluster
 from stagewright.errors import FileError, RecordError, StagewrightError, UsageError
-from stagewright.noun import Saved, noun
 from stagewright.plan import Plan, parse_staleness
 from stagewright.record import DeviceUse, Record, Source
+from stagewright.schema import Saved, schema
 
 RECORD_END, FAILURE_END = ".record.json", ".failure.json"
 _RUN_RECORD = "record.json"
@@ -36,7 +36,7 @@ WHERE_TIME_GOES = ("critical path:", "reduce among ")
 """How a simulation's notes begin that explain its timeline, and are shown with it."""
 
 
-@noun(error=RecordError)
+@schema(error=RecordError)
 class Failure(Saved):
     """A case that gave no record, and why."""
 

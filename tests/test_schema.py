@@ -28,11 +28,11 @@ from stagewright.cluster import (
     ready_made_clusters,
 )
 from stagewright.errors import FileError, PlacementError, RecordError, StagewrightError
-from stagewright.noun import Saved, dump_json, dump_yaml
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.record import DeviceUse, Point, Record, Span, Spans
 from stagewright.schedule import Schedule, parse_order
+from stagewright.schema import Saved, dump_json, dump_yaml
 from tests import strategies
 
 NOUNS: dict[type[Saved], st.SearchStrategy] = {

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
-def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
+def schema(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
     """Makes a class a frozen dataclass whose wrong values raise `error` with the key and the value."""
 
     def make(cls: type[T]) -> type[T]:
@@ -51,7 +51,7 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
                 plain_init(self, **values)
             except ValidationError as fault:
                 wrong = error(f"{cls.__name__}: {describe(fault)}")
-                wrong.noun, wrong.key = cls.__name__, _key_of(fault)
+                wrong.schema, wrong.key = cls.__name__, _key_of(fault)
                 raise wrong from None
 
         made.__init__ = __init__  # type: ignore[method-assign]
@@ -87,9 +87,9 @@ def shown(value: object) -> str:
 
 
 @cache
-def adapter(noun: Any) -> TypeAdapter[Any]:
-    """What checks and writes nouns of this type."""
-    return TypeAdapter(noun)
+def adapter(cls: Any) -> TypeAdapter[Any]:
+    """What checks and writes values of this type."""
+    return TypeAdapter(cls)
 
 
 class Saved:
