@@ -341,7 +341,7 @@ def damaged_files() -> Iterator[tuple[str, str, str]]:
     yield "infinite.json", json_head + "1e999}", "key hosts is inf"
     yield "twice.json", json_head + '[], "name": "y"}', "key 'name' stands twice"
     yield "twice.yaml", head + "name: y", "key 'name' stands twice"
-    yield "number-key.yaml", head + "1: 2", "key 1 in the keys from line 1 on is no text"
+    yield "number-key.yaml", head + "1: 2", "the key in line 4 is no text"
     yield "list-key.yaml", head + "? [a]\n: 2", "is no text"
     yield "nul.json", json_head + "\0}", "not JSON: Expecting value in line 1"
     yield "nul.yaml", head + "hosts: \0", "special characters are not allowed"

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from stagewright.data.draws import draw_uniform
+from stagewright.data.order import draw_uniform
 from stagewright.data.source import Pixels
 from stagewright.data.writing import IMAGES_PER_FILE, Format, Sample, write_images
 from stagewright.errors import UsageError
