@@ -129,7 +129,9 @@ def show_plans(found: Search, cluster: sw.Cluster, records: list[sw.Record]) -> 
 
 def main(folder: Path) -> None:
     """Shows the whole flow, and leaves its files in the folder."""
-    from stagewright.report import comparison_table
+    from stagewright.report.cases import make_cases
+    from stagewright.report.comparison import find_pairs
+    from stagewright.report.tables import pair_table, terminal_table
 
     started = perf_counter()
     say("1  profile", "how long each layer takes on one core here, and how much it weighs")
@@ -146,7 +148,7 @@ def main(folder: Path) -> None:
         say("3  train", f"{name}: {plan.placement}, {STEPS} steps of {BATCH} made-up images, {NUM_DEVICES} processes")
         records.append(train(plan, model, name, folder / name.replace(" ", "-")))
     say("4  compare", "what was predicted, and what happened\n")
-    console.print(comparison_table(records))
+    console.print(terminal_table(pair_table(find_pairs(make_cases(records)))))
     save(folder, profile, cluster, records)
     console.print(f"  {perf_counter() - started:.0f} s in all")
 

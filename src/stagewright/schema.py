@@ -14,10 +14,11 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -100,21 +101,12 @@ class Saved:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with the format and version first."""
-        body = adapter(type(self)).dump_python(self, mode="json")
+        body = adapter(cast(Any, type(self))).dump_python(self, mode="json")
         return {"format": self.FORMAT, "version": self.VERSION, **body}
 
     def save(self, path: str | Path) -> Path:
         """Writes the file whole or not at all; the ending chooses JSON or YAML."""
-        path = Path(path)
-        text = dump_yaml(self.to_dict()) if is_yaml(path) else dump_json(self.to_dict())
-        part = path.with_name(f".{path.name}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(text, encoding="utf-8")
-            return part.replace(path)
-        except OSError as fault:
-            part.unlink(missing_ok=True)
-            raise FileError(f"{path}: {fault.strerror}", "give a path that can be written") from None
+        return write_whole(Path(path), (dump_yaml if is_yaml(Path(path)) else dump_json)(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -128,7 +120,7 @@ class Saved:
         if isinstance(plain, dict) and plain["version"] < cls.VERSION:
             body = {key: value for key, value in body.items() if key not in cls.DROPPED}
         try:
-            made: Self = adapter(cls).validate_json(json.dumps(body, ensure_ascii=False))
+            made: Self = adapter(cast(Any, cls)).validate_json(json.dumps(body, ensure_ascii=False))
             return made
         except ValidationError as fault:
             raise FileError(f"{where}: {describe(fault)}") from None
@@ -136,6 +128,19 @@ class Saved:
             raise FileError(f"{where}: cannot be read as {cls.FORMAT}: {fault}") from None
         except StagewrightError as fault:
             raise type(fault)(f"{where}: {fault.what}", fault.todo) from None
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """The file, written whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        return part.replace(path)
+    except OSError as fault:
+        with suppress(OSError):
+            part.unlink()
+        raise FileError(f"{path}: {fault.strerror}", "give a path that can be written") from None
 
 
 def check_head(plain: object, format_name: str, version: int, where: str) -> dict[str, Any]:

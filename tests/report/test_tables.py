@@ -9,10 +9,19 @@ from io import StringIO
 from rich.console import Console
 
 from stagewright.record import Record
-from stagewright.report import Failure, comparison_table
+from stagewright.report import Failure
 from stagewright.report.cases import Results, in_order, make_cases
+from stagewright.report.comparison import find_pairs
 from stagewright.report.figures import percent, rate, seconds, size, times
-from stagewright.report.tables import Table, case_table, markdown_table, markdown_text, scaling_table
+from stagewright.report.tables import (
+    Table,
+    case_table,
+    markdown_table,
+    markdown_text,
+    pair_table,
+    scaling_table,
+    terminal_table,
+)
 
 from .synthetic import dp, make_record
 
@@ -112,22 +121,23 @@ def test_markdown_cannot_be_broken_by_names() -> None:
     assert markdown_text("[x](y)") == "\\[x\\](y)"
 
 
-def test_the_terminal_shows_predicted_beside_measured_with_the_error() -> None:
-    console = Console(width=120, record=True, file=StringIO(), color_system=None)
-    console.print(
-        comparison_table([make_record(images_per_s=1488), make_record(source="simulated", images_per_s=1501)])
-    )
-    text = console.export_text()
+def in_a_terminal(*records: Record) -> str:
+    """The pairs of these records as a terminal shows them."""
+    console = Console(width=160, record=True, file=StringIO(), color_system=None)
+    console.print(terminal_table(pair_table(find_pairs(make_cases(records)))))
+    return console.export_text()
 
-    assert re.search(r"◇ simulated +● measured +error", text)
-    assert re.search(r"images/s +1,501 +1,4\d\d +\+\d\.\d %", text)
-    assert re.search(r"memory first / last +6\.9 / 3\.1 GiB +6\.9 / 3\.1 GiB +0\.0 %", text)
+
+def test_the_terminal_shows_predicted_beside_measured_with_the_error() -> None:
+    text = in_a_terminal(make_record(images_per_s=1488), make_record(source="simulated", images_per_s=1501))
+
+    assert re.search(r"predicted +found +error", text)
+    assert re.search(r"1,501 \S+ +1,4\d\d \S+ +\+\d\.\d % +6\.9 / 3\.1 GiB +6\.9 / 3\.1 GiB +0\.0 %", text)
 
 
 def test_names_with_brackets_are_shown_as_they_are_in_a_terminal() -> None:
-    console = Console(width=120, record=True, file=StringIO(), color_system=None)
-    console.print(comparison_table([make_record("[red]x[/nope]")]))
-    assert "[red]x[/nope]" in console.export_text()
+    text = in_a_terminal(make_record("[red]x[/nope]"), make_record("[red]x[/nope]", source="simulated"))
+    assert "[red]x[/nope]" in text
 
 
 def test_notes_on_where_the_time_goes_stay_out_of_the_row_and_others_do_not() -> None:

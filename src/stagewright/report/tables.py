@@ -1,4 +1,4 @@
-"""The tables of a report, made once and shown twice: on the page and in Markdown."""
+"""The tables of a report, made once and shown on the page, in Markdown and in a terminal."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from os.path import relpath
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from stagewright.policy import RULES
 from stagewright.record import DeviceUse
 from stagewright.report.cases import Case, Failure, Results, Work, log_of, remarks, strategy, work_key
-from stagewright.report.comparison import (
-    Pair,
-    differences,
-    families,
-    find_base,
-    work_sign,
-    work_text,
-    works,
-)
+from stagewright.report.comparison import Pair, differences, families, find_base, work_sign, work_text, works
 from stagewright.report.figures import GAP, percent, rate, rows_of, seconds, size, span_of, times
 
 SOURCE_MARKS: Mapping[str, str] = {"measured": "●", "rehearsed": "◐", "simulated": "◇", "failed": "✕"}
@@ -51,6 +46,13 @@ class _Column(NamedTuple):
     align: Literal["left", "right"] = "left"
 
 
+def _columns(titles: str) -> tuple[_Column, ...]:
+    """The columns of `case | step>`, where > marks figures."""
+    return tuple(
+        _Column(title.rstrip(">"), "right" if title.endswith(">") else "left") for title in titles.split(" | ")
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Headings and rows, with the sentences that must be read with them."""
@@ -79,20 +81,9 @@ def _source_cell(kind: str) -> _Cell:
     return _word(f"{SOURCE_MARKS[kind]} {kind}")
 
 
-_CASE_COLUMNS = (
-    _Column("case"),
-    _Column("source"),
-    _Column("work"),
-    _Column("type"),
-    _Column("data"),
-    _Column("stages"),
-    _Column("static order"),
-    _Column("images/s", "right"),
-    _Column("step", "right"),
-    _Column("memory first / last stage", "right"),
-    _Column("epoch time", "right"),
-    _Column("limited by"),
-    _Column("log"),
+_CASE_COLUMNS = _columns(
+    "case | source | work | type | data | stages | "
+    "static order | images/s> | step> | memory first / last stage> | epoch time> | limited by | log"
 )
 
 
@@ -186,17 +177,9 @@ def _failure_row(failure: Failure, columns: Sequence[_Column]) -> _Row:
     return _Row("failed", tuple(told.get(column.title, _EMPTY) for column in columns), failure.reason)
 
 
-_SCALING_COLUMNS = (
-    _Column("case"),
-    _Column("source"),
-    _Column("model"),
-    _Column("num_nodes", "right"),
-    _Column("gpu_num_per_node", "right"),
-    _Column("batch_size_per_device", "right"),
-    _Column("precision"),
-    _Column("throughput", "right"),
-    _Column("speedup", "right"),
-    _Column("against"),
+_SCALING_COLUMNS = _columns(
+    "case | source | model | num_nodes> | gpu_num_per_node> | "
+    "batch_size_per_device> | precision | throughput> | speedup> | against"
 )
 
 
@@ -244,15 +227,8 @@ def speedup(case: Case, base: Case) -> float:
     return case.images_per_s / base.images_per_s
 
 
-_PAIR_COLUMNS = (
-    _Column("case"),
-    _Column("held against"),
-    _Column("predicted", "right"),
-    _Column("found", "right"),
-    _Column("error", "right"),
-    _Column("memory predicted", "right"),
-    _Column("memory found", "right"),
-    _Column("memory error", "right"),
+_PAIR_COLUMNS = _columns(
+    "case | held against | predicted> | found> | error> | memory predicted> | memory found> | memory error>"
 )
 
 
@@ -296,6 +272,16 @@ def _short_sizes(values: Sequence[int]) -> str:
 def _outer_uses(case: Case) -> tuple[DeviceUse | None, ...]:
     """What the fullest devices of the first and the last stage held; one where there is one stage."""
     return (case.stage_uses[0], case.stage_uses[-1])[: len(case.plan.stages)]
+
+
+def terminal_table(table: Table) -> RichTable:
+    """The table for a terminal, notes beneath their figures."""
+    shown = RichTable(box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        shown.add_column(column.title, justify=column.align)
+    for row in table.rows:
+        shown.add_row(*(Text(f"{cell.text}\n{cell.note}".rstrip()) for cell in row.cells))
+    return shown
 
 
 def markdown_table(table: Table) -> str:
