@@ -195,7 +195,7 @@ def test_saving_leaves_no_half_file(tmp_path: Path) -> None:
         small_plan().save(tmp_path / "noun.json")
     assert [path.name for path in tmp_path.iterdir()] == ["noun.json"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match="Not a directory|File exists"):
+    with pytest.raises(FileError, match=r"Not a directory|File exists"):
         small_plan().save(tmp_path / "file" / "sub" / "plan.json")
 
 

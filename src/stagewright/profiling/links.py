@@ -22,10 +22,7 @@ from stagewright.cluster import Cluster, Link
 from stagewright.errors import ClusterError
 from stagewright.profiling.detect import num_cores
 
-_LARGE_BYTES = 16 << 20
-_NUM_LARGE = 5
-_NUM_SMALL = 50
-_TIMEOUT_S = 120.0
+_NUM_LARGE, _TIMEOUT_S = 5, 120.0
 _COMMON = Path("/dev/shm")
 """Files that are nothing but memory."""
 
@@ -81,7 +78,7 @@ def _with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
     )
 
 
-def measure_workers(num_workers: int, large_bytes: int = _LARGE_BYTES) -> list[dict[str, Any]]:
+def measure_workers(num_workers: int, large_bytes: int = 16 << 20) -> list[dict[str, Any]]:
     """What as many processes see of links and cores: every pair over gloo, one at a time, then all at once."""
     with tempfile.TemporaryDirectory(dir=_COMMON if _COMMON.is_dir() else None) as folder:
         command = [sys.executable, "-m", __name__, str(num_workers), folder, str(large_bytes)]
@@ -167,7 +164,7 @@ def bounce_pairs(
     for first, second in pairs:
         if rank in (first, second):
             other = second if rank == first else first
-            small = median(_bounce(rank == first, other, 1) for _ in range(_NUM_SMALL))
+            small = median(_bounce(rank == first, other, 1) for _ in range(50))
             large = median(_bounce(rank == first, other, large_bytes) for _ in range(num_large))
             if rank == first:
                 found.append((first, second, _rate_of(large_bytes, large, small), small))
