@@ -74,7 +74,7 @@ def kinds() -> list[Kind]:
         ),
     )  # fmt: skip
     record = Record(
-        name="r", source="measured", plan=plan, cluster="local", precision="fp32", step_s=(0.1, 0.2), step_images=24,
+        name="r", source="measured", plan=plan, cluster="local", precision="fp32", step_s=(0.1, 0.2), step_samples=24,
         spans=(Span(0, "F", 0, 0, 0, 0.0, 0.1, -1),),
         points=(Point(name="loss", step=1, epoch=0.0, value=1.0, seconds=0.1),),
     )  # fmt: skip

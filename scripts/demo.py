@@ -122,7 +122,7 @@ def show_plans(found: Search, cluster: sw.Cluster, records: list[sw.Record]) -> 
     for record in records:
         plan = record.plan
         cut = " | ".join(f"{stage.layers[0]} … {stage.layers[-1]}" for stage in plan.stages)
-        figures = f"{record.median_step_s * 1e3:>6.1f} ms a step, {record.images_per_s:>6.1f} images/s"
+        figures = f"{record.median_step_s * 1e3:>6.1f} ms a step, {record.samples_per_s:>6.1f} images/s"
         console.print(f"     {record.name:<14} {plan.placement:<10} {figures}   {cut}")
     console.print(f"     {found.reason}")
 
@@ -154,7 +154,7 @@ def main(folder: Path) -> None:
 
 
 def save(folder: Path, profile: sw.Profile, cluster: sw.Cluster, records: list[sw.Record]) -> None:
-    """Writes the nouns and the report, and says where."""
+    """Writes the files and the report, and says where."""
     profile.save(folder / "demo.profile.json")
     cluster.save(folder / "cluster.yaml")
     for record in records:

@@ -13,7 +13,7 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from itertools import chain, islice, repeat
@@ -97,6 +97,8 @@ class Saved:
     VERSION: ClassVar[int] = 1
     DROPPED: ClassVar[frozenset[str]] = frozenset()
     """Keys that older versions wrote and this one does without."""
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """Keys that older versions wrote, and what they are called now."""
     ERROR: ClassVar[type[StagewrightError]] = FileError
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +120,7 @@ class Saved:
         """What `to_dict` was called on, checked key by key."""
         body = check_head(plain, cls.FORMAT, cls.VERSION, where)
         if isinstance(plain, dict) and plain["version"] < cls.VERSION:
-            body = {key: value for key, value in body.items() if key not in cls.DROPPED}
+            body = {cls.RENAMED.get(key, key): value for key, value in body.items() if key not in cls.DROPPED}
         try:
             made: Self = adapter(cast(Any, cls)).validate_json(json.dumps(body, ensure_ascii=False))
             return made

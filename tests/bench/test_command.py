@@ -161,4 +161,4 @@ def test_four_real_cases_killed_twice_complete_with_every_repetition_counted_onc
     assert [failure.name for failure in results.failures] == ["nan"]
     for case in results.cases:
         assert all(use.driver_bytes for record in case.records for use in record.devices)
-        assert all(record.epoch_images == 6400 for record in case.records)
+        assert all(record.epoch_samples == 6400 for record in case.records)

@@ -53,17 +53,17 @@ def test_the_series_columns_are_there() -> None:
     assert [title for title in titles if title in wanted] == wanted
 
 
-def test_a_case_with_three_repetitions_shows_three_epochs_and_their_images() -> None:
+def test_a_case_with_three_repetitions_shows_three_epochs_and_their_samples() -> None:
     told = column(case_table(results(*(make_record(seed=seed) for seed in range(3)))), "epoch time")
-    assert re.fullmatch(r"14 min \d\d s · 14 min \d\d s · 14 min \d\d s 1,281,167 images", told[0])
+    assert re.fullmatch(r"14 min \d\d s · 14 min \d\d s · 14 min \d\d s 1,281,167 samples", told[0])
 
 
 def test_a_case_with_seven_shows_their_median_and_range() -> None:
     table = case_table(results(*(make_record(seed=seed) for seed in range(7))))
     assert re.fullmatch(
-        r"14 min \d\d s 14 min \d\d s to 14 min \d\d s; 1,281,167 images", column(table, "epoch time")[0]
+        r"14 min \d\d s 14 min \d\d s to 14 min \d\d s; 1,281,167 samples", column(table, "epoch time")[0]
     )
-    assert re.fullmatch(r"1,48\d 1,4\d\d–1,4\d\d in 7 runs", column(table, "images/s")[0])
+    assert re.fullmatch(r"1,48\d 1,4\d\d–1,4\d\d in 7 runs", column(table, "samples/s")[0])
 
 
 def test_memory_of_first_and_last_stage_and_what_the_driver_showed() -> None:
@@ -79,12 +79,12 @@ def test_rows_of_different_work_are_marked_and_the_marks_explained() -> None:
 
     assert dict(zip(column(table, "case"), column(table, "work"))) == {"vgg16-7-1": "A", "dp": "A", "amp": "B"}
     assert "different work" in table.notes[0]
-    assert "B: VGG16, 224 images a step, synthetic data, fp16" in table.notes
+    assert "B: VGG16, 224 samples a step, synthetic data, fp16" in table.notes
 
 
 def test_rows_of_the_same_work_are_said_to_be_so() -> None:
     (note,) = case_table(results(make_record(), dp("dp", 700, 8))).notes
-    assert note.startswith("All rows do the same work: VGG16, 224 images a step")
+    assert note.startswith("All rows do the same work: VGG16, 224 samples a step")
 
 
 def test_source_is_a_mark_and_a_word() -> None:
@@ -129,7 +129,7 @@ def in_a_terminal(*records: Record) -> str:
 
 
 def test_the_terminal_shows_predicted_beside_measured_with_the_error() -> None:
-    text = in_a_terminal(make_record(images_per_s=1488), make_record(source="simulated", images_per_s=1501))
+    text = in_a_terminal(make_record(samples_per_s=1488), make_record(source="simulated", samples_per_s=1501))
 
     assert re.search(r"predicted +found +error", text)
     assert re.search(r"1,501 \S+ +1,4\d\d \S+ +\+\d\.\d % +6\.9 / 3\.1 GiB +6\.9 / 3\.1 GiB +0\.0 %", text)

@@ -32,7 +32,7 @@ from stagewright.errors import DataError, UsageError
 Range: TypeAlias = tuple[int, int]
 Want: TypeAlias = Literal["images", "labels", "both"]
 CROPS = 7  # what a draw is for, beside those of the order
-_ROWS_PER_JOB, _BATCHES_AHEAD = 8, 2
+_ROWS_PER_JOB = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Loader:
         pending: deque[tuple[Batch, list[Callable[[], int]]]] = deque()
         try:
             while True:
-                while len(pending) < (_BATCHES_AHEAD if pool else 1) and (at := next(positions, None)) is not None:
+                while len(pending) < (2 if pool else 1) and (at := next(positions, None)) is not None:
                     pending.append(self._begin(at, pool))
                 if not pending:
                     return

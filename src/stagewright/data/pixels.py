@@ -33,7 +33,7 @@ _CropOf: TypeAlias = Callable[[int, int], Crop]
 
 _START, _END, _SCAN = b"\xff\xd8", b"\xff\xd9", b"\xff\xda"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-_MAX_PIXELS, _MAX_SCANS = 1 << 26, 100
+_MAX_PIXELS = 1 << 26
 
 
 def read_crop(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
@@ -151,8 +151,8 @@ def _check_size(data: bytes, height: int, width: int, *, is_jpeg: bool) -> None:
             f"claims {width} × {height} pixels in {len(data):,} bytes",
             f"up to {_MAX_PIXELS:,} pixels and {per_byte} a byte are read: scale it down beforehand",
         )
-    if is_jpeg and data.count(_SCAN) > _MAX_SCANS:
-        raise DataError(f"is a JPEG of {data.count(_SCAN)} scans, more than the {_MAX_SCANS} allowed")
+    if is_jpeg and data.count(_SCAN) > 100:
+        raise DataError(f"is a JPEG of {data.count(_SCAN)} scans, more than the 100 allowed")
 
 
 def _resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:

@@ -1,4 +1,4 @@
-"""Fits a kind of device's few efficiencies to single-device figures such as images/s."""
+"""Fits a kind of device's few efficiencies to single-device figures such as samples/s."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _WORKS = ("conv", "matmul", "memory")
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One device trained this model at so many images a second."""
+    """One device trained this model at so many samples a second."""
 
     model: Layered
     batch: int
-    images_per_s: float
+    samples_per_s: float
     precision: Precision = "fp32"
     name: str = "model"
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or not 0 < self.images_per_s < math.inf:
+        if self.batch < 1 or not 0 < self.samples_per_s < math.inf:
             raise ProfileError(
-                f"{self.name}: {self.images_per_s} images/s at batch {self.batch}: expected positive numbers"
+                f"{self.name}: {self.samples_per_s} samples/s at batch {self.batch}: expected positive numbers"
             )
 
 
@@ -47,7 +47,7 @@ class _Sample:
         """The logarithm of predicted over measured seconds."""
         made = self.measurement
         predicted = step_seconds(self.table, self.parameter_bytes, kind, made.precision)
-        return math.log(predicted * made.images_per_s / made.batch)
+        return math.log(predicted * made.samples_per_s / made.batch)
 
     def share(self, work: str, kind: DeviceKind) -> float:
         """The share of the step that one kind of work takes."""
@@ -63,7 +63,7 @@ def calibrate_device(kind: DeviceKind, measurements: Sequence[Measurement]) -> D
     measurement cannot be told from them, and keeps its efficiency.
     """
     if not measurements:
-        raise ProfileError("nothing to calibrate with", "give at least one measured images/s")
+        raise ProfileError("nothing to calibrate with", "give at least one measured samples/s")
     samples = [_sample(measurement) for measurement in measurements]
     keys = sorted({_key(kind, work, s.measurement) for s in samples for work in _WORKS if s.share(work, kind) > 0.15})
     fitted = dict(kind.efficiency)
@@ -100,6 +100,6 @@ def _loss(efficiency: dict[str, float], kind: DeviceKind, samples: Sequence[_Sam
 
 def _notes(kind: DeviceKind, measurements: Sequence[Measurement]) -> tuple[str, ...]:
     figures = "; ".join(
-        f"{m.name} {m.images_per_s:g} images/s at batch {m.batch} in {m.precision}" for m in measurements
+        f"{m.name} {m.samples_per_s:g} samples/s at batch {m.batch} in {m.precision}" for m in measurements
     )
     return (*kind.notes, f"Efficiencies fitted to one device's figures: {figures}.")

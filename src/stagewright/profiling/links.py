@@ -22,7 +22,7 @@ from stagewright.cluster import Cluster, Link
 from stagewright.errors import ClusterError
 from stagewright.profiling.detect import num_cores
 
-_NUM_LARGE, _TIMEOUT_S = 5, 120.0
+_NUM_LARGE = 5
 _COMMON = Path("/dev/shm")
 """Files that are nothing but memory."""
 
@@ -94,12 +94,12 @@ def _wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
     """Returns when all workers are done; when one fails or hangs, ends the others and says what it said."""
     try:
         for rank, worker in enumerate(workers):
-            _, said = worker.communicate(timeout=_TIMEOUT_S)
+            _, said = worker.communicate(timeout=120.0)
             if worker.returncode:
                 last = said.strip().splitlines()[-1:] or ["nothing"]
                 raise ClusterError(f"worker {rank} stopped while links were measured; it said: {last[0]}")
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"the workers did not finish measuring links in {_TIMEOUT_S:.0f} s") from None
+        raise ClusterError("the workers did not finish measuring links in 120 s") from None
     finally:
         for worker in workers:
             if worker.poll() is None:

@@ -73,7 +73,7 @@ def _notes_lines(table: Table) -> list[str]:
 def _environment_lines(results: Results) -> list[str]:
     """The environments and the commands, as lists."""
     lines = [
-        "Images a second are images really processed, over the median of the steady steps. ● was measured on real "
+        "Samples a second are samples really processed, over the median of the steady steps. ● was measured on real "
         "devices, ◐ rehearsed on emulated hosts, ◇ simulated: nothing ran. ✕ failed.\n"
     ]
     environments = dict.fromkeys(

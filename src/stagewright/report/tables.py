@@ -83,7 +83,7 @@ def _source_cell(kind: str) -> _Cell:
 
 _CASE_COLUMNS = _columns(
     "case | source | work | type | data | stages | "
-    "static order | images/s> | step> | memory first / last stage> | epoch time> | limited by | log"
+    "static order | samples/s> | step> | memory first / last stage> | epoch time> | limited by | log"
 )
 
 
@@ -96,14 +96,14 @@ def case_table(results: Results, folder: Path | None = None) -> Table:
     return Table(title="All cases", columns=_CASE_COLUMNS, rows=tuple(rows), notes=_work_notes(known, signs))
 
 
-_EPOCH_NOTE = "An epoch's time is that of the images named beneath it, computed from the median step."
+_EPOCH_NOTE = "An epoch's time is that of the samples named beneath it, computed from the median step."
 
 
 def _work_notes(known: Sequence[Work], signs: Mapping[Work, str]) -> tuple[str, ...]:
     """The warning that rows of different letters are not to be set against one another, and what the letters mean."""
     if len(known) < 2:
         return tuple(f"All rows do the same work: {work_text(work)}. {_EPOCH_NOTE}" for work in known)
-    head = "These rows do different work. Compare images/s and times only among rows of the same letter:"
+    head = "These rows do different work. Compare samples/s and times only among rows of the same letter:"
     return head, *(f"{signs[work]}: {work_text(work)}" for work in known), _EPOCH_NOTE
 
 
@@ -118,7 +118,7 @@ def _case_row(case: Case, sign: str, folder: Path | None) -> _Row:
         _word(record.data),
         _word("-".join(map(str, plan.replicas)), plan.placement),
         _word("no" if RULES[plan.policy].by_arrival else "yes", plan.policy),
-        _number(case.images_per_s, rate(case.images_per_s), _spread_text(case)),
+        _number(case.samples_per_s, rate(case.samples_per_s), _spread_text(case)),
         _number(case.step_s, seconds(case.step_s)),
         _memory_cell(case),
         _epoch_cell(case),
@@ -148,11 +148,11 @@ def _memory_cell(case: Case) -> _Cell:
 
 
 def _epoch_cell(case: Case) -> _Cell:
-    """Up to three repetitions' epochs, or their median and range; always with the images that an epoch covers."""
+    """Up to three repetitions' epochs, or their median and range; always with the samples that an epoch covers."""
     times_s = case.epochs_s
     if not times_s:
         return _EMPTY
-    covers = f"{case.record.epoch_images:,} images"
+    covers = f"{case.record.epoch_samples:,} samples"
     middle = sorted(times_s)[len(times_s) // 2]
     if len(times_s) <= 3:
         return _number(middle, " · ".join(map(seconds, times_s)), covers)
@@ -188,7 +188,7 @@ def scaling_table(results: Results) -> Table:
     rows = [_scaling_row(case, family) for family in families(results.cases) for case in family]
     rows += [_failure_row(failure, _SCALING_COLUMNS) for failure in results.failures]
     notes = (
-        "Throughput is images really processed, over the median step. A speedup is told only against a run with the "
+        "Throughput is samples really processed, over the median step. A speedup is told only against a run with the "
         "same model, data, precision and source; what else differs stands beneath it.",
     )
     return Table(title="Scaling", columns=_SCALING_COLUMNS, rows=tuple(rows), notes=notes)
@@ -207,7 +207,7 @@ def _scaling_row(case: Case, family: Sequence[Case]) -> _Row:
         _number(max(hosts), even),
         _number(case.rows_per_device, rows_of(case.rows_per_device), f"batch {case.plan.batch:,}"),
         _word(case.record.precision),
-        _number(case.images_per_s, f"{rate(case.images_per_s)} images/s"),
+        _number(case.samples_per_s, f"{rate(case.samples_per_s)} samples/s"),
         _EMPTY if base is None else _number(speedup(case, base), times(speedup(case, base))),
         _word("")
         if base is None
@@ -224,7 +224,7 @@ def _per_host(case: Case) -> tuple[int, ...]:
 
 def speedup(case: Case, base: Case) -> float:
     """How many times as fast a case is as its base."""
-    return case.images_per_s / base.images_per_s
+    return case.samples_per_s / base.samples_per_s
 
 
 _PAIR_COLUMNS = _columns(
@@ -247,8 +247,8 @@ def _pair_cells(pair: Pair) -> tuple[_Cell, ...]:
     return (
         _word(found.name, "; ".join(doubts)),
         _source_cell(found.source),
-        _number(predicted.images_per_s, f"{rate(predicted.images_per_s)} images/s", seconds(predicted.step_s)),
-        _number(found.images_per_s, f"{rate(found.images_per_s)} images/s", seconds(found.step_s)),
+        _number(predicted.samples_per_s, f"{rate(predicted.samples_per_s)} samples/s", seconds(predicted.step_s)),
+        _number(found.samples_per_s, f"{rate(found.samples_per_s)} samples/s", seconds(found.step_s)),
         _number(pair.rate_error, percent(pair.rate_error)),
         _word(memory_text(predicted)),
         _word(memory_text(found)),

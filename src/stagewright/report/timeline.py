@@ -169,11 +169,11 @@ text { font: 12px system-ui, sans-serif; fill: #333 }
 """
 
 
-def timeline_svg(record: Record, *, window: Window | None = None, width: int = 960) -> str:
+def timeline_svg(record: Record, width: int = 960) -> str:
     """One step as an SVG picture: a row a worker, compute above communication; a title on each span says its action."""
     if not record.spans:
         return _empty_svg(width)
-    window = window or one_step(record.spans)
+    window = one_step(record.spans)
     spans = inside(record.spans, window)
     rows = row_names(record)
     height = _TOP + _ROW_HEIGHT * len(rows) + 8
