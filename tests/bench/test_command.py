@@ -81,7 +81,7 @@ def test_a_simulated_suite_becomes_a_report_with_every_row(run: Run, tmp_path: P
     page = (out / "report.md").read_text()
     for name in ("one", "two", "cut", "nan"):
         assert f"| {name} | ◇ simulated |" in page
-    assert "(6,400 images)" in page
+    assert "(6,400 samples)" in page
     status, _, told = run(suite, "--simulate", "-o", str(out))
     assert "nothing was left to run" in told
 

@@ -11,7 +11,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import UsageError
 from stagewright.record import Record
 from stagewright.report.cases import Failure, Results, in_order, make_cases, read_results
-from stagewright.report.page import render_page, tables_of
+from stagewright.report.page import commands_of, environments_of, render_page, tables_of
 from stagewright.report.summary import sentences
 from stagewright.report.tables import Table, markdown_table, markdown_text
 from stagewright.schema import write_whole
@@ -76,13 +76,9 @@ def _environment_lines(results: Results) -> list[str]:
         "Samples a second are samples really processed, over the median of the steady steps. ● was measured on real "
         "devices, ◐ rehearsed on emulated hosts, ◇ simulated: nothing ran. ✕ failed.\n"
     ]
-    environments = dict.fromkeys(
-        tuple(sorted(record.environment.items())) for case in results.cases for record in case.records
-    )
-    for environment in environments:
-        lines += [line for key, value in environment for line in _fact_lines(key, value)] + [""]
-    commands = [" ".join(case.record.command.split()) for case in results.cases if case.record.command]
-    return [*lines, *_fenced(dict.fromkeys(commands))]
+    for environment in environments_of(results.cases):
+        lines += [line for key, value in environment["facts"] for line in _fact_lines(key, value)] + [""]
+    return [*lines, *_fenced(dict.fromkeys(" ".join(each["command"].split()) for each in commands_of(results)))]
 
 
 def _fact_lines(key: str, value: str) -> list[str]:
