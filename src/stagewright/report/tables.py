@@ -275,12 +275,12 @@ def _outer_uses(case: Case) -> tuple[DeviceUse | None, ...]:
 
 
 def terminal_table(table: Table) -> RichTable:
-    """The table for a terminal, notes beneath their figures."""
-    shown = RichTable(box=None, pad_edge=False, header_style="bold")
-    for column in table.columns:
-        shown.add_column(column.title, justify=column.align)
-    for row in table.rows:
-        shown.add_row(*(Text(f"{cell.text}\n{cell.note}".rstrip()) for cell in row.cells))
+    """The table for a terminal, which is narrow: a column a row of it, a line a figure, notes beneath."""
+    shown = RichTable(box=None, pad_edge=False, show_header=False)
+    for _ in (table.title, *table.rows):
+        shown.add_column()
+    for column, *cells in zip(table.columns, *(row.cells for row in table.rows)):
+        shown.add_row(column.title, *(Text(f"{cell.text}\n{cell.note}".rstrip()) for cell in cells))
     return shown
 
 
