@@ -6,6 +6,7 @@ the card is done with them, for a card works through what it was given long afte
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import struct
@@ -21,7 +22,6 @@ from benchmarks.baselines import Rows, data_parallel, each_alone, make_optimizer
 
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
-from stagewright.profiling.heap import give_back_freed_memory
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.transport.staged import STRANDS
@@ -73,7 +73,7 @@ def ours(model: Layered, rows: Rows, world: World, spec: Mapping[str, Any], tell
     schedule, settings = make_schedule(Plan.from_dict(spec["plan"])), Settings(device=spec["device"])
     worker = Worker(schedule, model, world, settings, make_optimizer=make_optimizer, feed=feed)
     worker.on_update = tell
-    give_back_freed_memory()
+    ctypes.CDLL(None).malloc_trim(0)  # what building took
     worker.run(ENDLESS)
 
 
@@ -84,7 +84,7 @@ def peer(model: Layered, rows: Rows, world: World, spec: Mapping[str, Any], tell
     else:
         step = {"ddp": data_parallel, "alone": each_alone}[spec["kind"]](model, rows, world)
     del model
-    give_back_freed_memory()
+    ctypes.CDLL(None).malloc_trim(0)  # what building took
     for number in range(ENDLESS):
         step(1)
         tell(number)

@@ -90,7 +90,7 @@ def table_of(curves: dict[str, Curve]) -> Table:
     for name, curve in curves.items():
         reached = "never" if curve.reached_s is None else f"{curve.reached_s:.0f}"
         record, best = curve.record, curve.top_1[-1][1]
-        speed = (f"{record.images_per_s:.0f}", f"{record.median_step_s * 1e3:.0f} ms")
+        speed = (f"{record.samples_per_s:.0f}", f"{record.median_step_s * 1e3:.0f} ms")
         table.add_row(name, f"{best:.1%}", f"{curve.seconds:.0f}", reached, *speed)
     return table
 

@@ -9,7 +9,6 @@ directory. Rows of the table alternate within every repeat; the median of the re
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import os
 import statistics
@@ -28,10 +27,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stagewright.data.augment import EvalTransform, TrainTransform, Transform
-from stagewright.data.draws import draw_uniform
-from stagewright.data.loader import Loader
+from stagewright.data.loader import CROPS, Loader
 from stagewright.data.opening import open_dataset
-from stagewright.data.reading import CROPS
+from stagewright.data.order import draw_uniform
 from stagewright.data.source import Dataset
 from stagewright.data.writing import write_images
 
@@ -83,7 +81,7 @@ def with_pillow(dataset: Dataset, transform: Transform, workers: int) -> None:
         pass
 
 
-def with_loader(dataset: Dataset, transform: Transform, workers: int, decoder: str) -> None:
+def with_loader(dataset: Dataset, transform: Transform, workers: int) -> None:
     loader = Loader(
         dataset=dataset,
         batch=BATCH,
@@ -92,7 +90,6 @@ def with_loader(dataset: Dataset, transform: Transform, workers: int, decoder: s
         shuffle=False,
         keep_last=True,
         num_workers=workers,
-        decoder=decoder,
     )
     for _ in loader:
         pass
@@ -113,10 +110,7 @@ def measure(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, lis
 def contenders(dataset: Dataset, transform: Transform, workers: int) -> dict[str, Callable[[], None]]:
     """Pillow first, which the others are compared with."""
     calls: dict[str, Callable[[], None]] = {"Pillow, DataLoader": lambda: with_pillow(dataset, transform, workers)}
-    for decoder in ("simplejpeg", "torchvision"):
-        if importlib.util.find_spec(decoder):
-            call = lambda name=decoder: with_loader(dataset, transform, workers, name)  # noqa: E731
-            calls[f"Loader, {decoder}"] = call
+    calls["Loader, simplejpeg"] = lambda: with_loader(dataset, transform, workers)
     return calls
 
 
@@ -148,7 +142,7 @@ def run_size(table: Table, root: Path, height: int, width: int, options: Any) ->
     directory = root / f"{width}x{height}"
     photos = [photo(height, width, seed) for seed in range(16)]
     write_images(directory, ((photos[n % 16], n % 10) for n in range(options.images)), "ofrecord")
-    dataset = open_dataset(directory, num_classes=10)
+    dataset = open_dataset(directory)
     kilobytes = sum(map(len, photos)) / 16 / 1000
     every_core = os.sched_getaffinity(0)
     settings = [("train", TrainTransform(), 1), ("eval", EvalTransform(), 1)]

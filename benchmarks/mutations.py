@@ -15,7 +15,6 @@ import yaml
 from stagewright.bench.suite import make_suite, ready_made_suites
 from stagewright.cluster import Cluster, Device, make_cluster, parse_devices, parse_placement, parse_ratio
 from stagewright.errors import StagewrightError
-from stagewright.noun import parse_plain
 from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.planning.fixed import fixed_plan
 from stagewright.planning.options import PlanOptions
@@ -25,6 +24,7 @@ from stagewright.profiling.topology import read_topology
 from stagewright.record import Point, Record, Span
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
+from stagewright.schema import parse_plain
 from stagewright.training.recipes import RecipeFile
 
 DEVICE = Device(kind="card", memory_bytes=1 << 34)
@@ -74,7 +74,7 @@ def kinds() -> list[Kind]:
         ),
     )  # fmt: skip
     record = Record(
-        name="r", source="measured", plan=plan, cluster="local", precision="fp32", step_s=(0.1, 0.2), step_images=24,
+        name="r", source="measured", plan=plan, cluster="local", precision="fp32", step_s=(0.1, 0.2), step_samples=24,
         spans=(Span(0, "F", 0, 0, 0, 0.0, 0.1, -1),),
         points=(Point(name="loss", step=1, epoch=0.0, value=1.0, seconds=0.1),),
     )  # fmt: skip

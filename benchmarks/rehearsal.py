@@ -31,7 +31,6 @@ from benchmarks.rehearsal_table import ALONE, write_results
 
 from stagewright.cluster import Cluster, Link, find_cluster
 from stagewright.errors import FileError, RunError, StagewrightError, UsageError
-from stagewright.noun import check_head, read_plain
 from stagewright.plan import Plan
 from stagewright.planning.fixed import fixed_plan
 from stagewright.planning.options import PlanOptions
@@ -47,6 +46,7 @@ from stagewright.rehearsal.measuring import measure_hosts
 from stagewright.rehearsal.slices import Slices, slice_cluster, sliced_card
 from stagewright.runtime.hosts import PORT
 from stagewright.scheduling import make_schedule
+from stagewright.schema import check_head, read_plain
 from stagewright.simulation import simulate
 
 FORMAT, CONTENDER = "stagewright.rehearsal", "benchmarks.contender"

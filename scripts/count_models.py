@@ -10,7 +10,7 @@ from pathlib import Path
 
 import stagewright
 from stagewright.models import MODELS, build_model, forward_flops, parameter_counts
-from stagewright.noun import dump_json
+from stagewright.schema import dump_json
 
 FILE = Path(stagewright.__file__).parent / "models" / "counts.json"
 

@@ -122,14 +122,16 @@ def show_plans(found: Search, cluster: sw.Cluster, records: list[sw.Record]) -> 
     for record in records:
         plan = record.plan
         cut = " | ".join(f"{stage.layers[0]} … {stage.layers[-1]}" for stage in plan.stages)
-        figures = f"{record.median_step_s * 1e3:>6.1f} ms a step, {record.images_per_s:>6.1f} images/s"
+        figures = f"{record.median_step_s * 1e3:>6.1f} ms a step, {record.samples_per_s:>6.1f} images/s"
         console.print(f"     {record.name:<14} {plan.placement:<10} {figures}   {cut}")
     console.print(f"     {found.reason}")
 
 
 def main(folder: Path) -> None:
     """Shows the whole flow, and leaves its files in the folder."""
-    from stagewright.report import comparison_table
+    from stagewright.report.cases import make_cases
+    from stagewright.report.comparison import find_pairs
+    from stagewright.report.tables import pair_table, terminal_table
 
     started = perf_counter()
     say("1  profile", "how long each layer takes on one core here, and how much it weighs")
@@ -146,13 +148,13 @@ def main(folder: Path) -> None:
         say("3  train", f"{name}: {plan.placement}, {STEPS} steps of {BATCH} made-up images, {NUM_DEVICES} processes")
         records.append(train(plan, model, name, folder / name.replace(" ", "-")))
     say("4  compare", "what was predicted, and what happened\n")
-    console.print(comparison_table(records))
+    console.print(terminal_table(pair_table(find_pairs(make_cases(records)))))
     save(folder, profile, cluster, records)
     console.print(f"  {perf_counter() - started:.0f} s in all")
 
 
 def save(folder: Path, profile: sw.Profile, cluster: sw.Cluster, records: list[sw.Record]) -> None:
-    """Writes the nouns and the report, and says where."""
+    """Writes the files and the report, and says where."""
     profile.save(folder / "demo.profile.json")
     cluster.save(folder / "cluster.yaml")
     for record in records:

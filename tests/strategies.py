@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the five nouns: anything that is valid, small enough to read when a test fails."""
+"""Hypothesis strategies for what has a file: anything that is valid, small enough to read when a test fails."""
 
 from __future__ import annotations
 
@@ -246,9 +246,9 @@ def records(draw: st.DrawFn) -> Record:
         cluster=draw(texts),
         precision=draw(texts),
         data=draw(texts),
-        epoch_images=draw(st.none() | counts),
+        epoch_samples=draw(st.none() | counts),
         step_s=draw(several(positive, least=1)),
-        step_images=draw(counts),
+        step_samples=draw(counts),
         start_up_s=draw(amounts),
         devices=draw(several(device_uses(), most=2)),
         spans=draw(several(spans(len(plan.devices)), most=2)),

@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("policy",),
     ("plan", "wires"),
     ("profile", "cluster"),
-    ("noun",),
+    ("schema",),
     ("errors",),
 )
 """From the top down; the last seven are the nouns and what they stand on."""

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, NamedTuple, Self
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from stagewright.errors import ClusterError, PlacementError, StagewrightError
-from stagewright.noun import Saved, noun, twin
+from stagewright.schema import Saved, schema, twin
 
 _MAX_DEVICES = 65_536
 
@@ -43,7 +43,7 @@ class DeviceId(NamedTuple):
         return cls(int(match[1]), int(match[2]))
 
 
-@noun(error=ClusterError)
+@schema(error=ClusterError)
 class Device:
     """One accelerator, or one CPU worker."""
 
@@ -65,7 +65,7 @@ class Device:
     when it is used."""
 
 
-@noun(error=ClusterError)
+@schema(error=ClusterError)
 class Link:
     """A wire between two nodes, with its rate in each direction."""
 
@@ -79,7 +79,7 @@ class Link:
             raise ClusterError(f"link {self.ends[0]} – {self.ends[1]} joins a node with itself")
 
 
-@noun(error=ClusterError)
+@schema(error=ClusterError)
 class Host:
     """Devices in one box; `links` names its own nodes: `0`, `1` … for devices, words for junctions."""
 
@@ -92,7 +92,7 @@ class Host:
     """How many CPU cores a rehearsal gives this host; without it the host takes what the others leave."""
 
 
-@noun(error=ClusterError)
+@schema(error=ClusterError)
 class Cluster(Saved):
     """Hosts and the links between them."""
 

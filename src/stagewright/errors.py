@@ -32,8 +32,8 @@ def visible(text: str) -> str:
 class StagewrightError(Exception):
     """A mistake or failure with a sentence on what happened and, where there is one, a way out."""
 
-    noun, key = "", ""
-    """Whose value is wrong, where that is what happened; then `what` begins with `noun: key key`."""
+    schema, key = "", ""
+    """Whose value is wrong, where that is what happened; then `what` begins with `schema: key key`."""
 
     def __init__(self, what: str, todo: str | None = None) -> None:
         super().__init__(what, todo)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from stagewright.cluster import DeviceId, Devices, format_placement
 from stagewright.errors import PlanError, StagewrightError
-from stagewright.noun import Saved, noun, twin
+from stagewright.schema import Saved, schema, twin
 
 Route = Literal["split", "rotate"]
 Policy = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "dynamic"]
@@ -18,7 +18,7 @@ ROUTES: tuple[Route, ...] = get_args(Route)
 DEFAULT_POLICY: Policy = "1f1b"
 
 
-@noun(error=PlanError)
+@schema(error=PlanError)
 class Stage:
     """Consecutive layers, and the devices that hold a replica of them each."""
 
@@ -49,7 +49,7 @@ class Share(NamedTuple):
     stop: int
 
 
-@noun(error=PlanError)
+@schema(error=PlanError)
 class Plan(Saved):
     """How a model is trained on a cluster."""
 

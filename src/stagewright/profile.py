@@ -11,13 +11,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from stagewright.errors import ProfileError, StagewrightError
-from stagewright.noun import Saved, noun
+from stagewright.schema import Saved, schema
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ROW_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
-@noun(error=ProfileError)
+@schema(error=ProfileError)
 class LayerProfile:
     """One layer; its seconds stand beside the profile's batch sizes, its bytes are for one row."""
 
@@ -63,7 +63,7 @@ class LayerProfile:
         return replace(self, forward_s=times["forward_s"], backward_s=times["backward_s"], weight_s=weight_s)
 
 
-@noun(error=ProfileError)
+@schema(error=ProfileError)
 class Profile(Saved):
     """All layers of a model, in order; the last one is the loss."""
 

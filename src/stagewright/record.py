@@ -20,8 +20,8 @@ from pydantic import (
 )
 
 from stagewright.errors import RecordError, StagewrightError
-from stagewright.noun import Saved, noun
 from stagewright.plan import Plan
+from stagewright.schema import Saved, schema
 
 Source = Literal["simulated", "rehearsed", "measured"]
 
@@ -129,7 +129,7 @@ _SpanTuple = Annotated[tuple[Span, ...], WrapValidator(_checked_spans), WrapSeri
 """How spans are checked and written, whichever way they are kept."""
 
 
-@noun(error=RecordError)
+@schema(error=RecordError)
 class DeviceUse:
     """What one device did and held."""
 
@@ -158,7 +158,7 @@ class DeviceUse:
                 )
 
 
-@noun(error=RecordError)
+@schema(error=RecordError)
 class Point:
     """One figure on a curve: the loss after a step, the accuracy after an epoch."""
 
@@ -169,11 +169,13 @@ class Point:
     seconds: float = Field(default=0.0, ge=0)
 
 
-@noun(error=RecordError)
+@schema(error=RecordError)
 class Record(Saved):
     """One run, with what is needed to compare and to draw it."""
 
     FORMAT: ClassVar[str] = "stagewright.record"
+    VERSION: ClassVar[int] = 2
+    RENAMED: ClassVar[Mapping[str, str]] = {"epoch_images": "epoch_samples", "step_images": "step_samples"}
     ERROR: ClassVar[type[StagewrightError]] = RecordError
 
     name: str
@@ -182,12 +184,12 @@ class Record(Saved):
     cluster: str
     precision: str = "fp32"
     data: str = "synthetic"
-    epoch_images: int | None = Field(default=None, ge=1)
-    """How many images an epoch has, where the data has epochs."""
+    epoch_samples: int | None = Field(default=None, ge=1)
+    """How many samples an epoch has, where the data has epochs."""
     step_s: tuple[float, ...]
     """Seconds of each steady step, warm-up and start-up left out; none where a resumed run had no step left to do."""
-    step_images: int = Field(ge=1)
-    """Rows that one step really processed."""
+    step_samples: int = Field(ge=1)
+    """Samples that one step really processed."""
     start_up_s: float = Field(default=0.0, ge=0)
     """Time before the steady state."""
     devices: tuple[DeviceUse, ...] = ()
@@ -221,14 +223,14 @@ class Record(Saved):
         return median(self.step_s) if self.step_s else inf
 
     @property
-    def images_per_s(self) -> float:
-        """Images really processed, over the median step."""
-        return self.step_images / self.median_step_s
+    def samples_per_s(self) -> float:
+        """Samples really processed, over the median step."""
+        return self.step_samples / self.median_step_s
 
     @property
     def epoch_s(self) -> float | None:
-        """Seconds for an epoch's images, where the data has epochs and a step was measured."""
-        return None if self.epoch_images is None or not self.step_s else self.epoch_images / self.images_per_s
+        """Seconds for an epoch's samples, where the data has epochs and a step was measured."""
+        return None if self.epoch_samples is None or not self.step_s else self.epoch_samples / self.samples_per_s
 
     def summary(self) -> dict[str, object]:
         """The figures that `--json` prints."""
@@ -237,7 +239,7 @@ class Record(Saved):
             "source": self.source,
             "model": self.plan.model,
             "placement": self.plan.placement,
-            "images_per_s": self.images_per_s if self.step_s else None,
+            "images_per_s": self.samples_per_s if self.step_s else None,
             "step_s": self.median_step_s if self.step_s else None,
             "epoch_s": self.epoch_s,
             "devices": [

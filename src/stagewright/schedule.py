@@ -46,8 +46,8 @@ from typing import Annotated, ClassVar, NamedTuple, Self
 from pydantic import PlainSerializer, PlainValidator
 
 from stagewright.errors import ScheduleError, StagewrightError
-from stagewright.noun import Saved, noun
 from stagewright.plan import Plan
+from stagewright.schema import Saved, schema
 
 
 class Kind(StrEnum):
@@ -156,7 +156,7 @@ def _version_of(batch: int, versions: int) -> int:
     return max(0, batch - versions + 1)
 
 
-@noun(error=ScheduleError)
+@schema(error=ScheduleError)
 class Schedule(Saved):
     """A plan and, for each worker, the actions of one turn."""
 

@@ -51,7 +51,7 @@ def make_record(model: str) -> Record:
     use = DeviceUse(device=str(device), stages=(0,), busy_share=0.5, peak_bytes=1 << 20)
     steps = tuple(random.uniform(0.009, 0.011) for _ in range(5))
     return Record(
-        name=model, source="measured", plan=plan, cluster="local", step_s=steps, step_images=8, devices=(use,)
+        name=model, source="measured", plan=plan, cluster="local", step_s=steps, step_samples=8, devices=(use,)
     )
 
 

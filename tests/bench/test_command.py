@@ -81,7 +81,7 @@ def test_a_simulated_suite_becomes_a_report_with_every_row(run: Run, tmp_path: P
     page = (out / "report.md").read_text()
     for name in ("one", "two", "cut", "nan"):
         assert f"| {name} | ◇ simulated |" in page
-    assert "(6,400 images)" in page
+    assert "(6,400 samples)" in page
     status, _, told = run(suite, "--simulate", "-o", str(out))
     assert "nothing was left to run" in told
 
@@ -161,4 +161,4 @@ def test_four_real_cases_killed_twice_complete_with_every_repetition_counted_onc
     assert [failure.name for failure in results.failures] == ["nan"]
     for case in results.cases:
         assert all(use.driver_bytes for record in case.records for use in record.devices)
-        assert all(record.epoch_images == 6400 for record in case.records)
+        assert all(record.epoch_samples == 6400 for record in case.records)

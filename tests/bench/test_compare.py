@@ -25,7 +25,7 @@ from tests.report.synthetic import dp, make_record
 def save(folder: Path, name: str, rates: Sequence[float], **keys: object) -> None:
     for number, rate in enumerate(rates, 1):
         record = dp(name, rate, 8, seed=number, with_spans=False, **keys)
-        scaled = replace(record, step_s=(record.step_images / rate,))
+        scaled = replace(record, step_s=(record.step_samples / rate,))
         scaled.save(folder / f"{name}.{number}.record.json")
 
 

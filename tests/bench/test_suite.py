@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.bench.suite import load_suite, make_suite, ready_made_suites
 from stagewright.errors import FileError, StagewrightError, UsageError
-from stagewright.noun import load_yaml
+from stagewright.schema import load_yaml
 
 HEAD = {"format": "stagewright.suite", "version": 1, "name": "s"}
 

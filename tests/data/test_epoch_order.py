@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stagewright.data.draws import draw_uniform
-from stagewright.data.order import SLOTS, draw_bits, epoch_order, shuffle_buffer
+from stagewright.data.order import SLOTS, draw_bits, draw_uniform, epoch_order, shuffle_buffer
 from stagewright.errors import UsageError
 
 

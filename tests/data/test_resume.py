@@ -22,12 +22,12 @@ directory, checkpoint, batch, hold = sys.argv[1], sys.argv[2], int(sys.argv[3]),
 saved = json.load(open(checkpoint)) if os.path.exists(checkpoint) else {"position": 0, "seen": [], "sums": []}
 loader = Loader(
     dataset=open_dataset(directory), batch=batch, row_ranges=lambda rows: ((0, rows),), keep_last=True,
-    transform=TrainTransform(size=8), seed=4, epoch=3, start=saved["position"], num_workers=2, shuffle_buffer=30,
+    transform=TrainTransform(size=8), seed=4, epoch=3, start=saved["position"], num_workers=2,
 )
 for rows in loader:
     saved["seen"] += rows.labels[0].tolist()
     saved["sums"] += rows.images[0].sum(dim=(1, 2, 3)).tolist()
-    saved["position"] = loader.state()["position"]
+    saved["position"] = loader.position
     with open(checkpoint + ".new", "w") as stream:
         json.dump(saved, stream)
     os.replace(checkpoint + ".new", checkpoint)

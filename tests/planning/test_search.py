@@ -150,7 +150,7 @@ def test_the_estimate_alone_counts_every_microbatch_that_the_schedule_holds(poli
 
 def by_taste(plan: Plan, step_s: float) -> Record:
     return Record(
-        name="s", source="simulated", plan=plan, cluster="c", step_s=(step_s,), step_images=plan.batch, limit="taste"
+        name="s", source="simulated", plan=plan, cluster="c", step_s=(step_s,), step_samples=plan.batch, limit="taste"
     )
 
 

@@ -124,7 +124,7 @@ def test_calibrating_finds_the_efficiencies_that_made_the_figures() -> None:
         table = record_work(make_pieces(model), rows)
         weights = sum(parameter.numel() * 4 for parameter in model.model.parameters())
         figures.append(
-            Measurement(model=model, batch=rows, images_per_s=rows / step_seconds(table, weights, truth, "fp32"))
+            Measurement(model=model, batch=rows, samples_per_s=rows / step_seconds(table, weights, truth, "fp32"))
         )
     fitted = calibrate_device(start, figures)
     assert fitted.efficiency["conv"] == pytest.approx(1.2, rel=0.1)
@@ -132,14 +132,14 @@ def test_calibrating_finds_the_efficiencies_that_made_the_figures() -> None:
     for figure in figures:
         profile = make_analytic_profile(figure.model, fitted, batch_sizes=(figure.batch,))
         step = sum(layer.forward_s[0] + layer.backward_s[0] for layer in profile.layers) + profile.optimizer_s
-        assert figure.batch / step == pytest.approx(figure.images_per_s, rel=0.02)
+        assert figure.batch / step == pytest.approx(figure.samples_per_s, rel=0.02)
     assert "fitted to one device's figures" in fitted.notes[-1]
 
 
 def test_what_the_figures_hardly_contain_is_left_alone() -> None:
     kind = find_kind("titan-v")
     fitted = calibrate_device(
-        kind, [Measurement(model=build_model("vgg16", device="meta"), batch=8, images_per_s=150.0)]
+        kind, [Measurement(model=build_model("vgg16", device="meta"), batch=8, samples_per_s=150.0)]
     )
     assert fitted.efficiency["matmul"] == kind.efficiency["matmul"]
     assert fitted.efficiency["conv"] != kind.efficiency["conv"]
@@ -148,8 +148,8 @@ def test_what_the_figures_hardly_contain_is_left_alone() -> None:
 def test_calibrating_without_or_with_impossible_figures_is_refused() -> None:
     with pytest.raises(ProfileError, match="nothing to calibrate with"):
         calibrate_device(ROUND, [])
-    with pytest.raises(ProfileError, match=r"0\.0 images/s at batch 8"):
-        Measurement(model=two_linears(), batch=8, images_per_s=0.0)
+    with pytest.raises(ProfileError, match=r"0\.0 samples/s at batch 8"):
+        Measurement(model=two_linears(), batch=8, samples_per_s=0.0)
 
 
 def test_a_model_without_a_loss_is_refused() -> None:

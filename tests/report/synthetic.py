@@ -130,7 +130,7 @@ def make_record(
     source: Source = "measured",
     replicas: Sequence[int] = (7, 1),
     *,
-    images_per_s: float = 1488.0,
+    samples_per_s: float = 1488.0,
     model: str = "VGG16",
     batch: int = 224,
     num_microbatches: int = 1,
@@ -153,7 +153,7 @@ def make_record(
         replicas, model=model, batch=batch, num_microbatches=num_microbatches, versions=versions, hosts=hosts,
         policy=policy,
     )  # fmt: skip
-    step = batch / images_per_s
+    step = batch / samples_per_s
     unit = step / num_microbatches / 3.1
     forward = [unit * share for share in busy[: len(replicas)]]
     spans = tuple(make_spans(plan, num_batches, forward, unit / 6)) if with_spans else ()
@@ -161,7 +161,7 @@ def make_record(
     exact = source == "simulated"
     steps = tuple(step * (1 if exact else dice.uniform(0.995, 1.005)) for _ in range(5))
     return Record(
-        name=name, source=source, plan=plan, cluster=cluster, epoch_images=1_281_167, step_s=steps, step_images=batch,
+        name=name, source=source, plan=plan, cluster=cluster, epoch_samples=1_281_167, step_s=steps, step_samples=batch,
         devices=make_uses(plan, peaks_gib, busy, end), spans=spans, limit=limit,
         points=tuple(make_points(dice)) if with_points else (),
         command=f"stagewright train {model.lower()} --batch {batch} --placement {plan.placement}",
@@ -201,11 +201,11 @@ def make_suite() -> tuple[list[Record], list[Failure], list[Cluster]]:
     records = []
     for seed in range(7):
         rate = 1488 * (1 + (seed - 3) * 0.003)
-        records.append(make_record(images_per_s=rate, seed=seed, with_points=True))
+        records.append(make_record(samples_per_s=rate, seed=seed, with_points=True))
         records.append(dp("vgg16-dp-8", 702 * (1 + (3 - seed) * 0.004), 8, seed=seed, with_points=True))
-    records += [make_record(source="simulated", images_per_s=1501), dp("vgg16-dp-8", 691, 8, source="simulated")]
-    records += [make_record(source="rehearsed", images_per_s=1420, seed=9), dp("vgg16-dp-1", 189, 1, batch=32)]
-    records += [make_record("vgg16-5-2-1", "simulated", (5, 2, 1), images_per_s=1310, num_microbatches=4)]
+    records += [make_record(source="simulated", samples_per_s=1501), dp("vgg16-dp-8", 691, 8, source="simulated")]
+    records += [make_record(source="rehearsed", samples_per_s=1420, seed=9), dp("vgg16-dp-1", 189, 1, batch=32)]
+    records += [make_record("vgg16-5-2-1", "simulated", (5, 2, 1), samples_per_s=1310, num_microbatches=4)]
     for devices in (1, 8, 16, 32):
         more = {"model": "ResNet50", "precision": "fp16", "hosts": max(devices // 8, 1), "cluster": "v100-4x8"}
         name, rate = f"resnet50-amp-{devices}", 812 * devices * (1 - 0.03 * math.log2(devices))
@@ -222,7 +222,7 @@ def make_suite() -> tuple[list[Record], list[Failure], list[Cluster]]:
 def dp(name: str, rate: float, devices: int, *, batch: int = 224, **more: object) -> Record:
     """Data parallelism over some devices."""
     limit = "all-reduce of fc1 (392 MiB, 198 ms exposed)" if devices > 1 else "compute of stage 0"
-    chosen = {"images_per_s": rate, "batch": batch, "peaks_gib": (7.0,), "busy": (0.5,), "limit": limit, **more}
+    chosen = {"samples_per_s": rate, "batch": batch, "peaks_gib": (7.0,), "busy": (0.5,), "limit": limit, **more}
     return make_record(name, replicas=(devices,), **chosen)  # type: ignore[arg-type]
 
 

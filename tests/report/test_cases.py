@@ -22,10 +22,10 @@ def only_case(*records: Record) -> Case:
 
 
 def test_repetitions_of_one_name_are_one_case_with_their_median() -> None:
-    case = only_case(*(make_record(images_per_s=rate, seed=1, with_spans=False) for rate in (1400, 1500, 1300)))
+    case = only_case(*(make_record(samples_per_s=rate, seed=1, with_spans=False) for rate in (1400, 1500, 1300)))
 
     assert len(case.records) == 3
-    assert case.images_per_s == sorted(case.rates)[1] == case.record.images_per_s
+    assert case.samples_per_s == sorted(case.rates)[1] == case.record.samples_per_s
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_a_speedup_is_told_against_the_smallest_run_of_the_same_source() -> None
 
 
 def test_predictions_find_what_they_predicted_by_plan_or_by_name_and_never_across_works() -> None:
-    measured, predicted = make_record(), make_record("another name", "simulated", images_per_s=1501)
-    other_work = make_record("vgg16-7-1", "simulated", images_per_s=3000, precision="fp16")
+    measured, predicted = make_record(), make_record("another name", "simulated", samples_per_s=1501)
+    other_work = make_record("vgg16-7-1", "simulated", samples_per_s=3000, precision="fp16")
 
     (pair,) = find_pairs(make_cases([measured, predicted, other_work]))
 
     assert pair.predicted.name == "another name"
-    assert pair.rate_error == pytest.approx(1501 / measured.images_per_s - 1)
+    assert pair.rate_error == pytest.approx(1501 / measured.samples_per_s - 1)
 
 
 def test_cases_of_one_name_stand_together_with_the_strongest_evidence_first() -> None:
@@ -126,20 +126,20 @@ class TestTheSentence:
         return text.replace("\u00a0", " ")
 
     def test_names_plan_gain_figures_repetitions_and_prediction(self) -> None:
-        fast = [make_record(images_per_s=1488, seed=seed) for seed in range(7)]
+        fast = [make_record(samples_per_s=1488, seed=seed) for seed in range(7)]
         slow = [dp("dp", 702, 8, seed=seed) for seed in range(7)]
 
-        predicted = [make_record(source="simulated", images_per_s=1501), dp("dp", 700, 8, source="simulated")]
+        predicted = [make_record(source="simulated", samples_per_s=1501), dp("dp", 700, 8, source="simulated")]
         text = self.told(*fast, *slow, *predicted)
 
         assert text.startswith("VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,4")
-        assert text.endswith(" images/s, median of 7), as predicted (2.1 ×: 1,501 against 700).")
+        assert text.endswith(" samples/s, median of 7), as predicted (2.1 ×: 1,501 against 700).")
 
     def told_with(self, fast: float, slow: float, *, predicted: tuple[float, float]) -> str:
         """The sentence on two measured rates and what was predicted for them."""
         return self.told(
-            make_record(images_per_s=fast), dp("dp", slow, 8),
-            make_record(source="simulated", images_per_s=predicted[0]), dp("dp", predicted[1], 8, source="simulated"),
+            make_record(samples_per_s=fast), dp("dp", slow, 8),
+            make_record(source="simulated", samples_per_s=predicted[0]), dp("dp", predicted[1], 8, source="simulated"),
         )  # fmt: skip
 
     def test_a_prediction_of_the_opposite_order_is_called_one_though_the_rate_came_true(self) -> None:
@@ -158,27 +158,27 @@ class TestTheSentence:
         assert text.endswith(", as predicted (2.0 ×: 2,400 against 1,200).")
 
     def test_a_tie_was_predicted_where_a_tie_was(self) -> None:
-        hero = [make_record(images_per_s=rate, with_spans=False) for rate in (1000, 1100)]
+        hero = [make_record(samples_per_s=rate, with_spans=False) for rate in (1000, 1100)]
         rival = [dp("dp", rate, 8) for rate in (1050, 950)]
         for predicted, told in ((1020, ", as predicted (1.02 ×"), (1400, "; predicted were 1.4 ×")):
             first, second = (
-                make_record(source="simulated", images_per_s=predicted),
+                make_record(source="simulated", samples_per_s=predicted),
                 dp("dp", 1000, 8, source="simulated"),
             )
             assert told in self.told(*hero, *rival, first, second)
 
     def test_where_only_one_of_two_was_predicted_only_that_is_said(self) -> None:
-        measured = make_record(images_per_s=1488), dp("dp", 702, 8)
-        good, bad = (make_record(source="simulated", images_per_s=rate) for rate in (1501, 1800))
+        measured = make_record(samples_per_s=1488), dp("dp", 702, 8)
+        good, bad = (make_record(source="simulated", samples_per_s=rate) for rate in (1501, 1800))
         assert self.told(*measured, good).endswith(", the former as predicted (1,501).")
         assert "; the former was to be 1,800 (+2" in self.told(*measured, bad)
 
     def test_a_prediction_that_failed_is_called_one(self) -> None:
-        text = self.told(make_record(), make_record(source="simulated", images_per_s=1800))
+        text = self.told(make_record(), make_record(source="simulated", samples_per_s=1800))
         assert "; predicted were 1,800 (+2" in text
 
     def test_a_prediction_for_another_cluster_is_not_mentioned(self) -> None:
-        text = self.told(make_record(), make_record(source="simulated", images_per_s=1490, cluster="other"))
+        text = self.told(make_record(), make_record(source="simulated", samples_per_s=1490, cluster="other"))
         assert "predicted" not in text
 
     def test_a_simulation_does_not_claim_to_have_trained(self) -> None:
@@ -186,7 +186,7 @@ class TestTheSentence:
         assert "would train, by simulation, 2.1 × as fast" in text
 
     def test_runs_within_their_spread_are_not_told_apart(self) -> None:
-        hero = [make_record(images_per_s=rate, with_spans=False) for rate in (1000, 1100)]
+        hero = [make_record(samples_per_s=rate, with_spans=False) for rate in (1000, 1100)]
         rival = [dp("dp", rate, 8) for rate in (1050, 950)]
         assert "as fast as data parallelism to within the spread" in self.told(*hero, *rival)
 
@@ -220,7 +220,7 @@ def test_files_are_read_in_natural_order(tmp_path: Path) -> None:
 
 
 def test_several_families_of_one_model_are_told_apart() -> None:
-    records = [make_record(), make_record("b", data="records", images_per_s=900)]
+    records = [make_record(), make_record("b", data="records", samples_per_s=900)]
     told = sentences(Results(cases=make_cases(records)))
 
     assert told[0].startswith("VGG16 (fp32, synthetic data) over 7 + 1 devices")
@@ -234,9 +234,9 @@ def save_run(record: Record, folder: Path) -> None:
 
 
 def test_runs_are_read_from_their_own_folders_and_called_by_them(tmp_path: Path) -> None:
-    save_run(make_record("a", images_per_s=100.0), tmp_path / "first")
-    save_run(make_record("b", images_per_s=200.0), tmp_path / "deep" / "second")
-    make_record("c", images_per_s=300.0).save(tmp_path / "c.1.record.json")
+    save_run(make_record("a", samples_per_s=100.0), tmp_path / "first")
+    save_run(make_record("b", samples_per_s=200.0), tmp_path / "deep" / "second")
+    make_record("c", samples_per_s=300.0).save(tmp_path / "c.1.record.json")
     found = {case.name: case for case in read_results(tmp_path).cases}
     assert sorted(found) == ["c", "deep/second", "first"]
     assert log_of(found["first"].files[0]) == tmp_path / "first" / "events.jsonl"
@@ -245,7 +245,7 @@ def test_runs_are_read_from_their_own_folders_and_called_by_them(tmp_path: Path)
 
 def test_a_run_that_was_saved_again_under_a_name_counts_once(tmp_path: Path) -> None:
     """As a suite does with every run, which keeps its folder beside it."""
-    record = make_record("vgg16-dp", images_per_s=100.0)
+    record = make_record("vgg16-dp", samples_per_s=100.0)
     save_run(record, tmp_path / "vgg16-dp" / "vgg16-dp.1")
     dataclasses.replace(record, command="a suite's").save(tmp_path / "vgg16-dp" / "vgg16-dp.1.record.json")
     (case,) = read_results(tmp_path).cases

@@ -56,7 +56,3 @@ def test_kinds_of_spans_are_told_apart_by_every_reader(vision: str, idle: str) -
     }
 
     assert near == {}
-
-
-def test_each_kind_has_its_own_mark_where_there_is_no_colour() -> None:
-    assert len({family.mark for family in FAMILIES}) == len(FAMILIES)

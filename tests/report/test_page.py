@@ -111,7 +111,7 @@ def test_no_request_leaves_the_file(fresh: Any, page: Path) -> None:
 
 
 def test_a_click_on_a_heading_sorts_and_a_second_one_turns_it_round(opened: Any) -> None:
-    head = opened.find_element(By.XPATH, "//table[@id='case-table']//button[contains(., 'images/s')]")
+    head = opened.find_element(By.XPATH, "//table[@id='case-table']//button[contains(., 'samples/s')]")
     place = 7
 
     head.click()

@@ -9,10 +9,19 @@ from io import StringIO
 from rich.console import Console
 
 from stagewright.record import Record
-from stagewright.report import Failure, comparison_table
+from stagewright.report import Failure
 from stagewright.report.cases import Results, in_order, make_cases
+from stagewright.report.comparison import find_pairs
 from stagewright.report.figures import percent, rate, seconds, size, times
-from stagewright.report.tables import Table, case_table, markdown_table, markdown_text, scaling_table
+from stagewright.report.tables import (
+    Table,
+    case_table,
+    markdown_table,
+    markdown_text,
+    pair_table,
+    scaling_table,
+    terminal_table,
+)
 
 from .synthetic import dp, make_record
 
@@ -44,17 +53,17 @@ def test_the_series_columns_are_there() -> None:
     assert [title for title in titles if title in wanted] == wanted
 
 
-def test_a_case_with_three_repetitions_shows_three_epochs_and_their_images() -> None:
+def test_a_case_with_three_repetitions_shows_three_epochs_and_their_samples() -> None:
     told = column(case_table(results(*(make_record(seed=seed) for seed in range(3)))), "epoch time")
-    assert re.fullmatch(r"14 min \d\d s · 14 min \d\d s · 14 min \d\d s 1,281,167 images", told[0])
+    assert re.fullmatch(r"14 min \d\d s · 14 min \d\d s · 14 min \d\d s 1,281,167 samples", told[0])
 
 
 def test_a_case_with_seven_shows_their_median_and_range() -> None:
     table = case_table(results(*(make_record(seed=seed) for seed in range(7))))
     assert re.fullmatch(
-        r"14 min \d\d s 14 min \d\d s to 14 min \d\d s; 1,281,167 images", column(table, "epoch time")[0]
+        r"14 min \d\d s 14 min \d\d s to 14 min \d\d s; 1,281,167 samples", column(table, "epoch time")[0]
     )
-    assert re.fullmatch(r"1,48\d 1,4\d\d–1,4\d\d in 7 runs", column(table, "images/s")[0])
+    assert re.fullmatch(r"1,48\d 1,4\d\d–1,4\d\d in 7 runs", column(table, "samples/s")[0])
 
 
 def test_memory_of_first_and_last_stage_and_what_the_driver_showed() -> None:
@@ -70,12 +79,12 @@ def test_rows_of_different_work_are_marked_and_the_marks_explained() -> None:
 
     assert dict(zip(column(table, "case"), column(table, "work"))) == {"vgg16-7-1": "A", "dp": "A", "amp": "B"}
     assert "different work" in table.notes[0]
-    assert "B: VGG16, 224 images a step, synthetic data, fp16" in table.notes
+    assert "B: VGG16, 224 samples a step, synthetic data, fp16" in table.notes
 
 
 def test_rows_of_the_same_work_are_said_to_be_so() -> None:
     (note,) = case_table(results(make_record(), dp("dp", 700, 8))).notes
-    assert note.startswith("All rows do the same work: VGG16, 224 images a step")
+    assert note.startswith("All rows do the same work: VGG16, 224 samples a step")
 
 
 def test_source_is_a_mark_and_a_word() -> None:
@@ -112,22 +121,25 @@ def test_markdown_cannot_be_broken_by_names() -> None:
     assert markdown_text("[x](y)") == "\\[x\\](y)"
 
 
-def test_the_terminal_shows_predicted_beside_measured_with_the_error() -> None:
-    console = Console(width=120, record=True, file=StringIO(), color_system=None)
-    console.print(
-        comparison_table([make_record(images_per_s=1488), make_record(source="simulated", images_per_s=1501)])
-    )
-    text = console.export_text()
+def in_a_terminal(*records: Record) -> str:
+    """The pairs of these records as a terminal shows them."""
+    console = Console(width=80, record=True, file=StringIO(), color_system=None)
+    console.print(terminal_table(pair_table(find_pairs(make_cases(records)))))
+    return console.export_text()
 
-    assert re.search(r"◇ simulated +● measured +error", text)
-    assert re.search(r"images/s +1,501 +1,4\d\d +\+\d\.\d %", text)
-    assert re.search(r"memory first / last +6\.9 / 3\.1 GiB +6\.9 / 3\.1 GiB +0\.0 %", text)
+
+def test_the_terminal_shows_predicted_beside_measured_with_the_error() -> None:
+    text = in_a_terminal(make_record(samples_per_s=1488), make_record(source="simulated", samples_per_s=1501))
+
+    assert re.search(r"^predicted +1,501 samples/s", text, re.MULTILINE)
+    assert re.search(r"^found +1,4\d\d samples/s", text, re.MULTILINE)
+    assert re.search(r"^error +\+\d\.\d %", text, re.MULTILINE)
+    assert re.search(r"^memory found +6\.9 / 3\.1 GiB\s+^memory error +0\.0 %", text, re.MULTILINE)
 
 
 def test_names_with_brackets_are_shown_as_they_are_in_a_terminal() -> None:
-    console = Console(width=120, record=True, file=StringIO(), color_system=None)
-    console.print(comparison_table([make_record("[red]x[/nope]")]))
-    assert "[red]x[/nope]" in console.export_text()
+    text = in_a_terminal(make_record("[red]x[/nope]"), make_record("[red]x[/nope]", source="simulated"))
+    assert "[red]x[/nope]" in text
 
 
 def test_notes_on_where_the_time_goes_stay_out_of_the_row_and_others_do_not() -> None:

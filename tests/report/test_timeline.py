@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from stagewright.record import Span
-from stagewright.report import chrome_trace, timeline_svg, timeline_text
+from stagewright.report import chrome_trace, timeline_svg
 from stagewright.report.cases import make_cases
 from stagewright.report.charts import run_data
 from stagewright.report.timeline import Window, action_text, lanes, one_step, thin
@@ -79,24 +79,6 @@ def test_the_picture_has_a_row_a_worker_and_a_title_a_span() -> None:
 def test_a_record_without_spans_says_so() -> None:
     empty = make_record(with_spans=False)
     assert "no spans" in timeline_svg(empty)
-    assert "no spans" in timeline_text(empty).plain
-
-
-def test_bars_in_a_terminal() -> None:
-    """Worker 0 computes all the time, worker 1 for its share; what a mark means stands beneath."""
-    record = make_record(replicas=(1, 1), batch=32, busy=(1.0, 0.25))
-    lines = timeline_text(record, 60).plain.splitlines()
-
-    assert re.fullmatch(r"0:0 · stage 0  [█▓▌]{30,}\s+100%", lines[0])
-    assert re.fullmatch(r"0:1 · stage 1  [·─═]+█+▓+[▌·─═█▓]+\s+25%", lines[1])
-    assert "█ forward" in lines[2]
-    assert "· idle" in lines[2]
-
-
-@pytest.mark.parametrize("width", [20, 80, 200])
-def test_bars_fit_the_width(width: int) -> None:
-    lines = timeline_text(make_record(), width).plain.splitlines()[:-1]
-    assert max(map(len, lines)) <= max(width, 35)
 
 
 def test_a_trace_that_perfetto_reads() -> None:

@@ -79,9 +79,9 @@ def _compare_cases(one: Case, two: Case) -> Comparison:
     if unlike:
         return Comparison(**told, verdict="not the same work", why="; ".join(unlike))
     figures: dict[str, Any] = {
-        "before": one.images_per_s,
-        "after": two.images_per_s,
-        "ratio": two.images_per_s / one.images_per_s,
+        "before": one.samples_per_s,
+        "after": two.samples_per_s,
+        "ratio": two.samples_per_s / one.samples_per_s,
     }
     if one.source == "simulated":
         # Nothing wavers in a simulation: any difference is a change.

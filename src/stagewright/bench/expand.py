@@ -23,7 +23,7 @@ from itertools import product
 from typing import Any
 
 from stagewright.errors import UsageError
-from stagewright.noun import shown
+from stagewright.schema import shown
 
 _Keys = Mapping[str, Any]
 _OWN_KEYS = ("like", "matrix", "without")

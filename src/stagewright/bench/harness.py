@@ -139,10 +139,10 @@ def _row_of(task: Task, home: Path) -> Row:
     reason = failures[0].reason if failures else "" if records else "not run"
     if not records:
         return Row(**told, reason=reason)
-    rates = [record.images_per_s for record in records]
+    rates = [record.samples_per_s for record in records]
     return Row(
         **told, repetitions=len(records), images_per_s=median(rates), low=min(rates), high=max(rates),
-        step_images=records[0].step_images, step_s=median(record.median_step_s for record in records),
+        step_images=records[0].step_samples, step_s=median(record.median_step_s for record in records),
         peak_bytes=max((use.peak_bytes for record in records for use in record.devices), default=None),
         reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *_too_full(records)),
     )  # fmt: skip

@@ -18,11 +18,11 @@ from stagewright.bench.task import Task
 from stagewright.bench.watch import Look, Seen, Watch, look_at_cards, look_at_workers
 from stagewright.cluster import Cluster, DeviceId
 from stagewright.errors import StagewrightError
-from stagewright.noun import dump_json
 from stagewright.record import DeviceUse, Record
 from stagewright.report.cases import Failure
 from stagewright.report.figures import size
 from stagewright.runtime.stem import Stem, StemGoneError
+from stagewright.schema import dump_json
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Setting
 
@@ -92,7 +92,7 @@ def simulate(task: Task, place: Place, session: Session) -> Record | Failure:
         if isinstance(fault, StagewrightError):
             raise
         return _failure(task, f"{type(fault).__name__}: {fault}")
-    figures = f"step {record.median_step_s:.6f} s, {record.images_per_s:.1f} images/s, limited by {record.limit}"
+    figures = f"step {record.median_step_s:.6f} s, {record.samples_per_s:.1f} images/s, limited by {record.limit}"
     log.write_text("\n".join((f"$ {task.command}", figures, *task.notes, *record.notes, "")), encoding="utf-8")
     # A simulation says nothing of the machine it was worked out on.
     facts = {key: session.facts[key] for key in ("stagewright", "commit") if key in session.facts}

@@ -29,14 +29,14 @@ from pydantic import Field
 from stagewright.bench.environment import identity
 from stagewright.bench.task import Task
 from stagewright.errors import FileError, StagewrightError, UsageError
-from stagewright.noun import Saved, noun
 from stagewright.record import Record
 from stagewright.report.cases import FAILURE_END, RECORD_END, Failure
+from stagewright.schema import Saved, schema
 
 _BEGUN, _LOCK = "bench.json", ".lock"
 
 
-@noun(error=UsageError)
+@schema(error=UsageError)
 class Begun(Saved):
     """What a folder of results was begun with."""
 

@@ -14,12 +14,12 @@ from pydantic import Field, StringConstraints, ValidationError
 from stagewright.bench.expand import expand
 from stagewright.cluster import Cluster, DeviceId, find_cluster, format_placement, parse_placement
 from stagewright.errors import FileError, StagewrightError, UsageError
-from stagewright.noun import Saved, adapter, check_head, describe, noun, read_plain, twin
 from stagewright.plan import Plan
 from stagewright.planning.counted import find_model
 from stagewright.planning.fixed import fixed_plan
 from stagewright.planning.options import PlanOptions, spelled
 from stagewright.profile import Precision
+from stagewright.schema import Saved, adapter, check_head, describe, read_plain, schema, twin
 
 Mode = Literal["train", "rehearse", "simulate"]
 _Value = str | int | float | bool | tuple[str | int | float, ...]
@@ -32,7 +32,7 @@ _TEXT_KEYS = ("ratio", "staleness", "placement")
 """Text that YAML may take for a number."""
 
 
-@noun(error=UsageError)
+@schema(error=UsageError)
 class Case:
     """One benchmark setting."""
 
@@ -99,7 +99,7 @@ class Suite:
     cases: tuple[Case, ...]
 
 
-@noun(error=UsageError)
+@schema(error=UsageError)
 class SuiteFile(Saved):
     """A suite as it is written: matrices and inheritance not yet written out."""
 

@@ -135,15 +135,15 @@ def explain(fault: Exception, words: Sequence[str]) -> int:
 
 
 def as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
-    """What went wrong; a value that a noun refused is told by the option that gave it: `--steps is 0: …`."""
-    if not fault.noun:
+    """What went wrong; a value that a schema refused is told by the option that gave it: `--steps is 0: …`."""
+    if not fault.schema:
         return fault.what
     verb = next((word for word in words if word in VERBS), None)
     command = Verb(name=verb, help="", callback=None).load() if verb is not None else None
     known = {name for option in getattr(command, "params", ()) for name in option.opts}
     key = fault.key.replace("_", "-").partition("[")[0]
     option = next((name for name in (f"--{key}", f"--{key.removesuffix('-s')}") if name in known), fault.key)
-    return fault.what.replace(f"{fault.noun}: key {fault.key}", option, 1).removeprefix(f"{fault.noun}: ")
+    return fault.what.replace(f"{fault.schema}: key {fault.key}", option, 1).removeprefix(f"{fault.schema}: ")
 
 
 def explain_usage(fault: Any, words: Sequence[str]) -> int:

@@ -128,7 +128,7 @@ def _run(suite: Suite, tasks: Sequence[Task], out: Path, repetitions: int, retry
 def _progress_line(progress: Progress) -> str:
     """` 7/40  vgg16-ssp, 2nd run: 1,014 images/s in 12.3 s · about 8 min 20 s left`."""
     result, task = progress.result, progress.task
-    told = f"{rate(result.images_per_s)} images/s" if isinstance(result, Record) else f"failed: {result.reason}"
+    told = f"{rate(result.samples_per_s)} images/s" if isinstance(result, Record) else f"failed: {result.reason}"
     mark = SOURCE_MARKS[task.source if isinstance(result, Record) else "failed"]
     is_last = progress.num_done == progress.num_runs
     left = "" if progress.left_s is None or is_last else f" · about {_whole_seconds(progress.left_s)} left"

@@ -115,7 +115,7 @@ class AnalyticBench:
                 Measurement(
                     model=self.model(row.model),
                     batch=row.batch_per_device,
-                    images_per_s=row.images_per_s,
+                    samples_per_s=row.images_per_s,
                     precision=row.precision,
                     name=row.model,
                 )

@@ -9,11 +9,11 @@ import typer
 
 from stagewright.cluster import Cluster, ready_made_clusters
 from stagewright.errors import FileError, UsageError
-from stagewright.noun import dump_json
 from stagewright.profiling.detect import cluster_or_here, cpu_cluster
 from stagewright.profiling.drawing import draw_cluster
 from stagewright.profiling.kinds import find_kind
 from stagewright.profiling.topology import read_topology
+from stagewright.schema import dump_json
 
 
 def cluster(

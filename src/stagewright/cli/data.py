@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from stagewright.data.needs import check_format, need
-from stagewright.data.writing import IMAGES_PER_FILE
+from stagewright.data.source import need
+from stagewright.data.writing import IMAGES_PER_FILE, check_format
 
 if TYPE_CHECKING:
     from stagewright.data.inspection import Inspection, Spread
@@ -81,7 +81,7 @@ def convert(
     Example: stagewright data convert shapes shapes-tar --format tar
     """
     check_format(format)
-    from stagewright.data.convert import convert as convert_images
+    from stagewright.data.writing import convert as convert_images
 
     dataset = _read(source, on_corrupt)
     with _progress("converting", len(dataset)) as tick:

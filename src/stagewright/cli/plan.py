@@ -14,7 +14,6 @@ from rich.table import Table
 
 from stagewright.cluster import Cluster, count
 from stagewright.errors import UsageError
-from stagewright.noun import dump_json
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
 from stagewright.planning.choose import Choice
 from stagewright.planning.options import PlanOptions, RatioOf, parse_cuts
@@ -24,6 +23,7 @@ from stagewright.profile import Precision, Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.drawing import describe_devices
 from stagewright.report.figures import rate, seconds, size
+from stagewright.schema import dump_json
 from stagewright.simulation import simulator
 
 _WIDTH = 140

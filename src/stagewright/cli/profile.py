@@ -14,9 +14,9 @@ from rich.table import Table
 
 from stagewright.cluster import parse_ratio
 from stagewright.errors import UsageError
-from stagewright.noun import dump_json
 from stagewright.profile import Precision, Profile
 from stagewright.report.figures import seconds, size
+from stagewright.schema import dump_json
 
 if TYPE_CHECKING:
     from stagewright.profiling.calibrate import Measurement
@@ -163,7 +163,7 @@ def _read_figure(text: str, precision: Precision) -> Measurement:
         raise UsageError(f"--calibrate {text}: expected MODEL:ROWS:IMAGES_PER_S, such as vgg16:32:208.5")
     rate = parse_ratio(parts[2])[0]
     built = build_model(parts[0], device="meta")
-    return Measurement(model=built, batch=int(parts[1]), images_per_s=rate, precision=precision, name=parts[0])
+    return Measurement(model=built, batch=int(parts[1]), samples_per_s=rate, precision=precision, name=parts[0])
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def _measured_first(options: dict[str, Any], cluster: Cluster, hosts: EmulatedHo
     record = run_command(options, console, cluster=cluster, hosts=hosts, source="rehearsed", words=words)
     if record is not None:
         error = predicted.median_step_s / record.median_step_s - 1
-        console.print(f"predicted: {predicted.images_per_s:,.1f} images/s, the step {error:+.1%} off")
+        console.print(f"predicted: {predicted.samples_per_s:,.1f} images/s, the step {error:+.1%} off")
     return record
 
 

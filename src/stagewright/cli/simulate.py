@@ -186,8 +186,8 @@ def _save(record: Record, trace: Path | None, timeline: Path | None, out: Path |
 def _show(record: Record, cluster: Cluster, saved: list[str]) -> None:
     """The figures, a bar a group of devices, and where the time goes."""
     console = Console(highlight=False, markup=False)
-    epoch = f" · epoch {seconds(record.epoch_s)} ({record.epoch_images:,} images)" if record.epoch_s else ""
-    console.print(f"\n  step {seconds(record.median_step_s)} · {rate(record.images_per_s)} images/s{epoch}\n")
+    epoch = f" · epoch {seconds(record.epoch_s)} ({record.epoch_samples:,} images)" if record.epoch_s else ""
+    console.print(f"\n  step {seconds(record.median_step_s)} · {rate(record.samples_per_s)} images/s{epoch}\n")
     groups = [(tuple(ids), uses) for ids, uses in _alike(record, cluster)]
     width = max(len(format_devices(ids)) for ids, _ in groups)
     for ids, use in groups:
@@ -257,15 +257,15 @@ def _show_sweep(points: list[Point], cluster: Cluster, as_json: bool, plot: Path
         return
     console = Console(highlight=False, markup=False)
     fitting = [point for point in points if not short[point.label]]
-    best = max((point.record.images_per_s for point in fitting), default=1.0)
+    best = max((point.record.samples_per_s for point in fitting), default=1.0)
     table = Table(box=None, pad_edge=False)
     for title in ("", "step", "images/s", "", "limited by"):
         table.add_column(title, justify="right" if title in ("step", "images/s") else "left")
     for point in points:
         record, why = point.record, short[point.label]
-        bar = "" if why else "█" * max(round(20 * record.images_per_s / best), 1)
+        bar = "" if why else "█" * max(round(20 * record.samples_per_s / best), 1)
         limit = f"does not fit: {why}" if why else record.limit
-        table.add_row(point.label, seconds(record.median_step_s), rate(record.images_per_s), bar, limit)
+        table.add_row(point.label, seconds(record.median_step_s), rate(record.samples_per_s), bar, limit)
     console.print()
     console.print(table)
     turn = knee(fitting)

@@ -134,10 +134,10 @@ def show_record(record: Record, as_json: bool, console: Console) -> None:
         return
     if as_json:
         typer.echo(json.dumps(record.summary()))
-    elif record.images_per_s:
-        epoch = f" · epoch {record.epoch_s:,.1f} s ({record.epoch_images:,} images)" if record.epoch_s else ""
+    elif record.samples_per_s:
+        epoch = f" · epoch {record.epoch_s:,.1f} s ({record.epoch_samples:,} images)" if record.epoch_s else ""
         console.print(
-            f"\n{record.plan.model} on {record.plan.placement}: {record.images_per_s:,.1f} images/s · "
+            f"\n{record.plan.model} on {record.plan.placement}: {record.samples_per_s:,.1f} images/s · "
             f"step {record.median_step_s * 1e3:,.1f} ms (median of {len(record.step_s)}){epoch}"
         )
 

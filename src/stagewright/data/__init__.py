@@ -4,14 +4,11 @@ source      what a dataset is, the places of records in files, faults that are s
 ofrecord    ┐
 tar         ├ datasets by index: OFRecord parts, WebDataset shards, class folders
 folder      ┘
-synthetic   rows that any worker makes alike
-opening     a path or the word `synthetic` → the dataset that is there
-order       the order of an epoch, from (seed, epoch)
-draws       random numbers by position, not by who asks
-jpeg        bytes → the pixels of one crop, decoded as little as the crop allows
+opening     a path → the dataset that is there
+order       the order of an epoch, and random numbers by position, not by who asks
 augment     which crop; mean and standard deviation
+pixels      bytes → the pixels of one crop, decoded as little as the crop allows
 loader      batches, prefetched
-writing     images and labels → files
-needs       what has to be installed for that
-generate, convert, inspection    behind `stagewright data make, convert, inspect`
+writing     images and labels → files; behind `stagewright data convert`
+generate, inspection    behind `stagewright data make, inspect`
 """

@@ -10,12 +10,22 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from stagewright.data.jpeg import Crop
 from stagewright.errors import UsageError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _NUM_TRIES = 10
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A rectangle of an image, mirrored or not."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    flip: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,8 @@ class ImageFolder:
 
     file_starts: tuple[int, ...] = ()
 
-    def __init__(
-        self, directory: Path, *, on_corrupt: OnCorrupt = "stop", max_record_bytes: int = MAX_RECORD_BYTES
-    ) -> None:
+    def __init__(self, directory: Path, *, on_corrupt: OnCorrupt = "stop") -> None:
         self._directory = directory
-        self._max_record_bytes = max_record_bytes
         self.class_names = read_class_names(directory) or class_folders(directory)
         faults = Faults(on_corrupt)
         found = [self._images(name, faults) for name in self.class_names]
@@ -44,11 +41,11 @@ class ImageFolder:
     def encoded(self, index: int) -> bytes:
         try:
             with self._path(index).open("rb", buffering=0) as stream:
-                data = stream.read(self._max_record_bytes + 1)
+                data = stream.read(MAX_RECORD_BYTES + 1)
         except OSError as error:
             raise DataError(f"{self.where(index)}: {error.strerror}") from error
-        if len(data) > self._max_record_bytes:
-            raise DataError(f"{self.where(index)} has more than the {self._max_record_bytes:,} bytes allowed")
+        if len(data) > MAX_RECORD_BYTES:
+            raise DataError(f"{self.where(index)} has more than the {MAX_RECORD_BYTES:,} bytes allowed")
         return data
 
     def where(self, index: int) -> str:

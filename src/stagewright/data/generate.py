@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from stagewright.data.draws import draw_uniform
+from stagewright.data.order import draw_uniform
 from stagewright.data.source import Pixels
 from stagewright.data.writing import IMAGES_PER_FILE, Format, Sample, write_images
 from stagewright.errors import UsageError
@@ -27,8 +27,6 @@ _HUES = ("red", "orange", "green", "teal", "azure", "blue", "violet", "pink")
 _HUE_DEGREES = (0, 35, 110, 165, 200, 235, 275, 320)
 _GROUNDS = ("plain", "streaked", "banded")
 MAX_CLASSES = len(_SHAPES) * len(_HUES) * len(_GROUNDS)
-_NUM_DRAWS = 8
-_NOISE = 0.12
 
 
 def make_images(
@@ -64,7 +62,7 @@ def class_look(label: int) -> tuple[str, str, str]:
 def draw_image(label: int, number: int, size: int, seed: int) -> Pixels:
     """Image `number` of the set, of class `label`, as pixels (size, size, 3)."""
     ground, hue, shape = class_look(label)
-    across, down, scale, value, tint, slant, light, _ = draw_uniform(seed, number, num=_NUM_DRAWS)[0]
+    across, down, scale, value, tint, slant, light, _ = draw_uniform(seed, number, num=8)[0]
     radius = 0.28 + 0.14 * scale
     grid = (np.arange(size) + 0.5) / size
     x = grid[None, :] - (radius + (1 - 2 * radius) * across)
@@ -73,7 +71,7 @@ def draw_image(label: int, number: int, size: int, seed: int) -> Pixels:
     colour = _colour(hue, 0.65 + 0.35 * value, tint)
     back = (0.35 + 0.3 * light) * _ground(ground, grid, slant)[:, :, None]
     noise = draw_uniform(seed, number, 1, num=size * size * 3).reshape(size, size, 3) - 0.5
-    pixels: Pixels = (255 * np.clip(np.where(inside, colour, back) + _NOISE * noise, 0, 1)).astype(np.uint8)
+    pixels: Pixels = (255 * np.clip(np.where(inside, colour, back) + 0.12 * noise, 0, 1)).astype(np.uint8)
     return pixels
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from stagewright.data.augment import EvalTransform
-from stagewright.data.pixels import DecoderName, choose_decoder, image_shape, read_crop
+from stagewright.data.pixels import image_shape, read_crop
 from stagewright.data.source import Dataset
 from stagewright.errors import DataError
 
@@ -82,8 +82,6 @@ def _summed_up(
 def _measured(dataset: Dataset, index: int) -> tuple[int, int, int]:
     """Bytes, height and width of one image."""
     encoded = dataset.encoded(index)
-    if not isinstance(encoded, bytes):
-        return encoded.nbytes, *encoded.shape[:2]
     try:
         return len(encoded), *image_shape(encoded)
     except DataError as error:
@@ -100,21 +98,21 @@ def save_contact_sheet(
     """Saves a PNG of images taken evenly from the whole dataset under their labels, and gives their number."""
     shown = np.unique(np.linspace(0, len(dataset) - 1, num_columns * num_rows).astype(int)).tolist()
     sheet = Image.new("RGB", (num_columns * side, -(-len(shown) // num_columns) * (side + _CAPTION_PIXELS)), "white")
-    pen, decoder = ImageDraw.Draw(sheet), choose_decoder()
+    pen = ImageDraw.Draw(sheet)
     for place, index in enumerate(shown):
         corner = (place % num_columns * side, place // num_columns * (side + _CAPTION_PIXELS))
-        picture, caption = _shown(dataset, index, side, decoder)
+        picture, caption = _shown(dataset, index, side)
         sheet.paste(picture, (corner[0], corner[1] + _CAPTION_PIXELS))
         pen.text((corner[0] + 2, corner[1] + 1), caption[: side // 6], fill="black")
     sheet.save(path, "PNG")
     return len(shown)
 
 
-def _shown(dataset: Dataset, index: int, side: int, decoder: DecoderName) -> tuple[Image.Image, str]:
+def _shown(dataset: Dataset, index: int, side: int) -> tuple[Image.Image, str]:
     """One image's middle with its class; a grey square where it cannot be read."""
     middle = partial(EvalTransform(size=side, shorter=side).crop, draws=())
     try:
-        pixels = read_crop(dataset.encoded(index), middle, side, decoder)
+        pixels = read_crop(dataset.encoded(index), middle, side)
         label = dataset.label(index)
     except DataError:
         return Image.new("RGB", (side, side), "grey"), "unreadable"

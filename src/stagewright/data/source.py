@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -18,7 +21,6 @@ OnCorrupt: TypeAlias = Literal["stop", "skip"]
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 CLASS_NAMES_FILE = "classes.txt"
 MAX_RECORD_BYTES = 1 << 28
-_MAX_CLASSES = 1 << 20
 
 
 class Dataset(Protocol):
@@ -43,8 +45,8 @@ class Dataset(Protocol):
 
     def label(self, index: int) -> int: ...
 
-    def encoded(self, index: int) -> bytes | Pixels:
-        """The image file's bytes, or pixels (height, width, 3) where there is no file."""
+    def encoded(self, index: int) -> bytes:
+        """The image file's bytes."""
 
     def where(self, index: int) -> str:
         """Where the image lies: file, offset and record number."""
@@ -67,26 +69,31 @@ class Faults:
             raise fault
         self.found.append(fault.what)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Reports the fault that ends what is done inside."""
+        try:
+            yield
+        except DataError as fault:
+            self.report(fault)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Extents:
-    """Where the records lie: record i is `size[i]` bytes at `offset[i]` of `paths[file[i]]`, its `number[i]`-th."""
+    """Where the records lie: a row (file, offset, size, number) for each, its file by its index in `paths`."""
 
     paths: tuple[Path, ...]
-    file: Indices
-    offset: Indices
-    size: Indices
-    number: Indices
+    rows: Indices
 
     def __len__(self) -> int:
-        return len(self.file)
+        return len(self.rows)
 
     def read(self, index: int) -> bytes:
         """The bytes of one record; the file is opened for it alone, so threads share nothing."""
-        size = int(self.size[index])
+        file, offset, size, _ = self.rows[index].tolist()
         try:
-            with self.paths[int(self.file[index])].open("rb", buffering=0) as stream:
-                stream.seek(int(self.offset[index]))
+            with self.paths[file].open("rb", buffering=0) as stream:
+                stream.seek(offset)
                 data: bytes = stream.read(size)
         except OSError as error:
             raise DataError(f"{self.where(index)}: {error.strerror}") from error
@@ -98,27 +105,29 @@ class Extents:
         return data
 
     def where(self, index: int) -> str:
-        return place(self.paths[self.file[index]], int(self.offset[index]), int(self.number[index]))
+        file, offset, _, number = self.rows[index].tolist()
+        return place(self.paths[file], offset, number)
 
     def file_starts(self) -> tuple[int, ...]:
         """The first index of every file that holds any record."""
-        return tuple(int(start) for start in np.unique(self.file, return_index=True)[1])
+        return tuple(np.unique(self.rows[:, 0], return_index=True)[1].tolist())
 
     def keep(self, kept: Indices) -> Extents:
         """Only the records at these indices."""
-        return Extents(
-            paths=self.paths,
-            file=self.file[kept],
-            offset=self.offset[kept],
-            size=self.size[kept],
-            number=self.number[kept],
-        )
+        return Extents(self.paths, self.rows[kept])
 
 
 def make_extents(paths: tuple[Path, ...], rows: list[tuple[int, int, int, int]]) -> Extents:
     """Extents from (file, offset, size, number) rows."""
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    return Extents(paths=paths, file=columns[0], offset=columns[1], size=columns[2], number=columns[3])
+    return Extents(paths, np.array(rows, dtype=np.int64).reshape(-1, 4))
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when the file is whole."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    yield unfinished
+    unfinished.replace(path)
 
 
 def place(path: Path, offset: int, number: int) -> str:
@@ -126,13 +135,13 @@ def place(path: Path, offset: int, number: int) -> str:
     return f"{path}, record {number} at byte {offset:,}"
 
 
-def checked_label(value: Any, where: str, num_classes: int | None) -> int:
-    """The label as an int from 0 to num_classes - 1 (or to a million, where the number of classes is not known)."""
-    limit = _MAX_CLASSES if num_classes is None else num_classes
+def checked_label(value: Any, where: str, class_names: tuple[str, ...]) -> int:
+    """The label as an int from 0 to the last class (or to a million, where the classes are not known)."""
+    limit = len(class_names) or 1 << 20
     if not 0 <= value < limit:
         raise DataError(
             f"{where} has the label {value}; labels run from 0 to {limit - 1}",
-            "give the right number of classes, or skip such records with on_corrupt='skip'",
+            "name all classes in classes.txt, or skip such records with on_corrupt='skip'",
         )
     return int(value)
 
@@ -160,3 +169,21 @@ def check_class_name(name: str, origin: Path) -> None:
             f"{origin} names a class {name!r}, which cannot be a folder",
             "use names without slashes that do not begin with a dot",
         )
+
+
+def need(what: str, *modules: str) -> None:
+    """Refuses what needs packages that are not installed, before any of it is done."""
+    package_of = {"PIL": "Pillow", "google.protobuf": "protobuf"}
+    lacking = [package_of[module] for module in modules if not is_there(module)]
+    if lacking:
+        raise UsageError(
+            f"{what} needs {' and '.join(lacking)}, which is not installed", "pip install 'stagewright[data]'"
+        )
+
+
+def is_there(module: str) -> bool:
+    """Whether a module could be imported."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # its parent is missing
+        return False

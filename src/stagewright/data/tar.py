@@ -1,4 +1,7 @@
-"""WebDataset shards: tar files in which `key.jpg` and `key.cls` (the label in digits) are one labelled image."""
+"""WebDataset shards: tar files in which `key.jpg` and `key.cls` (the label in digits) are one labelled image.
+
+`tarfile` reads and writes them; what is added here is that damage is told with its place and never taken for the end.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,9 @@ from stagewright.data.source import (
     make_extents,
     place,
     read_class_names,
+    writing_whole,
 )
 from stagewright.errors import DataError
-
-_Row = tuple[int, int, int]  # offset, size, label
-_MAX_LABEL_BYTES = 20
-_BAD_ARCHIVE = (
-    tarfile.TarError,
-    EOFError,
-    OverflowError,
-    RecursionError,
-    UnicodeError,
-    ValueError,
-    IndexError,
-    KeyError,
-)
 
 
 class TarShards:
@@ -42,26 +33,17 @@ class TarShards:
     Opening reads all headers and labels, and no image; names in the archive are never used as paths.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        on_corrupt: OnCorrupt = "stop",
-        num_classes: int | None = None,
-        max_record_bytes: int = MAX_RECORD_BYTES,
-    ) -> None:
+    def __init__(self, directory: Path, *, on_corrupt: OnCorrupt = "stop") -> None:
         self.class_names = read_class_names(directory)
-        given = num_classes or len(self.class_names) or None
-        faults = Faults(on_corrupt)
-        paths = shard_paths(directory)
+        faults, paths = Faults(on_corrupt), shard_paths(directory)
         rows, labels = [], []
         for file, path in enumerate(paths):
-            for number, (offset, size, label) in enumerate(_scan_shard(path, faults, given, max_record_bytes)):
-                rows.append((file, offset, size, number))
-                labels.append(label)
+            found = _scan_shard(path, faults, self.class_names)
+            rows += [(file, offset, size, number) for number, (offset, size, _) in enumerate(found)]
+            labels += [label for _, _, label in found]
         self._extents = make_extents(paths, rows)
         self._labels: Indices = np.array(labels, dtype=np.int64)
-        self.num_classes = given or 1 + max(labels, default=-1)
+        self.num_classes = len(self.class_names) or 1 + max(labels, default=-1)
         self.file_starts = self._extents.file_starts()
         self.faults = tuple(faults.found)
 
@@ -83,108 +65,81 @@ def shard_paths(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted(path for path in directory.glob("*.tar") if path.is_file()))
 
 
-def _scan_shard(path: Path, faults: Faults, num_classes: int | None, max_record_bytes: int) -> Iterator[_Row]:
-    """Offset and size of every image with its label; what is missing or damaged goes to `faults`."""
+def _scan_shard(path: Path, faults: Faults, class_names: tuple[str, ...]) -> list[tuple[int, int, int]]:
+    """Offset, size and label of every image; what is missing or damaged goes to `faults`."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
-    try:
-        with tarfile.open(path, "r:") as archive:
-            for number, member in enumerate(_members(archive, path)):
-                try:
-                    _sort_member(archive, member, path, number, images, labels, num_classes, max_record_bytes)
-                except DataError as fault:
-                    faults.report(fault)
-    except DataError as fault:
-        faults.report(fault)
-    except (*_BAD_ARCHIVE, OSError) as error:
-        faults.report(
-            DataError(f"{path} is not a tar file: {error}", "fetch the file again; only plain .tar can be read")
-        )
+    with faults.kept():
+        for number, (member, content) in enumerate(_members(path)):
+            folder, _, name = member.name.rpartition("/")
+            stem, _, suffix = name.partition(".")
+            key, where = f"{folder}/{stem}", place(path, member.offset_data, number)
+            with faults.kept():
+                if suffix.lower() == "cls":
+                    labels[key] = _label_of(content, where, class_names)
+                elif f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                    _check_image(member, where, is_new=key not in images)
+                    images[key] = (member.offset_data, member.size)
     for key in sorted(images.keys() ^ labels.keys()):
         missing = "label, key.cls" if key in images else "image, key.jpg"
         faults.report(DataError(f"{path}: {key!r} has no {missing}", "add it, or skip with on_corrupt='skip'"))
-    return ((*images[key], labels[key]) for key in images if key in labels)
+    return [(*images[key], labels[key]) for key in images if key in labels]
 
 
-def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
-    """The files of the archive, in order; a size that leads backwards or past the end is an error, not a loop."""
-    end_bytes = path.stat().st_size
-    offset, number = 0, 0
-    while (member := _next_member(archive, path, offset, number)) is not None:
-        past = member.offset_data + max(0, member.size)
-        if member.size < 0 or member.offset < offset or (member.isreg() and past > end_bytes):
-            raise DataError(
-                f"{place(path, member.offset, number)} has the size {member.size:,}, the file {end_bytes:,} bytes",
-                "fetch the file again, or go on without the rest with on_corrupt='skip'",
-            )
-        if member.isreg():
-            yield member
-        offset = max(offset + tarfile.BLOCKSIZE, archive.offset)
-        number += 1
+def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """The files of the archive, in order, with the first bytes of labels.
 
-
-def _next_member(archive: tarfile.TarFile, path: Path, offset: int, number: int) -> tarfile.TarInfo | None:
-    """The next header, or None at the archive's end; tarfile takes a damaged header for the end, this does not."""
+    A size that leads backwards or past the end is an error, not a loop; so is a damaged header, where tarfile ends.
+    """
+    end_bytes, offset, number = path.stat().st_size, 0, 0
     try:
-        member = archive.next()
-    except (*_BAD_ARCHIVE, OSError) as error:
-        raise DataError(
-            f"{place(path, offset, number)} has a damaged header: {error}", "fetch the file again"
-        ) from error
-    if member is None:
-        with path.open("rb") as stream:
+        with path.open("rb") as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                past = member.offset_data + max(0, member.size)
+                if member.size < 0 or member.offset < offset or (member.isreg() and past > end_bytes):
+                    size = f"has the size {member.size:,}, the file {end_bytes:,} bytes"
+                    raise DataError(
+                        f"{place(path, member.offset, number)} {size}",
+                        "fetch the file again, or go on without the rest with on_corrupt='skip'",
+                    )
+                if member.isreg():
+                    stream.seek(member.offset_data)
+                    is_label = member.name.lower().endswith(".cls")
+                    yield member, stream.read(min(member.size, 21)) if is_label else b""
+                offset = max(offset + tarfile.BLOCKSIZE, archive.offset)
+                number += 1
             stream.seek(offset)
-            block = stream.read(tarfile.BLOCKSIZE)
-        if block.strip(b"\0"):
-            raise DataError(f"{place(path, offset, number)} has a damaged header", "fetch the file again")
-    return member
+            if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
+                raise DataError(f"{place(path, offset, number)} has a damaged header", "fetch the file again")
+    except DataError:
+        raise
+    except Exception as error:  # what tarfile raises on damaged files has no common base
+        what = f"{place(path, offset, number)} has a damaged header" if offset else f"{path} is not a tar file"
+        raise DataError(f"{what}: {error}", "fetch the file again; only plain .tar can be read") from error
 
 
-def _sort_member(
-    archive: tarfile.TarFile,
-    member: tarfile.TarInfo,
-    path: Path,
-    number: int,
-    images: dict[str, tuple[int, int]],
-    labels: dict[str, int],
-    num_classes: int | None,
-    max_record_bytes: int,
-) -> None:
-    """Puts one file of the archive among the images or the labels, by its suffix; others are left alone."""
-    folder, _, name = member.name.rpartition("/")
-    stem, _, suffix = name.partition(".")
-    key, where = f"{folder}/{stem}", place(path, member.offset_data, number)
-    if suffix.lower() == "cls":
-        labels[key] = _read_label(archive, member, where, num_classes)
-    elif f".{suffix.lower()}" in IMAGE_SUFFIXES:
-        if member.size > max_record_bytes:
-            raise DataError(f"{where} has {member.size:,} bytes, more than the {max_record_bytes:,} allowed")
-        if key in images:
-            raise DataError(f"{where}: the key {key!r} has a second image", "give every image its own key")
-        images[key] = (member.offset_data, member.size)
+def _check_image(member: tarfile.TarInfo, where: str, *, is_new: bool) -> None:
+    if member.size > MAX_RECORD_BYTES:
+        raise DataError(f"{where} has {member.size:,} bytes, more than the {MAX_RECORD_BYTES:,} allowed")
+    if not is_new:
+        raise DataError(f"{where} has a second image of its key", "give every image its own key")
 
 
-def _read_label(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, num_classes: int | None) -> int:
+def _label_of(text: bytes, where: str, class_names: tuple[str, ...]) -> int:
     """The digits of one `key.cls`."""
-    if member.size > _MAX_LABEL_BYTES:
-        raise DataError(f"{where} has a label of {member.size:,} bytes; it should be a number in digits")
-    stream = archive.extractfile(member)
-    text = b"" if stream is None else stream.read(_MAX_LABEL_BYTES)
-    if not text.strip().isdigit():
-        raise DataError(f"{where} has the label {text!r}; it should be a number in digits")
-    return checked_label(int(text), where, num_classes)
+    if len(text) > 20 or not text.strip().isdigit():
+        raise DataError(f"{where} has the label {text[:20]!r}; it should be a number in digits")
+    return checked_label(int(text), where, class_names)
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, str, bytes, int]]) -> int:
     """Writes (key, suffix, image, label) samples as one shard and gives their number; the same bytes every time."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
     num_samples = 0
-    with tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as archive:
+    with writing_whole(path) as unfinished, tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as archive:
         for key, suffix, encoded, label in samples:
             for name, data in ((f"{key}{suffix}", encoded), (f"{key}.cls", str(label).encode())):
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
             num_samples += 1
-    unfinished.replace(path)
     return num_samples

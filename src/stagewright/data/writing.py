@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from stagewright.data.source import CLASS_NAMES_FILE, check_class_name
+from stagewright.data.source import CLASS_NAMES_FILE, Dataset, check_class_name, need
 from stagewright.data.tar import write_shard
 from stagewright.errors import DataError, UsageError
 
@@ -30,8 +30,7 @@ def write_images(
     folder    cat/00000000.jpg …          labels are the order of classes.txt
     ofrecord  part-00000 …                tar    00000.tar …
     """
-    if format not in get_args(Format):
-        raise UsageError(f"format {format!r} is not known", f"give {', '.join(get_args(Format))}")
+    check_format(format)
     if images_per_file < 1:
         raise UsageError(f"{images_per_file} images a file cannot be", "give 1 or more")
     _make_empty(directory)
@@ -42,6 +41,14 @@ def write_images(
     if format == "folder":
         return _write_folders(directory, samples, class_names)
     return _write_files(directory, samples, format, images_per_file)
+
+
+def check_format(format: str) -> None:
+    """Refuses a --format that is unknown, or whose package is not installed."""
+    if format not in get_args(Format):
+        raise UsageError(f"--format is {format!r}: expected one of {', '.join(get_args(Format))}")
+    if format == "ofrecord":
+        need(f"--format {format}", "google.protobuf")
 
 
 def numbered_classes(num_classes: int) -> tuple[str, ...]:
@@ -81,10 +88,10 @@ def _write_files(directory: Path, samples: Iterable[Sample], format: Format, ima
     num_images = 0
     for file, some in enumerate(_groups(samples, images_per_file)):
         if format == "ofrecord":
-            from stagewright.data.ofrecord import encode_image, part_name, write_part  # needs protobuf
+            from stagewright.data.ofrecord import encode_image, write_part  # needs protobuf
 
             messages = (encode_image(encoded, label) for encoded, label in some)
-            num_images += write_part(directory / part_name(file), messages)
+            num_images += write_part(directory / f"part-{file:05d}", messages)
         else:
             keyed = enumerate(some, start=num_images)
             shard = ((f"{key:08d}", _image_suffix(encoded), encoded, label) for key, (encoded, label) in keyed)
@@ -97,3 +104,33 @@ def _groups(samples: Iterable[Sample], size: int) -> Iterator[Iterator[Sample]]:
     left = iter(samples)
     for first in left:
         yield chain([first], islice(left, size - 1))
+
+
+def convert(
+    dataset: Dataset,
+    directory: Path,
+    format: Format,
+    *,
+    images_per_file: int = IMAGES_PER_FILE,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Writes the dataset's images, byte for byte and in order, in another format, and gives their number.
+
+    `progress` is called with the number of images read so far.
+    """
+    class_names = dataset.class_names or numbered_classes(dataset.num_classes)
+    return write_images(
+        directory,
+        _samples_of(dataset, progress),
+        format,
+        class_names=class_names,
+        images_per_file=images_per_file,
+    )
+
+
+def _samples_of(dataset: Dataset, progress: Callable[[int], None] | None) -> Iterator[Sample]:
+    """The image file and label of every row."""
+    for index in range(len(dataset)):
+        yield dataset.encoded(index), dataset.label(index)
+        if progress is not None:
+            progress(index + 1)

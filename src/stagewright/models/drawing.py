@@ -24,10 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_FIRST, _SECOND, _GOLDEN = -2048144789, -1028477387, -1640531527  # of murmur3's finalizer, as signed 32-bit numbers
-_DRAWS = 64
-"""How many draws a node has room for before they are those of the next one."""
-
 _ALPHA = -1.7580993408473766
 """What alpha dropout puts in the place of a dropped number (Klambauer et al. 2017, section 1.2)."""
 
@@ -63,15 +59,15 @@ def _key(number: int) -> int:
 
 
 def place_of(path: str, number: int) -> int:
-    """A number for the draws of a module: by its path, and how many nodes of it drew before."""
-    return zlib.crc32(path.encode()) + number * _DRAWS
+    """A number for the draws of a module, which has room for 64 a node: by its path, and how many nodes drew before."""
+    return zlib.crc32(path.encode()) + number * 64
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Numbers that look random, from 32-bit ones that do not (murmur3's finalizer)."""
-    numbers = (numbers * _GOLDEN) ^ ((numbers >> 16) & 0xFFFF)
-    numbers = numbers * _FIRST
-    numbers = (numbers ^ ((numbers >> 13) & 0x7FFFF)) * _SECOND
+    """Numbers that look random, from 32-bit ones that do not (murmur3's finalizer, its factors as signed numbers)."""
+    numbers = (numbers * -1640531527) ^ ((numbers >> 16) & 0xFFFF)
+    numbers = numbers * -2048144789
+    numbers = (numbers ^ ((numbers >> 13) & 0x7FFFF)) * -1028477387
     return numbers ^ ((numbers >> 16) & 0xFFFF)
 
 

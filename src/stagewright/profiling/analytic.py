@@ -17,9 +17,6 @@ from stagewright.profiling.kinds import DeviceKind, find_kind, known_kinds
 from stagewright.profiling.layers import make_pieces
 from stagewright.profiling.operators import UnitWork, Work, record_work
 
-_OPTIMIZER_PASSES = 5
-"""SGD with momentum reads weight, gradient and momentum, and writes weight and momentum."""
-
 
 def make_analytic_profile(
     model: Layered,
@@ -41,7 +38,7 @@ def make_analytic_profile(
         precision=precision,
         source="analytic",
         batch_sizes=tuple(batch_sizes),
-        layers=layer_profiles(model, facts, forward, backward),
+        layers=layer_profiles(pieces, facts, forward, backward),
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
         optimizer_s=_optimizer_seconds(sum(fact.parameter_bytes for fact in facts), kind),
         versions={"torch": str(torch.__version__)},
@@ -86,8 +83,8 @@ def seconds(works: Sequence[Work], kind: DeviceKind, precision: Precision) -> fl
 
 
 def _optimizer_seconds(parameter_bytes: int, kind: DeviceKind) -> float:
-    """The optimizer's passes over the weights' memory."""
-    return _OPTIMIZER_PASSES * parameter_bytes / kind.rate("memory", "fp32") + kind.launch_s
+    """Five passes over the weights' memory: SGD reads weight, gradient and momentum, and writes weight and momentum."""
+    return 5 * parameter_bytes / kind.rate("memory", "fp32") + kind.launch_s
 
 
 def step_seconds(table: Sequence[UnitWork], parameter_bytes: int, kind: DeviceKind, precision: Precision) -> float:

@@ -1,4 +1,4 @@
-"""Fits a kind of device's few efficiencies to single-device figures such as images/s."""
+"""Fits a kind of device's few efficiencies to single-device figures such as samples/s."""
 
 from __future__ import annotations
 
@@ -16,30 +16,22 @@ from stagewright.profiling.layers import make_pieces
 from stagewright.profiling.operators import UnitWork, record_work
 
 _WORKS = ("conv", "matmul", "memory")
-_RANGE = (0.05, 3.0)
-"""Efficiencies outside of it mean that the peak rates are wrong."""
-_PULL = 0.05
-"""How much an efficiency's distance from the file's own weighs against a measurement's error, both as logarithms:
-it decides only what the measurements leave open."""
-_ROUNDS = 60
-_HARDLY = 0.15
-"""A kind of work that takes a smaller share of every measurement than this cannot be told from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One device trained this model at so many images a second."""
+    """One device trained this model at so many samples a second."""
 
     model: Layered
     batch: int
-    images_per_s: float
+    samples_per_s: float
     precision: Precision = "fp32"
     name: str = "model"
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or not 0 < self.images_per_s < math.inf:
+        if self.batch < 1 or not 0 < self.samples_per_s < math.inf:
             raise ProfileError(
-                f"{self.name}: {self.images_per_s} images/s at batch {self.batch}: expected positive numbers"
+                f"{self.name}: {self.samples_per_s} samples/s at batch {self.batch}: expected positive numbers"
             )
 
 
@@ -55,7 +47,7 @@ class _Sample:
         """The logarithm of predicted over measured seconds."""
         made = self.measurement
         predicted = step_seconds(self.table, self.parameter_bytes, kind, made.precision)
-        return math.log(predicted * made.images_per_s / made.batch)
+        return math.log(predicted * made.samples_per_s / made.batch)
 
     def share(self, work: str, kind: DeviceKind) -> float:
         """The share of the step that one kind of work takes."""
@@ -65,25 +57,28 @@ class _Sample:
 
 
 def calibrate_device(kind: DeviceKind, measurements: Sequence[Measurement]) -> DeviceKind:
-    """The kind with efficiencies that minimise Σ error² + _PULL · Σ (log of change)², errors being logarithms."""
+    """The kind with efficiencies that minimise Σ error² + 0.05² · Σ (log of change)², errors being logarithms.
+
+    The second sum decides only what the measurements leave open. A kind of work that takes less than 15 % of every
+    measurement cannot be told from them, and keeps its efficiency.
+    """
     if not measurements:
-        raise ProfileError("nothing to calibrate with", "give at least one measured images/s")
+        raise ProfileError("nothing to calibrate with", "give at least one measured samples/s")
     samples = [_sample(measurement) for measurement in measurements]
-    keys = sorted(
-        {_key(kind, work, s.measurement) for s in samples for work in _WORKS if s.share(work, kind) > _HARDLY}
-    )
+    keys = sorted({_key(kind, work, s.measurement) for s in samples for work in _WORKS if s.share(work, kind) > 0.15})
     fitted = dict(kind.efficiency)
-    for round_number in range(_ROUNDS):
+    for round_number in range(60):
         step = 0.2 * 0.85**round_number
         fitted = min(_moves(fitted, keys, step), key=lambda efficiency: _loss(efficiency, kind, samples))
-    return _changed(kind, {key: float(f"{value:.3g}") for key, value in fitted.items()}, _notes(kind, measurements))
+    rounded = {key: float(f"{value:.3g}") for key, value in fitted.items()}
+    return replace(kind, efficiency=rounded, notes=_notes(kind, measurements))
 
 
 def _moves(fitted: dict[str, float], keys: Sequence[str], step: float) -> Iterator[dict[str, float]]:
-    """The point itself, and its neighbours in all directions, diagonals included."""
+    """The point itself, and its neighbours in all directions; beyond 0.05 and 3 the peak rates would be wrong."""
     for signs in product((0, -1, 1), repeat=len(keys)):
         moved = (fitted[key] * math.exp(sign * step) for key, sign in zip(keys, signs))
-        yield {**fitted, **{key: min(max(value, _RANGE[0]), _RANGE[1]) for key, value in zip(keys, moved)}}
+        yield {**fitted, **{key: min(max(value, 0.05), 3.0) for key, value in zip(keys, moved)}}
 
 
 def _sample(measurement: Measurement) -> _Sample:
@@ -98,17 +93,13 @@ def _key(kind: DeviceKind, work: str, measurement: Measurement) -> str:
 
 
 def _loss(efficiency: dict[str, float], kind: DeviceKind, samples: Sequence[_Sample]) -> float:
-    changed = _changed(kind, efficiency, kind.notes)
+    changed = replace(kind, efficiency=efficiency)
     moved = (math.log(efficiency[key] / kind.efficiency[key]) ** 2 for key in efficiency)
-    return sum(sample.error(changed) ** 2 for sample in samples) + _PULL**2 * sum(moved)
-
-
-def _changed(kind: DeviceKind, efficiency: dict[str, float], notes: tuple[str, ...]) -> DeviceKind:
-    return replace(kind, efficiency=efficiency, notes=notes)
+    return sum(sample.error(changed) ** 2 for sample in samples) + 0.05**2 * sum(moved)
 
 
 def _notes(kind: DeviceKind, measurements: Sequence[Measurement]) -> tuple[str, ...]:
     figures = "; ".join(
-        f"{m.name} {m.images_per_s:g} images/s at batch {m.batch} in {m.precision}" for m in measurements
+        f"{m.name} {m.samples_per_s:g} samples/s at batch {m.batch} in {m.precision}" for m in measurements
     )
     return (*kind.notes, f"Efficiencies fitted to one device's figures: {figures}.")

@@ -20,12 +20,6 @@ from stagewright.profiling.topology import (
 
 _Asker = Callable[[Sequence[str]], str | None]
 
-_LOCAL_BYTES_PER_S = 2e9
-_LOCAL_LATENCY_S = 1e-4
-"""Between two processes of one machine over the loopback device, as gloo moves tensors."""
-_FRAMEWORK_BYTES = 600 << 20
-"""A CUDA context with its libraries, where the kind of device does not say otherwise."""
-
 
 def ask(command: Sequence[str]) -> str | None:
     """What a command prints; None where it is missing or fails."""
@@ -74,7 +68,7 @@ def read_gpus(listing: str) -> tuple[Device, ...]:
                 kind=kind.name if kind else plain_name(name),
                 memory_bytes=int(memory) << 20,
                 speed=relative_speed(kind, reference) if kind and reference else 1.0,
-                framework_bytes=kind.framework_bytes if kind else _FRAMEWORK_BYTES,
+                framework_bytes=kind.framework_bytes if kind else 600 << 20,  # a CUDA context with its libraries
             )
         )
     return tuple(devices)
@@ -86,9 +80,8 @@ def cpu_cluster(num_devices: int, name: str = "local") -> Cluster:
     device = Device(
         kind="cpu", memory_bytes=max(1, memory_bytes() // num_devices), framework_bytes=kind.framework_bytes
     )
-    made = make_cluster(
-        num_devices, name=name, device=device, bytes_per_s=_LOCAL_BYTES_PER_S, latency_s=_LOCAL_LATENCY_S
-    )
+    # 2 GB/s and 0.1 ms between two processes over the loopback device, as gloo moves tensors
+    made = make_cluster(num_devices, name=name, device=device, bytes_per_s=2e9, latency_s=1e-4)
     host = Host(devices=made.hosts[0].devices, links=made.hosts[0].links, decode_images_per_s=_decode_rate())
     return Cluster(name=name, hosts=(host,), notes=("CPU workers; rates are those of gloo over loopback",))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 
 from torch import Tensor
@@ -18,44 +18,25 @@ _FEW, _MANY = 2, 4
 """Numbers of rows whose difference tells what grows with rows and what does not; batch norm refuses one row."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _UnitFacts:
-    """One unit's figures; bytes and operations are for one row."""
-
-    unit: Unit
-    kind: str
-    output_bytes: float
-    saved_bytes: float
-    parameter_bytes: int
-    buffer_bytes: int
-    flops: float
-    weight_share: float
-    inputs: tuple[str, ...] | None
-
-
-def find_facts(pieces: Pieces) -> tuple[_UnitFacts, ...]:
-    """The facts of every unit of a model."""
+def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
+    """A profile without times for every unit of a model, called by its last layer."""
     few, many = record_work(pieces, _FEW), record_work(pieces, _MANY)
     outputs, inputs = _read_crossings(pieces)
     seen: set[int] = set()
     facts = []
-    for number, unit in enumerate(pieces.units):
+    for number, (unit, work) in enumerate(zip(pieces.units, many)):
         own = [parameter for parameter in unit.module.parameters() if id(parameter) not in seen]
         seen.update(map(id, own))
-        flops = sum(work.flops for work in many[number].forward) / _MANY
+        is_loss = unit.module.has_loss and unit.last - unit.first == 1
         facts.append(
-            _UnitFacts(
-                unit=unit,
-                kind="loss" if unit.module.has_loss and unit.last - unit.first == 1 else _kind_of(many[number].forward),
-                output_bytes=outputs[number],
-                saved_bytes=max(0.0, (many[number].saved_bytes - few[number].saved_bytes) / (_MANY - _FEW)),
-                parameter_bytes=_num_bytes(own),
-                buffer_bytes=_num_bytes(list(unit.module.buffers())),
-                flops=flops,
-                weight_share=weight_share(unit, many[number]),
-                inputs=inputs[number],
+            LayerProfile(
+                name=pieces.model.names[unit.last - 1], kind="loss" if is_loss else _kind_of(work.forward),
+                forward_s=(), backward_s=(), weight_share=weight_share(unit, work), output_bytes=outputs[number],
+                saved_bytes=max(0.0, (work.saved_bytes - few[number].saved_bytes) / (_MANY - _FEW)),
+                parameter_bytes=_num_bytes(own), buffer_bytes=_num_bytes(list(unit.module.buffers())),
+                flops=sum(each.flops for each in work.forward) / _MANY, inputs=inputs[number],
             )
-        )
+        )  # fmt: skip
     return tuple(facts)
 
 
@@ -121,8 +102,8 @@ def _row_bytes(spec: TensorSpec, precision: Precision) -> float:
 
 
 def layer_profiles(
-    model: Layered,
-    facts: Sequence[_UnitFacts],
+    pieces: Pieces,
+    facts: Sequence[LayerProfile],
     forward_s: Sequence[Sequence[float]],
     backward_s: Sequence[Sequence[float]],
     *,
@@ -132,28 +113,21 @@ def layer_profiles(
     """One entry a layer; where a unit has several, the last has the figures, and no stage may begin after the first."""
     zeros = (0.0,) * len(forward_s[0])
     layers: list[LayerProfile] = []
-    for number, fact in enumerate(facts):
-        names = model.names[fact.unit.first : fact.unit.last]
-        for place, name in enumerate(names[:-1]):
-            layers.append(_silent(name, zeros, fact.inputs if place == 0 else None, cuttable=place == 0))
-        layers.append(
-            LayerProfile(
-                name=names[-1],
-                kind=fact.kind,
-                forward_s=tuple(forward_s[number]),
-                backward_s=tuple(backward_s[number]),
-                weight_s=() if weight_s is None else _part_of(backward_s[number], fact.weight_share, weight_s[number]),
-                spread=0.0 if spread is None else spread[number],
-                weight_share=fact.weight_share,
-                output_bytes=fact.output_bytes,
-                saved_bytes=fact.saved_bytes,
-                parameter_bytes=fact.parameter_bytes,
-                buffer_bytes=fact.buffer_bytes,
-                flops=fact.flops,
-                inputs=fact.inputs if len(names) == 1 else None,
-                cuttable=len(names) == 1,
-            )
-        )
+    for number, (unit, fact) in enumerate(zip(pieces.units, facts)):
+        *before, _ = pieces.model.names[unit.first : unit.last]
+        for name in before:
+            is_first = name == before[0]
+            silent = LayerProfile(
+                name=name, forward_s=zeros, backward_s=zeros, output_bytes=0.0, saved_bytes=0.0, parameter_bytes=0,
+                inputs=fact.inputs if is_first else None, cuttable=is_first,
+            )  # fmt: skip
+            layers.append(silent)
+        timed = replace(
+            fact, forward_s=tuple(forward_s[number]), backward_s=tuple(backward_s[number]),
+            weight_s=() if weight_s is None else _part_of(backward_s[number], fact.weight_share, weight_s[number]),
+            spread=0.0 if spread is None else spread[number],
+        )  # fmt: skip
+        layers.append(replace(timed, inputs=None, cuttable=False) if before else timed)
     return tuple(layers)
 
 
@@ -162,16 +136,3 @@ def _part_of(backward_s: Sequence[float], share: float, measured_s: Sequence[flo
     if share in (0.0, 1.0):
         return tuple(seconds * share for seconds in backward_s)
     return tuple(map(min, measured_s, backward_s))
-
-
-def _silent(name: str, zeros: tuple[float, ...], inputs: tuple[str, ...] | None, *, cuttable: bool) -> LayerProfile:
-    return LayerProfile(
-        name=name,
-        forward_s=zeros,
-        backward_s=zeros,
-        output_bytes=0.0,
-        saved_bytes=0.0,
-        parameter_bytes=0,
-        inputs=inputs,
-        cuttable=cuttable,
-    )

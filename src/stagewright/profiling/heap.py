@@ -13,11 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Of mallopt, as malloc.h numbers them."""
-_MOST = 2**31 - 1
 KEPT_LONGER = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ARENA_PURGE_MULT": "1"}
 """Variables of workers: how many milliseconds mimalloc keeps what is free, and how many times as long what is large. It
 reads them when torch is loaded, and not again."""
@@ -31,17 +27,6 @@ def keep_longer() -> None:
 
 def keep_freed_memory() -> bool:
     """Asks glibc to keep freed memory, and to take all of it from the heap; whether it does."""
-    mallopt = _glibc("mallopt")
-    return mallopt is not None and bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, _MOST))
-
-
-def give_back_freed_memory() -> None:
-    """Returns to the system what is kept, where something large is over for good."""
-    trim = _glibc("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
-def _glibc(name: str) -> Any:
-    """A function of the C library; None where it has none of that name."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mmap_max, trim_threshold = -4, -1  # as malloc.h numbers them
+    return mallopt is not None and bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))

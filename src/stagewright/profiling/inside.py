@@ -18,9 +18,6 @@ from stagewright.models import build_model
 from stagewright.profiling.links import bounce_pairs, core_s_per_byte
 from stagewright.profiling.measured import make_profile
 
-_NUM_LARGE = 3
-"""So few large messages are enough on links with a limit: every link is in two pairs."""
-
 
 def main(folder: str) -> None:
     """Measures as one of the workers."""
@@ -41,7 +38,8 @@ def _measure_links(rank: int, size: int, bytes_per_s: float) -> dict[str, Any]:
     # About 0.15 s at the rate that the cluster file names: neither lost in noise nor long.
     num_bytes = int(min(max(bytes_per_s * 0.15, 1 << 20), 16 << 20))
     pairs = sorted({tuple(sorted((host, (host + 1) % size))) for host in range(size)})
-    seen = bounce_pairs(rank, [(first, second) for first, second in pairs], num_bytes, _NUM_LARGE)
+    # Few large messages are enough on links with a limit: every link is in two pairs.
+    seen = bounce_pairs(rank, [(first, second) for first, second in pairs], num_bytes, num_large=3)
     return {"pairs": seen, "core_s_per_byte": core_s_per_byte(rank, size, num_bytes)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -11,15 +12,15 @@ from pydantic import Field
 
 from stagewright.cluster import Device, plain_kind
 from stagewright.errors import ClusterError, StagewrightError
-from stagewright.noun import Saved, noun, parse_plain
 from stagewright.profile import Precision
+from stagewright.schema import Saved, parse_plain, schema
 
 WorkKind = Literal["conv", "matmul", "memory"]
 """What an operator is limited by: convolution, matrix product, or moving bytes."""
 _NOT_IN_NAMES = ("nvidia", "tesla", "geforce", "graphics", "quadro")
 
 
-@noun(error=ClusterError)
+@schema(error=ClusterError)
 class DeviceKind(Saved):
     """What one kind of device can do: peaks from its data sheet, efficiencies from measurements."""
 
@@ -64,23 +65,18 @@ class DeviceKind(Saved):
         """The peak in a precision; one that the file leaves out runs as fp32 does."""
         return self.peak_flops.get(precision, self.peak_flops["fp32"])
 
-    def device(self, reference: DeviceKind | None = None, precision: Precision = "fp32") -> Device:
-        """One such device; its speed stands against the reference kind's convolutions and matrix products."""
+    def device(self) -> Device:
+        """One such device."""
         return Device(
-            kind=self.name,
-            memory_bytes=self.memory_bytes,
-            speed=1.0 if reference is None else relative_speed(self, reference, precision),
-            framework_bytes=self.framework_bytes,
+            kind=self.name, memory_bytes=self.memory_bytes, framework_bytes=self.framework_bytes,
             step_overhead_s=self.step_overhead_s,
-        )
+        )  # fmt: skip
 
 
-def relative_speed(kind: DeviceKind, reference: DeviceKind, precision: Precision = "fp32") -> float:
+def relative_speed(kind: DeviceKind, reference: DeviceKind) -> float:
     """How many times as fast as the reference: the geometric mean over convolutions, matrix products and memory."""
     works: tuple[WorkKind, ...] = ("conv", "matmul", "memory")
-    product = 1.0
-    for work in works:
-        product *= kind.rate(work, precision) / reference.rate(work, precision)
+    product = math.prod(kind.rate(work, "fp32") / reference.rate(work, "fp32") for work in works)
     return float(round(product ** (1 / len(works)), 4))
 
 

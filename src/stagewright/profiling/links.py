@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, count
+from itertools import combinations, islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -18,14 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagewright.cluster import Cluster, Link
+from stagewright.cluster import Cluster
 from stagewright.errors import ClusterError
 from stagewright.profiling.detect import num_cores
 
-_LARGE_BYTES = 16 << 20
 _NUM_LARGE = 5
-_NUM_SMALL = 50
-_TIMEOUT_S = 120.0
 _COMMON = Path("/dev/shm")
 """Files that are nothing but memory."""
 
@@ -81,7 +78,7 @@ def _with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
     )
 
 
-def measure_workers(num_workers: int, large_bytes: int = _LARGE_BYTES) -> list[dict[str, Any]]:
+def measure_workers(num_workers: int, large_bytes: int = 16 << 20) -> list[dict[str, Any]]:
     """What as many processes see of links and cores: every pair over gloo, one at a time, then all at once."""
     with tempfile.TemporaryDirectory(dir=_COMMON if _COMMON.is_dir() else None) as folder:
         command = [sys.executable, "-m", __name__, str(num_workers), folder, str(large_bytes)]
@@ -97,12 +94,12 @@ def _wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
     """Returns when all workers are done; when one fails or hangs, ends the others and says what it said."""
     try:
         for rank, worker in enumerate(workers):
-            _, said = worker.communicate(timeout=_TIMEOUT_S)
+            _, said = worker.communicate(timeout=120.0)
             if worker.returncode:
                 last = said.strip().splitlines()[-1:] or ["nothing"]
                 raise ClusterError(f"worker {rank} stopped while links were measured; it said: {last[0]}")
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"the workers did not finish measuring links in {_TIMEOUT_S:.0f} s") from None
+        raise ClusterError("the workers did not finish measuring links in 120 s") from None
     finally:
         for worker in workers:
             if worker.poll() is None:
@@ -167,7 +164,7 @@ def bounce_pairs(
     for first, second in pairs:
         if rank in (first, second):
             other = second if rank == first else first
-            small = median(_bounce(rank == first, other, 1) for _ in range(_NUM_SMALL))
+            small = median(_bounce(rank == first, other, 1) for _ in range(50))
             large = median(_bounce(rank == first, other, large_bytes) for _ in range(num_large))
             if rank == first:
                 found.append((first, second, _rate_of(large_bytes, large, small), small))
@@ -199,19 +196,21 @@ def _measure_copies(num_devices: int, large_bytes: int = 64 << 20) -> _Pairs:
 
 def _copy_between(first: int, second: int, large_bytes: int) -> Pair:
     """What copies from one GPU to another show."""
+
+    def moment() -> float:
+        torch.cuda.synchronize(first)
+        torch.cuda.synchronize(second)
+        return perf_counter()
+
     seconds = []
     for size in (1, large_bytes):
         source = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{first}")
         target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{second}")
         gaps = []
         for _ in range(_NUM_LARGE + 2):
-            torch.cuda.synchronize(first)
-            torch.cuda.synchronize(second)
-            begin = perf_counter()
+            begin = moment()
             target.copy_(source)
-            torch.cuda.synchronize(first)
-            torch.cuda.synchronize(second)
-            gaps.append(perf_counter() - begin)
+            gaps.append(moment() - begin)
         seconds.append(median(gaps[2:]))
     return Pair(_rate_of(large_bytes, seconds[1], seconds[0]), seconds[0])
 
@@ -230,24 +229,13 @@ def with_pairs(cluster: Cluster, pairs: _Pairs, how: str) -> Cluster:
         for wire, _ in path:
             rates[wire] = max(rates.get(wire, 0.0), pair.bytes_per_s)
             latencies[wire] = min(latencies.get(wire, float("inf")), pair.latency_s / len(path))
+    links = [*(link for host in cluster.hosts for link in host.links), *cluster.links]
+    for wire, rate in rates.items():
+        links[wire] = replace(links[wire], bytes_per_s=_rounded(rate), latency_s=_rounded(latencies[wire]))
+    left = iter(links)
+    hosts = tuple(replace(host, links=tuple(islice(left, len(host.links)))) for host in cluster.hosts)
     notes = (*cluster.notes, f"link rates and latencies measured {how}")
-    return replace(_with_wires(cluster, rates, latencies), notes=notes)
-
-
-def _with_wires(cluster: Cluster, rates: Mapping[int, float], latencies: Mapping[int, float]) -> Cluster:
-    """The cluster with other rates and latencies for some wires, by their number."""
-    numbers = count()
-
-    def renewed(links: Sequence[Link]) -> tuple[Link, ...]:
-        return tuple(
-            replace(link, bytes_per_s=_rounded(rates[wire]), latency_s=_rounded(latencies[wire]))
-            if (wire := next(numbers)) in rates
-            else link
-            for link in links
-        )
-
-    hosts = tuple(replace(host, links=renewed(host.links)) for host in cluster.hosts)
-    return replace(cluster, hosts=hosts, links=renewed(cluster.links))
+    return replace(cluster, hosts=hosts, links=tuple(left), notes=notes)
 
 
 def _rounded(value: float) -> float:

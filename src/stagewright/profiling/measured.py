@@ -9,6 +9,7 @@ from functools import cache
 from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,60 +25,33 @@ Progress = Callable[[int, int], None]
 """Called with how many repeats are done, and of how many."""
 
 _WARM_UP = 2
-_REPEATS = 7
-_APART_EVERY = 2
-"""Every second repeat times backward without weights as well."""
-_LEAD_CYCLES = 200_000_000
-"""So long a GPU sleeps before it is timed, a tenth of a second on today's: work is then there before its turn comes."""
-_LEARNING_RATE = 0.0
-"""The optimizer's step is timed, and moves nothing."""
 
 
-class _CpuClock:
-    """Notes moments, and gives the seconds between them."""
-
-    def __init__(self) -> None:
-        self.moments: list[float] = []
-
-    def lead(self) -> None:
-        """Gives the device work to wait behind; a CPU has none."""
-
-    def mark(self) -> None:
-        """Notes this moment."""
-        self.moments.append(perf_counter())
-
-    def gaps_s(self) -> list[float]:
-        """The seconds between the moments noted."""
-        return [second - first for first, second in pairwise(self.moments)]
-
-
-class _CudaClock:
-    """Notes moments in a GPU's own stream of work, so that nothing waits for the clock."""
+class _Clock:
+    """Notes moments, on a GPU in its own stream of work, so that nothing waits for the clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.events: list[torch.cuda.Event] = []
-
-    def lead(self) -> None:
-        """Lets the GPU sleep while its work is handed over: a layer is timed, not the handing over of its work."""
-        with torch.cuda.device(self.device):
-            torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
+        self._device, self._moments = device, list[Any]()
+        if device.type == "cuda":
+            # The GPU sleeps, a tenth of a second on today's, while its work is handed over: a layer is timed, not that.
+            with torch.cuda.device(device):
+                torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
-        """Notes the moment when everything before it is done."""
+        """Notes this moment; on a GPU, that when everything before it is done."""
+        if self._device.type != "cuda":
+            self._moments.append(perf_counter())
+            return
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        self.events.append(event)
+        event.record(torch.cuda.current_stream(self._device))
+        self._moments.append(event)
 
     def gaps_s(self) -> list[float]:
         """The seconds between the moments noted."""
-        torch.cuda.synchronize(self.device)
-        return [float(first.elapsed_time(second)) / 1e3 for first, second in pairwise(self.events)]
-
-
-def _make_clock(device: torch.device) -> _CpuClock | _CudaClock:
-    """The clock of a device."""
-    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
+        if self._device.type != "cuda":
+            return [second - first for first, second in pairwise(self._moments)]
+        torch.cuda.synchronize(self._device)
+        return [float(first.elapsed_time(second)) / 1e3 for first, second in pairwise(self._moments)]
 
 
 @dataclass(frozen=True)
@@ -97,7 +71,7 @@ def make_profile(
     batch_sizes: Sequence[int],
     precision: Precision = "fp32",
     name: str | None = None,
-    repeats: int = _REPEATS,
+    repeats: int = 7,
     progress: Progress | None = None,
 ) -> Profile:
     """The profile of a model on the device where it is, its sample repeated to each batch size."""
@@ -116,7 +90,7 @@ def make_profile(
             for rows, timing in zip(batch_sizes, timings):
                 kept = timing if number >= _WARM_UP else _Timing([], [], [], [])
                 _time_once(pieces, whole, rows, device, kept)
-                if number >= _WARM_UP and (number - _WARM_UP) % _APART_EVERY == 0:
+                if number >= _WARM_UP and (number - _WARM_UP) % 2 == 0:  # every second repeat without weights as well
                     _time_weights(pieces, rows, device, kept)
                 done += 1
                 if progress is not None:
@@ -126,7 +100,7 @@ def make_profile(
     backward = [[_middle(t.backward, unit) for t in timings] for unit in range(len(facts))]
     weight = [[_middle(t.weight, unit) for t in timings] for unit in range(len(facts))]
     spread = [_spread(timings[-1], number) for number in range(len(facts))]
-    layers = layer_profiles(model, facts, forward, backward, weight_s=weight, spread=spread)
+    layers = layer_profiles(pieces, facts, forward, backward, weight_s=weight, spread=spread)
     return Profile(
         model=name or type(model.model).__name__.lower(),
         device=_device_name(device),
@@ -176,8 +150,7 @@ def _timed_run(
 ) -> list[float]:
     """Seconds of each unit's forward in order, then of each backward in the opposite order."""
     pieces.model.model.zero_grad(set_to_none=True)
-    clock = _make_clock(device)
-    clock.lead()
+    clock = _Clock(device)
     run_units(
         pieces, inputs, targets, lambda unit, is_backward: clock.mark(), start=lambda unit: clock.mark(),
         weights=weights,
@@ -208,11 +181,10 @@ def _time_optimizer(model: Layered, device: torch.device, repeats: int) -> float
         return 0.0
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
     gaps = []
     for _ in range(_WARM_UP + repeats):
-        clock = _make_clock(device)
-        clock.lead()
+        clock = _Clock(device)
         clock.mark()
         optimizer.step()
         clock.mark()

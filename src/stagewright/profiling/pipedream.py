@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from stagewright.errors import FileError, ProfileError
@@ -20,7 +21,7 @@ from stagewright.profile import LayerProfile, Profile
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Node:
     """One node of the file; times in milliseconds, sizes in bytes of a minibatch."""
 
@@ -42,8 +43,8 @@ class _Graph:
     """Nodes by id, and for each the nodes it reads and the nodes that read it, in the file's order."""
 
     nodes: Mapping[str, _Node]
-    reads: Mapping[str, tuple[str, ...]]
-    readers: Mapping[str, tuple[str, ...]]
+    reads: Mapping[str, Collection[str]]
+    readers: Mapping[str, Collection[str]]
 
 
 def import_pipedream(path: str | Path, *, batch: int, model: str | None = None, device: str = "unknown") -> Profile:
@@ -103,16 +104,7 @@ def _node(parts: Sequence[str], number: int, where: str) -> _Node:
             f"{where}, line {number}: expected `node -- description -- times and sizes`, or `node -- node`"
         )
     fields = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,\s]+)", parts[2]))
-    values = [_number(fields.get(key), key, number, where) for key in _FIELDS]
-    return _Node(
-        id=parts[0],
-        description=parts[1],
-        line=number,
-        forward_ms=values[0],
-        backward_ms=values[1],
-        activation_bytes=values[2],
-        parameter_bytes=values[3],
-    )
+    return _Node(parts[0], parts[1], number, *(_number(fields.get(key), key, number, where) for key in _FIELDS))
 
 
 def _number(text: str | None, key: str, number: int, where: str) -> float:
@@ -131,21 +123,16 @@ def _number(text: str | None, key: str, number: int, where: str) -> float:
 def _graph(nodes: dict[str, _Node], edges: Sequence[tuple[int, str, str]], where: str) -> _Graph:
     if not nodes:
         raise ProfileError(f"{where}: holds no node")
-    reads: dict[str, list[str]] = {id: [] for id in nodes}
-    readers: dict[str, list[str]] = {id: [] for id in nodes}
+    reads: dict[str, dict[str, None]] = {id: {} for id in nodes}
+    readers: dict[str, dict[str, None]] = {id: {} for id in nodes}
     for number, source, target in edges:
         for id in (source, target):
             if id not in nodes:
                 raise ProfileError(f"{where}, line {number}: the edge names {id!r}, which is no node")
-        reads[target].append(source)
-        readers[source].append(target)
-    graph = _Graph(nodes=nodes, reads=_frozen(reads), readers=_frozen(readers))
+        reads[target][source] = readers[source][target] = None
+    graph = _Graph(nodes=nodes, reads=reads, readers=readers)
     _check_connected(graph, where)
     return graph
-
-
-def _frozen(table: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    return {id: tuple(dict.fromkeys(others)) for id, others in table.items()}
 
 
 def _check_connected(graph: _Graph, where: str) -> None:
@@ -182,45 +169,32 @@ def order_nodes(graph: _Graph, where: str = "the graph") -> list[str]:
     a ─▶ b ─▶ d      a branch is finished before the next one begins, because leaving it open would carry its
     └──▶ c ──┘       tensors along:  a b c d
     """
-    waiting = {id: len(reads) for id, reads in graph.reads.items()}
+    sorter = TopologicalSorter(graph.reads)
+    try:
+        sorter.prepare()
+    except CycleError as fault:
+        stuck = min((graph.nodes[id] for id in fault.args[1]), key=lambda node: node.line)
+        raise ProfileError(
+            f"{where}, line {stuck.line}: {stuck.id} waits for itself: the graph has a cycle", "remove the edge back"
+        ) from None
     open_readers = {id: len(readers) for id, readers in graph.readers.items()}
-    ready = [id for id, count in waiting.items() if not count]
-    order: list[str] = []
+    order, ready = [""], list(sorter.get_ready())
     while ready:
-        before = order[-1] if order else ""
-        best = min(ready, key=lambda id: _preference(graph, id, open_readers, before))
-        ready.remove(best)
+        ready.remove(best := min(ready, key=lambda id: _preference(graph, id, open_readers, order[-1])))
         order.append(best)
         for source in graph.reads[best]:
             open_readers[source] -= 1
-        for reader in graph.readers[best]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                ready.append(reader)
-    if len(order) < len(graph.nodes):
-        stuck = min((graph.nodes[id] for id, count in waiting.items() if count > 0), key=lambda node: node.line)
-        raise ProfileError(
-            f"{where}, line {stuck.line}: {stuck.id} waits for itself: the graph has a cycle", "remove the edge back"
-        )
-    return order
+        sorter.done(best)
+        ready += sorter.get_ready()
+    return order[1:]
 
 
-def _preference(
-    graph: _Graph, id: str, open_readers: Mapping[str, int], before: str
-) -> tuple[float, bool, tuple[int, str]]:
-    return _growth(graph, id, open_readers), before not in graph.reads[id], _rank(id)
-
-
-def _growth(graph: _Graph, id: str, open_readers: Mapping[str, int]) -> float:
-    """How many more bytes cross once the node has run: its output, less what nothing reads any more."""
+def _preference(graph: _Graph, id: str, open_readers: Mapping[str, int], before: str) -> tuple[float, bool, int, str]:
+    """First what lets the fewest more bytes cross: its output, less what nothing reads any more."""
     made = graph.nodes[id].activation_bytes if graph.readers[id] else 0.0
     freed = (graph.nodes[source].activation_bytes for source in graph.reads[id] if open_readers[source] == 1)
-    return made - sum(freed)
-
-
-def _rank(id: str) -> tuple[int, str]:
     digits = re.search(r"\d+", id)
-    return int(digits[0]) if digits else 0, id
+    return made - sum(freed), before not in graph.reads[id], int(digits[0]) if digits else 0, id
 
 
 def _layer(graph: _Graph, id: str, place: int, order: Sequence[str], batch: int) -> LayerProfile:

@@ -12,16 +12,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from stagewright.cluster import Cluster, Device, Host, Link, count
 from stagewright.errors import ClusterError
 
 
-@dataclass(frozen=True)
-class _LinkClass:
-    """What one class of wire carries in each direction, where nothing was measured."""
+class _LinkClass(NamedTuple):
+    """What one class of link carries in each direction, where nothing was measured."""
 
     bytes_per_s: float
     latency_s: float
@@ -52,6 +52,7 @@ class _Table:
     names: tuple[str, ...]
     cells: tuple[tuple[str, ...], ...]
     affinity: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, _LinkClass] = field(default_factory=lambda: LINK_CLASSES)
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -64,6 +65,16 @@ class _Table:
     def crossing(self, first: str, second: str) -> str:
         """The class between two of them, or NV#."""
         return self.cells[self.names.index(first)][self.names.index(second)]
+
+    def node(self, name: str) -> str:
+        """One of them as a node of the host: `3` for GPU3, `nic`, `nic1` … for network cards."""
+        if name.startswith("GPU"):
+            return str(self.gpus.index(name))
+        return f"nic{self.nics.index(name) or ''}"
+
+    def link(self, first: str, second: str, kind: str) -> Link:
+        """A link between two nodes."""
+        return _link(first, second, kind, self.classes)
 
 
 def parse_table(text: str, where: str = "the topology") -> _Table:
@@ -86,7 +97,6 @@ def parse_table(text: str, where: str = "the topology") -> _Table:
         rows[words[0]] = (number, words[1:])
     cells = tuple(_row(name, rows, names, where) for name in names)
     affinity = {name: words[len(names)] for name, (_, words) in rows.items() if len(words) > len(names)}
-    _check_symmetric(names, cells, rows, where)
     return _Table(names=names, cells=cells, affinity=affinity)
 
 
@@ -99,43 +109,28 @@ def _row(name: str, rows: Mapping[str, tuple[int, list[str]]], names: Sequence[s
     if name not in rows:
         raise ClusterError(f"{where}: column {name} has no row: the table is not square")
     number, words = rows[name]
+    here = f"{where}, line {number}: row {name}"
     if len(words) < len(names):
-        raise ClusterError(
-            f"{where}, line {number}: row {name} has {len(words)} of {len(names)} entries: the table is not square"
-        )
-    for word in words[: len(names)]:
+        raise ClusterError(f"{here} has {len(words)} of {len(names)} entries: the table is not square")
+    for other, word in zip(names, words):
         if word not in _RANKS and not re.fullmatch(r"NV[1-9]\d?", word):
-            raise ClusterError(
-                f"{where}, line {number}: row {name} holds the unknown link class {word!r}",
-                f"known: {', '.join(_RANKS)}, and NV1, NV2 …",
-            )
+            known = f"known: {', '.join(_RANKS)}, and NV1, NV2 …"
+            raise ClusterError(f"{here} holds the unknown link class {word!r}", known)
+        back = (rows[other][1] if other in rows else [])[names.index(name) :][:1]
+        if names.index(other) < names.index(name) and back and back != [word]:
+            there = f"{other} to {name} is {back[0]}"
+            raise ClusterError(f"{where}, line {number}: {name} to {other} is {word}, but {there}")
     return tuple(words[: len(names)])
 
 
-def _check_symmetric(
-    names: Sequence[str], cells: Sequence[Sequence[str]], rows: Mapping[str, tuple[int, list[str]]], where: str
-) -> None:
-    for (row, first), (column, second) in combinations(enumerate(names), 2):
-        there, back = cells[row][column], cells[column][row]
-        if there != back:
-            raise ClusterError(
-                f"{where}, line {rows[second][0]}: {second} to {first} is {back}, but {first} to {second} is {there}"
-            )
-
-
-def make_host(
-    table: _Table,
-    devices: Sequence[Device],
-    classes: Mapping[str, _LinkClass] = LINK_CLASSES,
-    decode_images_per_s: float | None = None,
-) -> Host:
+def make_host(table: _Table, devices: Sequence[Device], decode_images_per_s: float | None = None) -> Host:
     """The host of a table; its devices are the table's GPUs, in order."""
     if len(devices) != len(table.gpus):
         raise ClusterError(f"the table has {count(len(table.gpus), 'GPU')}, but {len(devices)} devices are given")
     if decode_images_per_s is None:
         threads = sum(num_threads(text) for text in set(table.affinity.values()))
         decode_images_per_s = threads * DECODE_IMAGES_PER_S_A_THREAD or None
-    links = (*_nvlinks(table, classes), *_pci_links(table, classes))
+    links = (*_nvlinks(table), *_pci_links(table))
     return Host(devices=tuple(devices), links=links, decode_images_per_s=decode_images_per_s)
 
 
@@ -149,52 +144,45 @@ def num_threads(affinity: str) -> int:
     return total
 
 
-def _nvlinks(table: _Table, classes: Mapping[str, _LinkClass] = LINK_CLASSES) -> Iterator[Link]:
+def _nvlinks(table: _Table) -> Iterator[Link]:
     """One wire a pair; or one wire a GPU to the switch, where every pair has all the links of its GPUs."""
     pairs = {(a, b): table.crossing(a, b) for a, b in combinations(table.gpus, 2)}
     counts = {int(cell[2:]) if cell.startswith("NV") else 0 for cell in pairs.values()}
     if len(table.gpus) > 2 and len(counts) == 1 and 0 not in counts:
         for gpu in table.gpus:
-            yield _link(_node_of(gpu, table), "nvswitch", f"NV{min(counts)}", classes)
+            yield table.link(table.node(gpu), "nvswitch", f"NV{min(counts)}")
         return
     for (first, second), cell in pairs.items():
         if cell.startswith("NV"):
-            yield _link(_node_of(first, table), _node_of(second, table), cell, classes)
+            yield table.link(table.node(first), table.node(second), cell)
 
 
-def _pci_links(table: _Table, classes: Mapping[str, _LinkClass] = LINK_CLASSES) -> Iterator[Link]:
+def _pci_links(table: _Table) -> Iterator[Link]:
     """The tree of PCIe switches, host bridges and sockets that the table's classes describe."""
     sockets = _grouped(table, table.names, "NODE")
     junctions: Counter[str] = Counter()
     for number, socket in enumerate(sockets):
         kind = "PHB" if len(_grouped(table, socket, "PHB")) == 1 else "NODE"
-        yield from _below(table, socket, f"cpu{number}", kind, junctions, classes)
+        yield from _below(table, socket, f"cpu{number}", kind, junctions)
     for first, second in combinations(range(len(sockets)), 2):
-        yield _link(f"cpu{first}", f"cpu{second}", "SYS", classes)
+        yield table.link(f"cpu{first}", f"cpu{second}", "SYS")
     if not table.nics:
-        yield _link("cpu0", "nic", "PHB", classes)
+        yield table.link("cpu0", "nic", "PHB")
 
 
-def _below(
-    table: _Table,
-    names: Sequence[str],
-    parent: str,
-    kind: str,
-    junctions: Counter[str],
-    classes: Mapping[str, _LinkClass],
-) -> Iterator[Link]:
+def _below(table: _Table, names: Sequence[str], parent: str, kind: str, junctions: Counter[str]) -> Iterator[Link]:
     """The links under a junction whose members meet by crossing `kind`; those that meet below it share a junction."""
     tighter = next(name for name, rank in _RANKS.items() if rank == _RANKS[kind] - 1)
     for group in _grouped(table, names, tighter):
         if len(group) == 1:
-            yield _link(_node_of(group[0], table), parent, kind, classes)
+            yield table.link(table.node(group[0]), parent, kind)
             continue
         inner = _worst_of(table, group)
         word = _JUNCTIONS[inner]
         node = f"{word}{junctions[word]}"
         junctions[word] += 1
-        yield from _below(table, group, node, inner, junctions, classes)
-        yield _link(node, parent, kind, classes)
+        yield from _below(table, group, node, inner, junctions)
+        yield table.link(node, parent, kind)
 
 
 def _grouped(table: _Table, names: Sequence[str], level: str) -> list[tuple[str, ...]]:
@@ -224,13 +212,6 @@ def _worst_of(table: _Table, names: Sequence[str]) -> str:
     """The worst known crossing among some of the names."""
     cells = {table.crossing(first, second) for first, second in combinations(names, 2)}
     return max(cells & _RANKS.keys(), key=lambda cell: _RANKS[cell])
-
-
-def _node_of(name: str, table: _Table) -> str:
-    """A table's name as a node of the host: `3` for GPU3, `nic`, `nic1` … for network cards."""
-    if name.startswith("GPU"):
-        return str(table.gpus.index(name))
-    return f"nic{table.nics.index(name) or ''}"
 
 
 def _link(first: str, second: str, kind: str, classes: Mapping[str, _LinkClass]) -> Link:
@@ -275,9 +256,9 @@ def read_topology(
     classes = with_rates(rates or {})
     hosts = []
     for number, text in enumerate(texts):
-        table = parse_table(text, f"the topology of host {number}")
+        table = replace(parse_table(text, f"the topology of host {number}"), classes=classes)
         devices = (device,) * len(table.gpus) if isinstance(device, Device) else tuple(device)
-        hosts.append(make_host(table, devices, classes, decode_images_per_s))
+        hosts.append(make_host(table, devices, decode_images_per_s))
     if not hosts:
         raise ClusterError("no topology was given", "give what `nvidia-smi topo -m` prints, one text a host")
     return join_hosts(hosts, name, classes, notes)

@@ -23,9 +23,9 @@ from typing import ClassVar, NamedTuple
 
 from stagewright.cluster import Cluster
 from stagewright.errors import FileError, RecordError, StagewrightError, UsageError
-from stagewright.noun import Saved, noun
 from stagewright.plan import Plan, parse_staleness
 from stagewright.record import DeviceUse, Record, Source
+from stagewright.schema import Saved, schema
 
 RECORD_END, FAILURE_END = ".record.json", ".failure.json"
 _RUN_RECORD = "record.json"
@@ -36,7 +36,7 @@ WHERE_TIME_GOES = ("critical path:", "reduce among ")
 """How a simulation's notes begin that explain its timeline, and are shown with it."""
 
 
-@noun(error=RecordError)
+@schema(error=RecordError)
 class Failure(Saved):
     """A case that gave no record, and why."""
 
@@ -62,7 +62,7 @@ class Case:
     @cached_property
     def record(self) -> Record:
         """The repetition in the middle, which stands for the case in drawings."""
-        ranked = sorted(self.records, key=lambda record: record.images_per_s)
+        ranked = sorted(self.records, key=lambda record: record.samples_per_s)
         return ranked[(len(ranked) - 1) // 2]
 
     @property
@@ -82,11 +82,11 @@ class Case:
 
     @cached_property
     def rates(self) -> tuple[float, ...]:
-        """Images a second of each repetition, in the order in which they ran."""
-        return tuple(record.images_per_s for record in self.records)
+        """Samples a second of each repetition, in the order in which they ran."""
+        return tuple(record.samples_per_s for record in self.records)
 
     @property
-    def images_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         """The median of the repetitions."""
         return median(self.rates)
 
@@ -124,10 +124,10 @@ class Case:
         return max((use.busy_share for use in self.record.devices), default=0.0)
 
     @property
-    def limit_images_per_s(self) -> float | None:
-        """Images a second if the busiest device never waited."""
+    def limit_samples_per_s(self) -> float | None:
+        """Samples a second if the busiest device never waited."""
         share = min(self.busiest_share, 1.0)
-        return self.images_per_s / share if share > 0 else None
+        return self.samples_per_s / share if share > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ def in_order(cases: Sequence[Case]) -> tuple[Case, ...]:
 
 def _case_key(record: Record) -> object:
     """What two repetitions of one case have in common."""
-    return record.name, record.source, record.cluster, plan_key(record.plan), work_key(record), record.epoch_images
+    return record.name, record.source, record.cluster, plan_key(record.plan), work_key(record), record.epoch_samples
 
 
 def plan_key(plan: Plan) -> object:
@@ -189,7 +189,7 @@ class Work(NamedTuple):
 
 def work_key(record: Record) -> Work:
     """The work of a record's steps."""
-    return Work(record.plan.model, record.step_images, record.data, record.precision)
+    return Work(record.plan.model, record.step_samples, record.data, record.precision)
 
 
 def strategy(plan: Plan) -> str:

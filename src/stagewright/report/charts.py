@@ -26,9 +26,6 @@ from stagewright.report.timeline import (
 
 _Plain = dict[str, Any]
 
-_MAX_SPANS = 20_000
-"""Spans that the page carries of one run; more would make it slow to open."""
-_MAX_ALL_SPANS = 200_000
 _MAX_POINTS = 600
 """Points of one curve: more than a screen has columns for is wasted."""
 _OTHER = "not told apart"
@@ -63,13 +60,13 @@ def _family_charts(family: Sequence[Case]) -> _Plain:
 
 def _throughput_bar(case: Case, tell_batch: bool) -> _Plain:
     """A bar with its spread, its limit, and the words for both."""
-    limit = case.limit_images_per_s
-    told = f"{rate(limit)} images/s if the busiest device never waited" if limit else ""
+    limit = case.limit_samples_per_s
+    told = f"{rate(limit)} samples/s if the busiest device never waited" if limit else ""
     return {
         "name": case.name + (f" · batch {case.plan.batch:,}" if tell_batch else ""),
         "source": case.source,
-        "value": case.images_per_s,
-        "text": rate(case.images_per_s),
+        "value": case.samples_per_s,
+        "text": rate(case.samples_per_s),
         "spread": f"{span_of(case.rates)} in {len(case.records)} runs" if len(case.records) > 1 else "one run",
         "limit": limit,
         "limit_text": told,
@@ -96,7 +93,7 @@ def _speedup_lines(family: Sequence[Case]) -> list[_Plain]:
 
 def _speedup_point(case: Case, base: Case) -> _Plain:
     """Devices, speedup, and what a perfect one would be: as many times as the base has devices."""
-    ratio = case.images_per_s / base.images_per_s
+    ratio = case.samples_per_s / base.samples_per_s
     return {
         "devices": case.num_devices,
         "value": ratio,
@@ -162,7 +159,7 @@ def _error_bar(pair: Pair) -> _Plain:
         "source": pair.found.source,
         "rate": pair.rate_error * 100,
         "memory": None if memory is None else memory * 100,
-        "text": f"{rate(pair.predicted.images_per_s)} predicted, {rate(pair.found.images_per_s)} images/s found",
+        "text": f"{rate(pair.predicted.samples_per_s)} predicted, {rate(pair.found.samples_per_s)} samples/s found",
     }
 
 
@@ -243,6 +240,6 @@ def _memory_curve(use: DeviceUse, start_s: float) -> _Plain:
 
 
 def span_limit(cases: Sequence[Case]) -> int:
-    """How many spans of each run the page carries, so that all of them stay within what it can hold."""
+    """How many spans of each run the page carries: more than 20,000, or 200,000 in all, make it slow to open."""
     drawn = sum(1 for case in cases if case.record.spans)
-    return max(min(_MAX_SPANS, _MAX_ALL_SPANS // max(drawn, 1)), 1_000)
+    return max(min(20_000, 200_000 // max(drawn, 1)), 1_000)

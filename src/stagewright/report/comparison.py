@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from stagewright.report.cases import Case, Work, plan_key, strategy, work_key
 from stagewright.report.figures import rows_of
 
-AS_PREDICTED = 0.05
-"""How far off a prediction may be and still be called one that came true."""
-
 
 def families(cases: Sequence[Case]) -> tuple[tuple[Case, ...], ...]:
-    """Cases of the same model, data and precision together: their images are alike, their batches may differ."""
+    """Cases of the same model, data and precision together: their samples are alike, their batches may differ."""
     groups: dict[object, list[Case]] = {}
     for case in cases:
         groups.setdefault(work_key(case.record)._replace(rows=0), []).append(case)
@@ -37,8 +34,8 @@ def work_sign(number: int) -> str:
 
 
 def work_text(work: Work) -> str:
-    """`VGG16, 224 images a step, synthetic data, fp32`."""
-    return f"{work.model}, {work.rows:,} images a step, {work.data} data, {work.precision}"
+    """`VGG16, 224 samples a step, synthetic data, fp32`."""
+    return f"{work.model}, {work.rows:,} samples a step, {work.data} data, {work.precision}"
 
 
 def differences(case: Case, other: Case) -> tuple[str, ...]:
@@ -49,7 +46,7 @@ def differences(case: Case, other: Case) -> tuple[str, ...]:
     one, two = case.record, other.record
     pairs = (
         ("model", one.plan.model, two.plan.model),
-        ("batch", f"{one.step_images:,}", f"{two.step_images:,}"),
+        ("batch", f"{one.step_samples:,}", f"{two.step_samples:,}"),
         ("data", one.data, two.data),
         ("precision", one.precision, two.precision),
         ("cluster", one.cluster, two.cluster),
@@ -81,8 +78,8 @@ class Pair:
 
     @property
     def rate_error(self) -> float:
-        """(predicted − found) / found, of images a second."""
-        return self.predicted.images_per_s / self.found.images_per_s - 1
+        """(predicted − found) / found, of samples a second."""
+        return self.predicted.samples_per_s / self.found.samples_per_s - 1
 
     @property
     def memory_error(self) -> float | None:

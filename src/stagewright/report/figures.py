@@ -1,4 +1,4 @@
-"""Figures as people read them: seconds, bytes, images a second, ratios."""
+"""Figures as people read them: seconds, bytes, samples a second, ratios."""
 
 from __future__ import annotations
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stagewright.cluster import Cluster
-from stagewright.errors import FileError, UsageError
+from stagewright.errors import UsageError
 from stagewright.record import Record
 from stagewright.report.cases import Failure, Results, in_order, make_cases, read_results
-from stagewright.report.page import render_page, tables_of
+from stagewright.report.page import commands_of, environments_of, render_page, tables_of
 from stagewright.report.summary import sentences
 from stagewright.report.tables import Table, markdown_table, markdown_text
+from stagewright.schema import write_whole
 
 
 class ReportPaths(NamedTuple):
@@ -34,8 +35,8 @@ def make_report(
     """Writes `report.html` and `report.md` into the folder `out`, from records or from a folder of them."""
     folder = Path(out)
     found = _gather(results, tuple(failures), tuple(clusters))
-    page = _write(folder / "report.html", render_page(found, folder))
-    markdown = _write(folder / "report.md", _render_markdown(found, folder))
+    page = write_whole(folder / "report.html", render_page(found, folder))
+    markdown = write_whole(folder / "report.md", _render_markdown(found, folder))
     return ReportPaths(page, markdown, sentences(found)[0])
 
 
@@ -50,17 +51,6 @@ def _gather(
     if not cases and not failures:
         raise UsageError("a report needs at least one record or one failure, and none was given")
     return Results(cases=cases, failures=failures, clusters=tuple(clusters))
-
-
-def _write(path: Path, text: str) -> Path:
-    """The file, written whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(text, encoding="utf-8")
-        return part.replace(path)
-    except OSError as fault:
-        raise FileError(f"{path}: {fault.strerror}", "give a folder that can be written with --out") from None
 
 
 def _render_markdown(results: Results, folder: Path | None = None) -> str:
@@ -83,16 +73,12 @@ def _notes_lines(table: Table) -> list[str]:
 def _environment_lines(results: Results) -> list[str]:
     """The environments and the commands, as lists."""
     lines = [
-        "Images a second are images really processed, over the median of the steady steps. ● was measured on real "
+        "Samples a second are samples really processed, over the median of the steady steps. ● was measured on real "
         "devices, ◐ rehearsed on emulated hosts, ◇ simulated: nothing ran. ✕ failed.\n"
     ]
-    environments = dict.fromkeys(
-        tuple(sorted(record.environment.items())) for case in results.cases for record in case.records
-    )
-    for environment in environments:
-        lines += [line for key, value in environment for line in _fact_lines(key, value)] + [""]
-    commands = [" ".join(case.record.command.split()) for case in results.cases if case.record.command]
-    return [*lines, *_fenced(dict.fromkeys(commands))]
+    for environment in environments_of(results.cases):
+        lines += [line for key, value in environment["facts"] for line in _fact_lines(key, value)] + [""]
+    return [*lines, *_fenced(dict.fromkeys(" ".join(each["command"].split()) for each in commands_of(results)))]
 
 
 def _fact_lines(key: str, value: str) -> list[str]:

@@ -46,8 +46,8 @@ def render_page(results: Results, folder: Path | None = None) -> str:
         tables=tables_of(results, folder),
         runs=_runs_of(results.cases),
         drawings=_drawings_of(results),
-        environments=_environments_of(results.cases),
-        commands=_commands_of(results),
+        environments=environments_of(results.cases),
+        commands=commands_of(results),
         failures=results.failures,
         charts=_as_json(chart_data(results.cases, find_pairs(results.cases))),
     )
@@ -153,7 +153,7 @@ def _safe_hosts(cluster: Cluster) -> list[dict[str, Any]]:
     return [{"title": drawn.title, "svg": Markup(drawn.svg), "facts": drawn.facts} for drawn in drawings]
 
 
-def _environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
+def environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Each environment once, with the cases that ran in it."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for case in cases:
@@ -164,7 +164,7 @@ def _environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return [{"facts": facts, "cases": names} for facts, names in groups.items() if facts]
 
 
-def _commands_of(results: Results) -> list[Mapping[str, str]]:
+def commands_of(results: Results) -> list[Mapping[str, str]]:
     """The command of each case, failed ones included."""
     pairs = [(f"{SOURCE_MARKS[case.source]} {case.name}", case.record.command) for case in results.cases]
     pairs += [(f"{SOURCE_MARKS['failed']} {failure.name}", failure.command) for failure in results.failures]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stagewright.cluster import count
 from stagewright.report.cases import SOURCES, Case, Results, strategy
-from stagewright.report.comparison import AS_PREDICTED, differences, families, find_prediction
+from stagewright.report.comparison import differences, families, find_prediction
 from stagewright.report.figures import percent, plus, rate, times
 
 _VERBS = {
@@ -33,7 +33,7 @@ def find_hero(family: Sequence[Case]) -> Case:
     best = min(SOURCES.index(case.source) for case in family)
     strong = [case for case in family if SOURCES.index(case.source) == best]
     staged = [case for case in strong if len(case.plan.stages) > 1]
-    return max(staged or strong, key=lambda case: case.images_per_s)
+    return max(staged or strong, key=lambda case: case.samples_per_s)
 
 
 def _find_rival(hero: Case, family: Sequence[Case]) -> Case | None:
@@ -42,25 +42,25 @@ def _find_rival(hero: Case, family: Sequence[Case]) -> Case | None:
     peers = [case for case in others if strategy(case.plan) == "data parallel" and case.num_devices == hero.num_devices]
     single = [case for case in others if strategy(case.plan) == "one device"]
     pool = peers if len(hero.plan.stages) > 1 and peers else single
-    return min(pool, key=lambda case: (len(differences(hero, case)), -case.images_per_s), default=None)
+    return min(pool, key=lambda case: (len(differences(hero, case)), -case.samples_per_s), default=None)
 
 
 def _gain(hero: Case, family: Sequence[Case]) -> float:
     """How many times as fast the hero is as its rival; 0 without one."""
     rival = _find_rival(hero, family)
-    return 0.0 if rival is None else hero.images_per_s / rival.images_per_s
+    return 0.0 if rival is None else hero.samples_per_s / rival.samples_per_s
 
 
 def _sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case], *, tell_data: bool = False) -> str:
-    """`VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,488 against 702 images/s …`"""
+    """`VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,488 against 702 samples/s …`"""
     rival = _find_rival(hero, family)
     device = "device" if hero.num_devices == 1 else "devices"
     which = f" ({hero.record.precision}, {hero.record.data} data)" if tell_data else ""
     start = f"{hero.plan.model}{which} over {plus(hero.plan.replicas)} {device} {_VERBS[hero.source]}"
     if rival is None:
-        told = f"at {rate(hero.images_per_s)} images/s{_median_of(hero)}"
+        told = f"at {rate(hero.samples_per_s)} samples/s{_median_of(hero)}"
     else:
-        told = f"{_against(hero, rival)} ({rate(hero.images_per_s)} against {rate(rival.images_per_s)} images/s"
+        told = f"{_against(hero, rival)} ({rate(hero.samples_per_s)} against {rate(rival.samples_per_s)} samples/s"
         told += f"{_median_of(hero, comma=True)}{_though(hero, rival)})"
     return f"{start} {told}{_prophecy(hero, rival, cases)}."
 
@@ -70,7 +70,7 @@ def _against(hero: Case, rival: Case) -> str:
     name = "one device" if strategy(rival.plan) == "one device" else "data parallelism"
     if _overlap(hero, rival):
         return f"as fast as {name} to within the spread"
-    return f"{times(hero.images_per_s / rival.images_per_s)} as fast as {name}"
+    return f"{times(hero.samples_per_s / rival.samples_per_s)} as fast as {name}"
 
 
 def _overlap(hero: Case, rival: Case) -> bool:
@@ -101,20 +101,23 @@ def _prophecy(hero: Case, rival: Case | None, cases: Sequence[Case]) -> str:
     if predicted is None:
         return ""
     if rival is None or other is None:
-        error, told = predicted.images_per_s / hero.images_per_s - 1, rate(predicted.images_per_s)
+        error, told = predicted.samples_per_s / hero.samples_per_s - 1, rate(predicted.samples_per_s)
         as_told, else_told = (
             (", as", "; predicted were") if rival is None else (", the former as", "; the former was to be")
         )
-        return (
-            f"{as_told} predicted ({told})" if abs(error) <= AS_PREDICTED else f"{else_told} {told} ({percent(error)})"
-        )
-    found, ratio = hero.images_per_s / rival.images_per_s, predicted.images_per_s / other.images_per_s
-    told = f"{times(ratio)}: {rate(predicted.images_per_s)} against {rate(other.images_per_s)}"
-    if _overlap(hero, rival):
-        return f", as predicted ({told})" if abs(ratio - 1) <= AS_PREDICTED else f"; predicted were {told}"
-    if (ratio - 1) * (found - 1) < 0:
+        return f"{as_told} predicted ({told})" if _is_near(error) else f"{else_told} {told} ({percent(error)})"
+    found, ratio = hero.samples_per_s / rival.samples_per_s, predicted.samples_per_s / other.samples_per_s
+    told = f"{times(ratio)}: {rate(predicted.samples_per_s)} against {rate(other.samples_per_s)}"
+    overlap = _overlap(hero, rival)
+    if not overlap and (ratio - 1) * (found - 1) < 0:
         return f"; the opposite was predicted ({told})"
-    return f", as predicted ({told})" if abs(ratio / found - 1) <= AS_PREDICTED else f"; predicted were {told}"
+    error = ratio - 1 if overlap else ratio / found - 1
+    return f", as predicted ({told})" if _is_near(error) else f"; predicted were {told}"
+
+
+def _is_near(error: float) -> bool:
+    """Whether a prediction may be called one that came true."""
+    return abs(error) <= 0.05
 
 
 def _foretold(case: Case, cases: Sequence[Case]) -> Case | None:

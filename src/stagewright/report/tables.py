@@ -1,4 +1,4 @@
-"""The tables of a report, made once and shown twice: on the page and in Markdown."""
+"""The tables of a report, made once and shown on the page, in Markdown and in a terminal."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from os.path import relpath
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from stagewright.policy import RULES
 from stagewright.record import DeviceUse
 from stagewright.report.cases import Case, Failure, Results, Work, log_of, remarks, strategy, work_key
-from stagewright.report.comparison import (
-    Pair,
-    differences,
-    families,
-    find_base,
-    work_sign,
-    work_text,
-    works,
-)
+from stagewright.report.comparison import Pair, differences, families, find_base, work_sign, work_text, works
 from stagewright.report.figures import GAP, percent, rate, rows_of, seconds, size, span_of, times
 
 SOURCE_MARKS: Mapping[str, str] = {"measured": "●", "rehearsed": "◐", "simulated": "◇", "failed": "✕"}
@@ -51,6 +46,13 @@ class _Column(NamedTuple):
     align: Literal["left", "right"] = "left"
 
 
+def _columns(titles: str) -> tuple[_Column, ...]:
+    """The columns of `case | step>`, where > marks figures."""
+    return tuple(
+        _Column(title.rstrip(">"), "right" if title.endswith(">") else "left") for title in titles.split(" | ")
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Headings and rows, with the sentences that must be read with them."""
@@ -79,20 +81,9 @@ def _source_cell(kind: str) -> _Cell:
     return _word(f"{SOURCE_MARKS[kind]} {kind}")
 
 
-_CASE_COLUMNS = (
-    _Column("case"),
-    _Column("source"),
-    _Column("work"),
-    _Column("type"),
-    _Column("data"),
-    _Column("stages"),
-    _Column("static order"),
-    _Column("images/s", "right"),
-    _Column("step", "right"),
-    _Column("memory first / last stage", "right"),
-    _Column("epoch time", "right"),
-    _Column("limited by"),
-    _Column("log"),
+_CASE_COLUMNS = _columns(
+    "case | source | work | type | data | stages | "
+    "static order | samples/s> | step> | memory first / last stage> | epoch time> | limited by | log"
 )
 
 
@@ -105,14 +96,14 @@ def case_table(results: Results, folder: Path | None = None) -> Table:
     return Table(title="All cases", columns=_CASE_COLUMNS, rows=tuple(rows), notes=_work_notes(known, signs))
 
 
-_EPOCH_NOTE = "An epoch's time is that of the images named beneath it, computed from the median step."
+_EPOCH_NOTE = "An epoch's time is that of the samples named beneath it, computed from the median step."
 
 
 def _work_notes(known: Sequence[Work], signs: Mapping[Work, str]) -> tuple[str, ...]:
     """The warning that rows of different letters are not to be set against one another, and what the letters mean."""
     if len(known) < 2:
         return tuple(f"All rows do the same work: {work_text(work)}. {_EPOCH_NOTE}" for work in known)
-    head = "These rows do different work. Compare images/s and times only among rows of the same letter:"
+    head = "These rows do different work. Compare samples/s and times only among rows of the same letter:"
     return head, *(f"{signs[work]}: {work_text(work)}" for work in known), _EPOCH_NOTE
 
 
@@ -127,7 +118,7 @@ def _case_row(case: Case, sign: str, folder: Path | None) -> _Row:
         _word(record.data),
         _word("-".join(map(str, plan.replicas)), plan.placement),
         _word("no" if RULES[plan.policy].by_arrival else "yes", plan.policy),
-        _number(case.images_per_s, rate(case.images_per_s), _spread_text(case)),
+        _number(case.samples_per_s, rate(case.samples_per_s), _spread_text(case)),
         _number(case.step_s, seconds(case.step_s)),
         _memory_cell(case),
         _epoch_cell(case),
@@ -157,11 +148,11 @@ def _memory_cell(case: Case) -> _Cell:
 
 
 def _epoch_cell(case: Case) -> _Cell:
-    """Up to three repetitions' epochs, or their median and range; always with the images that an epoch covers."""
+    """Up to three repetitions' epochs, or their median and range; always with the samples that an epoch covers."""
     times_s = case.epochs_s
     if not times_s:
         return _EMPTY
-    covers = f"{case.record.epoch_images:,} images"
+    covers = f"{case.record.epoch_samples:,} samples"
     middle = sorted(times_s)[len(times_s) // 2]
     if len(times_s) <= 3:
         return _number(middle, " · ".join(map(seconds, times_s)), covers)
@@ -186,17 +177,9 @@ def _failure_row(failure: Failure, columns: Sequence[_Column]) -> _Row:
     return _Row("failed", tuple(told.get(column.title, _EMPTY) for column in columns), failure.reason)
 
 
-_SCALING_COLUMNS = (
-    _Column("case"),
-    _Column("source"),
-    _Column("model"),
-    _Column("num_nodes", "right"),
-    _Column("gpu_num_per_node", "right"),
-    _Column("batch_size_per_device", "right"),
-    _Column("precision"),
-    _Column("throughput", "right"),
-    _Column("speedup", "right"),
-    _Column("against"),
+_SCALING_COLUMNS = _columns(
+    "case | source | model | num_nodes> | gpu_num_per_node> | "
+    "batch_size_per_device> | precision | throughput> | speedup> | against"
 )
 
 
@@ -205,7 +188,7 @@ def scaling_table(results: Results) -> Table:
     rows = [_scaling_row(case, family) for family in families(results.cases) for case in family]
     rows += [_failure_row(failure, _SCALING_COLUMNS) for failure in results.failures]
     notes = (
-        "Throughput is images really processed, over the median step. A speedup is told only against a run with the "
+        "Throughput is samples really processed, over the median step. A speedup is told only against a run with the "
         "same model, data, precision and source; what else differs stands beneath it.",
     )
     return Table(title="Scaling", columns=_SCALING_COLUMNS, rows=tuple(rows), notes=notes)
@@ -224,7 +207,7 @@ def _scaling_row(case: Case, family: Sequence[Case]) -> _Row:
         _number(max(hosts), even),
         _number(case.rows_per_device, rows_of(case.rows_per_device), f"batch {case.plan.batch:,}"),
         _word(case.record.precision),
-        _number(case.images_per_s, f"{rate(case.images_per_s)} images/s"),
+        _number(case.samples_per_s, f"{rate(case.samples_per_s)} samples/s"),
         _EMPTY if base is None else _number(speedup(case, base), times(speedup(case, base))),
         _word("")
         if base is None
@@ -241,18 +224,11 @@ def _per_host(case: Case) -> tuple[int, ...]:
 
 def speedup(case: Case, base: Case) -> float:
     """How many times as fast a case is as its base."""
-    return case.images_per_s / base.images_per_s
+    return case.samples_per_s / base.samples_per_s
 
 
-_PAIR_COLUMNS = (
-    _Column("case"),
-    _Column("held against"),
-    _Column("predicted", "right"),
-    _Column("found", "right"),
-    _Column("error", "right"),
-    _Column("memory predicted", "right"),
-    _Column("memory found", "right"),
-    _Column("memory error", "right"),
+_PAIR_COLUMNS = _columns(
+    "case | held against | predicted> | found> | error> | memory predicted> | memory found> | memory error>"
 )
 
 
@@ -271,8 +247,8 @@ def _pair_cells(pair: Pair) -> tuple[_Cell, ...]:
     return (
         _word(found.name, "; ".join(doubts)),
         _source_cell(found.source),
-        _number(predicted.images_per_s, f"{rate(predicted.images_per_s)} images/s", seconds(predicted.step_s)),
-        _number(found.images_per_s, f"{rate(found.images_per_s)} images/s", seconds(found.step_s)),
+        _number(predicted.samples_per_s, f"{rate(predicted.samples_per_s)} samples/s", seconds(predicted.step_s)),
+        _number(found.samples_per_s, f"{rate(found.samples_per_s)} samples/s", seconds(found.step_s)),
         _number(pair.rate_error, percent(pair.rate_error)),
         _word(memory_text(predicted)),
         _word(memory_text(found)),
@@ -296,6 +272,16 @@ def _short_sizes(values: Sequence[int]) -> str:
 def _outer_uses(case: Case) -> tuple[DeviceUse | None, ...]:
     """What the fullest devices of the first and the last stage held; one where there is one stage."""
     return (case.stage_uses[0], case.stage_uses[-1])[: len(case.plan.stages)]
+
+
+def terminal_table(table: Table) -> RichTable:
+    """The table for a terminal, which is narrow: a column a row of it, a line a figure, notes beneath."""
+    shown = RichTable(box=None, pad_edge=False, show_header=False)
+    for _ in (table.title, *table.rows):
+        shown.add_column()
+    for column, *cells in zip(table.columns, *(row.cells for row in table.rows)):
+        shown.add_row(column.title, *(Text(f"{cell.text}\n{cell.note}".rstrip()) for cell in cells))
+    return shown
 
 
 def markdown_table(table: Table) -> str:

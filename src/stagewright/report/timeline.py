@@ -1,4 +1,4 @@
-"""Spans as rows and lanes: what the page, the terminal, the pictures and the trace viewer all draw.
+"""Spans as rows and lanes: what the page, the picture for documents and the trace viewer all draw.
 
 worker 0 │ compute        F0 ─ F1 ── B0 ─── U        one lane: a worker computes one thing at a time
          │ communication     SF ─ SF    RB           up to three lanes: transfers and reductions overlap
@@ -6,10 +6,12 @@ worker 0 │ compute        F0 ─ F1 ── B0 ─── U        one lane: a w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from typing import NamedTuple
 
 from stagewright.record import Record, Span
+from stagewright.report.figures import seconds
 from stagewright.schedule import Action, Kind
 
 NUM_COMMUNICATION_LANES = 3
@@ -23,20 +25,17 @@ class Family(NamedTuple):
     kinds: tuple[str, ...]
     colour: str
     """Told apart under protanopia, deuteranopia and tritanopia, on white and on black; a test computes it."""
-    mark: str
-    """What stands for it in a terminal, where colour may be missing."""
 
 
 FAMILIES = (
-    Family("forward", ("F",), "#2f7fd0", "█"),
-    Family("backward", ("B", "I", "W"), "#f08a24", "▓"),
-    Family("update", ("U", "V", "D"), "#b3368f", "▌"),
-    Family("transfer", ("SF", "RF", "SB", "RB"), "#0f9d7a", "─"),
-    Family("reduction", ("G", "A"), "#7a5c2e", "═"),
-    Family("loading", ("data",), "#8e8e99", "░"),
+    Family("forward", ("F",), "#2f7fd0"),
+    Family("backward", ("B", "I", "W"), "#f08a24"),
+    Family("update", ("U", "V", "D"), "#b3368f"),
+    Family("transfer", ("SF", "RF", "SB", "RB"), "#0f9d7a"),
+    Family("reduction", ("G", "A"), "#7a5c2e"),
+    Family("loading", ("data",), "#8e8e99"),
 )
 _COMPUTE_FAMILIES = ("forward", "backward", "update")
-IDLE_MARK = "·"
 
 WORDS: Mapping[str, str] = {
     "F": "forward",
@@ -159,3 +158,63 @@ def busy_shares(record: Record) -> tuple[float | None, ...]:
             sums[span.worker] += span.stop_s - span.start_s
         shares = [min(total / length, 1.0) if share is None and length else share for share, total in zip(shares, sums)]
     return tuple(shares)
+
+
+_LABEL_WIDTH, _ROW_HEIGHT, _COMPUTE_HEIGHT, _LANE_HEIGHT, _TOP = 120, 40, 20, 4, 30
+
+_SVG_STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #333 }
+.idle { fill: #e9e9ee } .tag { fill: #fff; font-size: 10px; text-anchor: middle; pointer-events: none }
+@media (prefers-color-scheme: dark) { text { fill: #ddd } .idle { fill: #33343b } .tag { fill: #fff } }
+"""
+
+
+def timeline_svg(record: Record, width: int = 960) -> str:
+    """One step as an SVG picture: a row a worker, compute above communication; a title on each span says its action."""
+    if not record.spans:
+        return _empty_svg(width)
+    window = one_step(record.spans)
+    spans = inside(record.spans, window)
+    rows = row_names(record)
+    height = _TOP + _ROW_HEIGHT * len(rows) + 8
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">']
+    parts += [f"<title>{escape(f'{record.name}: {seconds(window.stop_s - window.start_s)}, {record.source}')}</title>"]
+    parts += [f"<style>{_SVG_STYLE}</style>", *_svg_legend()]
+    for worker, name in enumerate(rows):
+        y = _TOP + _ROW_HEIGHT * worker
+        parts.append(f'<text x="0" y="{y + 14}">{escape(name)}</text>')
+        parts.append(f'<rect class="idle" x="{_LABEL_WIDTH}" y="{y}" width="{width - _LABEL_WIDTH}" height="20"/>')
+    parts += (_svg_span(span, lane, window, width) for span, lane in zip(spans, lanes(spans)))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _empty_svg(width: int) -> str:
+    """A picture that says that there is nothing to draw."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 40" width="{width}">'
+        '<text x="0" y="24">this record has no spans</text></svg>\n'
+    )
+
+
+def _svg_legend() -> Iterator[str]:
+    """A square and a word for each family, in a line."""
+    for number, family in enumerate(FAMILIES):
+        x = _LABEL_WIDTH + 96 * number
+        yield f'<rect x="{x}" y="4" width="12" height="12" rx="2" fill="{family.colour}"/>'
+        yield f'<text x="{x + 17}" y="14">{family.name}</text>'
+
+
+def _svg_span(span: Span, lane: int, window: Window, width: int) -> str:
+    """One span, cut at the window's edges, with its action in it where that fits."""
+    scale = (width - _LABEL_WIDTH) / (window.stop_s - window.start_s)
+    left = _LABEL_WIDTH + max(span.start_s - window.start_s, 0.0) * scale
+    right = _LABEL_WIDTH + (min(span.stop_s, window.stop_s) - window.start_s) * scale
+    y = _TOP + _ROW_HEIGHT * span.worker + (0 if lane == 0 else _COMPUTE_HEIGHT + 1 + _LANE_HEIGHT * (lane - 1))
+    height = _COMPUTE_HEIGHT if lane == 0 else _LANE_HEIGHT - 1
+    box = f'x="{left:.2f}" y="{y}" width="{max(right - left - 0.5, 0.5):.2f}" height="{height}"'
+    title = f"{action_text(span)} of batch {span.batch}: {WORDS.get(span.kind, span.kind)}, "
+    title += seconds(span.stop_s - span.start_s)
+    shape = f'<rect {box} fill="{family_of(span.kind).colour}"><title>{escape(title)}</title></rect>'
+    if lane == 0 and right - left > 9 * len(action_text(span)):
+        shape += f'<text class="tag" x="{(left + right) / 2:.1f}" y="{y + 14}">{escape(action_text(span))}</text>'
+    return shape

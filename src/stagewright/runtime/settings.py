@@ -7,13 +7,13 @@ from typing import Literal
 from pydantic import Field
 
 from stagewright.errors import UsageError
-from stagewright.noun import noun
 from stagewright.profile import Precision
+from stagewright.schema import schema
 
 _OnNan = Literal["stop", "skip"]
 
 
-@noun(error=UsageError)
+@schema(error=UsageError)
 class Settings:
     """Options of a run that change how it computes, not what."""
 

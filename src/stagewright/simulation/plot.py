@@ -15,16 +15,16 @@ def plot_svg(points: Sequence[Point]) -> str:
     ordered = sorted(points, key=lambda point: point.value)
     first = ordered[0]
     most_x = max(point.value for point in ordered)
-    ideal = first.record.images_per_s * most_x / first.value if first.value else 0.0
-    most_y = max(*(point.record.images_per_s for point in ordered), ideal)
+    ideal = first.record.samples_per_s * most_x / first.value if first.value else 0.0
+    most_y = max(*(point.record.samples_per_s for point in ordered), ideal)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = _MARGIN + x / most_x * (_WIDTH - 2 * _MARGIN)
         return round(across, 1), round(_HEIGHT - _MARGIN - y / most_y * (_HEIGHT - 2 * _MARGIN), 1)
 
-    dots = [place(point.value, point.record.images_per_s) for point in ordered]
+    dots = [place(point.value, point.record.samples_per_s) for point in ordered]
     line = " ".join(f"{x},{y}" for x, y in dots)
-    start, end = place(first.value, first.record.images_per_s), place(most_x, ideal)
+    start, end = place(first.value, first.record.samples_per_s), place(most_x, ideal)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
         ' font-family="sans-serif" font-size="12">',
@@ -34,7 +34,7 @@ def plot_svg(points: Sequence[Point]) -> str:
     ]
     for point, (x, y) in zip(ordered, dots):
         parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="#2563eb"/>')
-        parts.append(f'<text x="{x}" y="{y - 10}" text-anchor="middle">{point.record.images_per_s:,.0f}</text>')
+        parts.append(f'<text x="{x}" y="{y - 10}" text-anchor="middle">{point.record.samples_per_s:,.0f}</text>')
         parts.append(f'<text x="{x}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{escape(point.label)}</text>')
     parts.append(
         f'<text x="{_MARGIN}" y="{_MARGIN - 28}">images/s; dashed: in proportion to the first point</text></svg>'

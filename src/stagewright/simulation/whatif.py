@@ -61,7 +61,7 @@ def knee(points: Sequence[Point]) -> Point | None:
     """The point after which more no longer helps: from it on, a doubling gains less than HELPS."""
     ordered = sorted(points, key=lambda point: point.value)
     for here, there in zip(ordered, ordered[1:]):
-        gain = there.record.images_per_s / here.record.images_per_s
+        gain = there.record.samples_per_s / here.record.samples_per_s
         doublings = (there.value / here.value - 1) or 1.0
         if gain - 1 < _HELPS * min(doublings, 1.0):
             return here

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stagewright.data.needs import need
+from stagewright.data.source import need
 from stagewright.errors import PlacementError, UsageError
 from stagewright.plan import Plan
 from stagewright.planning.options import spelled

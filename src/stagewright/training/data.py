@@ -52,7 +52,7 @@ class DataFeed:
             loader = Loader(
                 dataset=self.dataset, batch=plan.batch, row_ranges=_Rows(plan, stage, worker), want=want,
                 transform=self._transform, seed=self._seed, shuffle=self._is_training, keep_last=not self._is_training,
-                num_workers=num_workers, device=_target_device(settings), pin_memory=settings.device == "cuda",
+                num_workers=num_workers, device=_target_device(settings),
                 dtype=torch.float64 if settings.precision == "fp64" else torch.float32, on_corrupt=self._on_corrupt,
                 channels_last=settings.channels_last, timeout_s=settings.timeout_s,
             )  # fmt: skip
@@ -113,9 +113,7 @@ class _Stream:
             self._begin(self._next)
         batch = next(self._batches)
         tensors = batch.images if self._loader.want == "images" else batch.labels
-        ranges = self._loader.row_ranges
-        wanted = ranges(batch.rows) if callable(ranges) else ranges
-        self._kept[self._next] = dict(zip(wanted, tensors, strict=True))
+        self._kept[self._next] = dict(zip(self._loader.row_ranges(batch.rows), tensors, strict=True))
         self._next += 1
 
 

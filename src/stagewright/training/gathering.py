@@ -45,9 +45,9 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         cluster=run.cluster,
         precision=run.settings.precision,
         data="synthetic" if run.data is None else "records",
-        epoch_images=run.job.epoch_images,
+        epoch_samples=run.job.epoch_images,
         step_s=tuple(steps),
-        step_images=plan.batch,
+        step_samples=plan.batch,
         devices=tuple(
             _device_use(run.schedule, number, id, told[number], moved, traced_s)
             for number, id in enumerate(plan.devices)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pydantic import Field
 
 from stagewright.errors import UsageError
-from stagewright.noun import noun
+from stagewright.schema import schema
 from stagewright.training.sinks import SinkName
 
 
-@noun(error=UsageError)
+@schema(error=UsageError)
 class Job:
     """How long a run goes on and what it tells."""
 

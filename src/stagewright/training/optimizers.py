@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stagewright.errors import UsageError
-from stagewright.noun import noun
+from stagewright.schema import schema
 
 _OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop"]
 _Decay = Literal["none", "cosine", "step", "polynomial", "exponential"]
@@ -21,7 +21,7 @@ _OPTIMIZERS: tuple[_OptimizerName, ...] = get_args(_OptimizerName)
 _DECAYS: tuple[_Decay, ...] = get_args(_Decay)
 
 
-@noun(error=UsageError)
+@schema(error=UsageError)
 class Optimization:
     """Optimizer, learning rate and loss, as far as they need no count of steps or epochs."""
 
@@ -39,7 +39,7 @@ class Optimization:
     """Of the loss that the model was built with."""
 
 
-@noun(error=UsageError)
+@schema(error=UsageError)
 class Recipe(Optimization):
     """What turns gradients into weights, step by step."""
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from stagewright.errors import StagewrightError, UsageError
-from stagewright.noun import Saved, noun
 from stagewright.profile import Precision
+from stagewright.schema import Saved, schema
 from stagewright.training.optimizers import Optimization, Recipe
 
 
-@noun(error=UsageError)
+@schema(error=UsageError)
 class RecipeFile(Optimization, Saved):
     """A recipe in epochs; every option of `stagewright train` of the same name takes the place of a key."""
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from stagewright.data.needs import is_there
+from stagewright.data.source import is_there
 from stagewright.errors import UsageError
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]

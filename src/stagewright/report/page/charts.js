@@ -63,7 +63,7 @@ function throughputOptions(bars, c) {
         const bar = bars[item.dataIndex];
         return tip(
           marked(bar),
-          `${bar.text} images/s, ${bar.source}`,
+          `${bar.text} samples/s, ${bar.source}`,
           bar.spread,
           bar.limited_by && `limited by ${bar.limited_by}`,
           bar.limit_text,
@@ -72,7 +72,7 @@ function throughputOptions(bars, c) {
     },
     xAxis: axisLook(c, {
       type: "value",
-      name: "images/s",
+      name: "samples/s",
       nameLocation: "middle",
       nameGap: 26,
       splitNumber: isNarrow() ? 3 : 5,
@@ -286,7 +286,7 @@ function errorOptions(bars, c) {
     series: [
       {
         type: "bar",
-        name: "images/s",
+        name: "samples/s",
         barMaxWidth: 12,
         color: SERIES_COLOURS[0],
         data: look("rate", SERIES_COLOURS[0]),

@@ -1,4 +1,4 @@
-"""The five nouns and their files: what is written is read back, and nothing else is taken for a noun."""
+"""The five schemas and their files: what is written is read back, and nothing else is taken for a schema."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from stagewright.cluster import (
     ready_made_clusters,
 )
 from stagewright.errors import FileError, PlacementError, RecordError, StagewrightError
-from stagewright.noun import Saved, dump_json, dump_yaml
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.record import DeviceUse, Point, Record, Span, Spans
 from stagewright.schedule import Schedule, parse_order
+from stagewright.schema import Saved, dump_json, dump_yaml
 from tests import strategies
 
-NOUNS: dict[type[Saved], st.SearchStrategy] = {
+SCHEMAS: dict[type[Saved], st.SearchStrategy] = {
     Cluster: strategies.clusters(),
     Profile: strategies.profiles(),
     Plan: strategies.plans(),
@@ -43,7 +43,7 @@ NOUNS: dict[type[Saved], st.SearchStrategy] = {
     Record: strategies.records(),
 }
 ENDINGS = (".json", ".yaml")
-every_noun = pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.__name__)
+every_schema = pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
 every_ending = pytest.mark.parametrize("ending", ENDINGS)
 
 
@@ -83,7 +83,7 @@ def small_record() -> Record:
         plan=small_plan(),
         cluster="local",
         step_s=(0.25, 0.5),
-        step_images=32,
+        step_samples=32,
         devices=(use,),
         spans=(Span(0, "F", 0, 0, 0, 0.0, 0.125), Span(2, "SB", 1, 0, 0, 0.125, 0.25, 0)),
         points=(Point(name="loss", step=1, epoch=0.5, value=-2.25),),
@@ -105,23 +105,23 @@ SMALL: dict[type[Saved], Saved] = {
 # Round trips
 
 
-@every_noun
+@every_schema
 @every_ending
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_what_is_saved_is_loaded(
-    noun: type[Saved], ending: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    schema: type[Saved], ending: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    made = data.draw(NOUNS[noun])
-    path = made.save(tmp_path_factory.getbasetemp() / f"noun{ending}")
-    assert noun.load(path) == made
-    assert noun.from_dict(made.to_dict()) == made
+    made = data.draw(SCHEMAS[schema])
+    path = made.save(tmp_path_factory.getbasetemp() / f"file{ending}")
+    assert schema.load(path) == made
+    assert schema.from_dict(made.to_dict()) == made
 
 
-@every_noun
-def test_a_file_begins_with_its_format_and_version(noun: type[Saved], tmp_path: Path) -> None:
-    text = SMALL[noun].save(tmp_path / "noun.yaml").read_text()
-    assert text.startswith(f"format: stagewright.{noun.__name__.lower()}\nversion: {noun.VERSION}\n")
+@every_schema
+def test_a_file_begins_with_its_format_and_version(schema: type[Saved], tmp_path: Path) -> None:
+    text = SMALL[schema].save(tmp_path / "file.yaml").read_text()
+    assert text.startswith(f"format: stagewright.{schema.__name__.lower()}\nversion: {schema.VERSION}\n")
 
 
 def test_files_are_short_enough_to_read(tmp_path: Path) -> None:
@@ -189,11 +189,23 @@ def test_clusters_of_the_first_version_are_read_without_what_they_no_longer_have
         Cluster.from_dict({**old, "colour": "red"})
 
 
+def test_records_of_the_first_version_counted_images() -> None:
+    new = SMALL[Record].to_dict()
+    old = {**new, "version": 1, "step_images": new["step_samples"], "epoch_images": 640}
+    del old["step_samples"], old["epoch_samples"]
+    assert Record.from_dict(old) == replace(small_record(), epoch_samples=640)
+    with pytest.raises(StagewrightError, match="key step_images is unknown"):
+        Record.from_dict({**new, "step_images": 32})
+
+
 def test_saving_leaves_no_half_file(tmp_path: Path) -> None:
-    (tmp_path / "noun.json").mkdir()
+    (tmp_path / "file.json").mkdir()
     with pytest.raises(FileError, match="directory"):
-        small_plan().save(tmp_path / "noun.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["noun.json"]
+        small_plan().save(tmp_path / "file.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match=r"Not a directory|File exists"):
+        small_plan().save(tmp_path / "file" / "sub" / "plan.json")
 
 
 @pytest.mark.parametrize("name", ready_made_clusters())
@@ -252,9 +264,9 @@ def test_ratios_that_mean_nothing_are_refused(text: str) -> None:
 # Refusals: the file, the key, the value and what was expected
 
 
-def changed(noun: type[Saved], *keys: str | int, to: object) -> dict[str, Any]:
-    """The plain form of the small noun, with one value replaced."""
-    plain = json.loads(json.dumps(SMALL[noun].to_dict()))
+def changed(schema: type[Saved], *keys: str | int, to: object) -> dict[str, Any]:
+    """The plain form of the small schema, with one value replaced."""
+    plain = json.loads(json.dumps(SMALL[schema].to_dict()))
     inner = plain
     for key in keys[:-1]:
         inner = inner[key]
@@ -286,36 +298,36 @@ REFUSED: list[tuple[type[Saved], tuple[str | int, ...], object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("noun", "keys", "value", "message"), REFUSED)
+@pytest.mark.parametrize(("schema", "keys", "value", "message"), REFUSED)
 @every_ending
 def test_wrong_values_are_refused_by_name(
-    noun: type[Saved], keys: tuple[str | int, ...], value: object, message: str, ending: str, tmp_path: Path
+    schema: type[Saved], keys: tuple[str | int, ...], value: object, message: str, ending: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / f"noun{ending}"
-    plain = changed(noun, *keys, to=value)
+    path = tmp_path / f"file{ending}"
+    plain = changed(schema, *keys, to=value)
     path.write_text(dump_yaml(plain) if ending == ".yaml" else dump_json(plain))
     with pytest.raises(StagewrightError, match=message) as caught:
-        noun.load(path)
+        schema.load(path)
     assert str(path) in caught.value.what
 
 
-@every_noun
-def test_other_formats_and_newer_versions_are_refused(noun: type[Saved]) -> None:
-    name, newer = noun.FORMAT, noun.VERSION + 1
-    told = rf"here.json: version {newer} of {name} is newer than {noun.VERSION}.*\nupdate stagewright"
+@every_schema
+def test_other_formats_and_newer_versions_are_refused(schema: type[Saved]) -> None:
+    name, newer = schema.FORMAT, schema.VERSION + 1
+    told = rf"here.json: version {newer} of {name} is newer than {schema.VERSION}.*\nupdate stagewright"
     with pytest.raises(FileError, match=told):
-        noun.from_dict(changed(noun, "version", to=newer), where="here.json")
+        schema.from_dict(changed(schema, "version", to=newer), where="here.json")
     with pytest.raises(FileError, match=f"key format is 'stagewright.song': expected '{name}'"):
-        noun.from_dict(changed(noun, "format", to="stagewright.song"))
+        schema.from_dict(changed(schema, "format", to="stagewright.song"))
     for version in (0, -1, "1", 1.0, True, None):
         with pytest.raises(FileError, match="key version is"):
-            noun.from_dict(changed(noun, "version", to=version))
+            schema.from_dict(changed(schema, "version", to=version))
 
 
-@every_noun
-def test_a_noun_made_in_python_checks_itself_too(noun: type[Saved]) -> None:
-    with pytest.raises(StagewrightError, match=f"{noun.__name__}: key .* is missing"):
-        noun()
+@every_schema
+def test_a_schema_made_in_python_checks_itself_too(schema: type[Saved]) -> None:
+    with pytest.raises(StagewrightError, match=f"{schema.__name__}: key .* is missing"):
+        schema()
 
 
 def damaged_files() -> Iterator[tuple[str, str, str]]:
@@ -341,7 +353,7 @@ def damaged_files() -> Iterator[tuple[str, str, str]]:
     yield "infinite.json", json_head + "1e999}", "key hosts is inf"
     yield "twice.json", json_head + '[], "name": "y"}', "key 'name' stands twice"
     yield "twice.yaml", head + "name: y", "key 'name' stands twice"
-    yield "number-key.yaml", head + "1: 2", "key 1 in the keys from line 1 on is no text"
+    yield "number-key.yaml", head + "1: 2", "the key in line 4 is no text"
     yield "list-key.yaml", head + "? [a]\n: 2", "is no text"
     yield "nul.json", json_head + "\0}", "not JSON: Expecting value in line 1"
     yield "nul.yaml", head + "hosts: \0", "special characters are not allowed"
@@ -431,22 +443,24 @@ def mutate_text(content: bytes, rng: random.Random) -> bytes:
     return text.replace(old, new, rng.choice((1, -1))).encode("utf-8", "surrogatepass")
 
 
-@every_noun
+@every_schema
 @pytest.mark.parametrize(("ending", "number"), [(".json", 1400), (".yaml", 600)])
-def test_mutations_give_an_error_or_a_valid_noun(noun: type[Saved], ending: str, number: int, tmp_path: Path) -> None:
-    """5 nouns × (1,400 + 600) = 10,000 files, each with its own seed."""
-    valid = SMALL[noun].save(tmp_path / f"valid{ending}").read_bytes()
+def test_mutations_give_an_error_or_a_valid_schema(
+    schema: type[Saved], ending: str, number: int, tmp_path: Path
+) -> None:
+    """5 schemas × (1,400 + 600) = 10,000 files, each with its own seed."""
+    valid = SMALL[schema].save(tmp_path / f"valid{ending}").read_bytes()
     path, refused = tmp_path / f"mutated{ending}", 0
     for seed in range(number):
-        rng = random.Random(f"{noun.__name__}{ending}{seed}")
+        rng = random.Random(f"{schema.__name__}{ending}{seed}")
         path.write_bytes((mutate_bytes if seed % 2 else mutate_text)(valid, rng))
         try:
-            loaded = noun.load(path)
+            loaded = schema.load(path)
         except StagewrightError:
             refused += 1
         else:
-            assert noun.from_dict(loaded.to_dict()) == loaded
-    print(f"{number} mutations of a {noun.__name__}{ending}: {refused} refused, {number - refused} still valid")
+            assert schema.from_dict(loaded.to_dict()) == loaded
+    print(f"{number} mutations of a {schema.__name__}{ending}: {refused} refused, {number - refused} still valid")
     assert number * 0.3 < refused < number
 
 

@@ -1,6 +1,6 @@
-"""What the five nouns share: frozen dataclasses that check themselves, and the files they live in.
+"""Frozen dataclasses that check themselves, and the files they live in.
 
-A file holds one noun, as JSON (`.json`) or YAML (`.yaml`, `.yml`):
+A file holds one of them, as JSON (`.json`) or YAML (`.yaml`, `.yml`):
 
     format: stagewright.cluster
     version: 1
@@ -13,9 +13,10 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
@@ -26,20 +27,17 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from stagewright.errors import FileError, StagewrightError
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-_MAX_FILE_BYTES = 1 << 30
-_MAX_DEPTH = 64
-_MAX_YAML_VALUES = 1_000_000
-"""In a YAML file, its aliases written out."""
+_MAX_FILE_BYTES, _MAX_DEPTH, _MAX_YAML_VALUES = 1 << 30, 64, 1_000_000
+"""The values of a YAML file are counted with its aliases written out."""
 
 _BRIEF = reprlib.Repr()
-"""What writes the first few values of a list or an object, and of those inside of it."""
 _BRIEF.maxlevel, _BRIEF.maxlong, _BRIEF.maxother = 3, 60, 60
 
 T = TypeVar("T")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
-def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
+def schema(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
     """Makes a class a frozen dataclass whose wrong values raise `error` with the key and the value."""
 
     def make(cls: type[T]) -> type[T]:
@@ -51,7 +49,7 @@ def noun(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
                 plain_init(self, **values)
             except ValidationError as fault:
                 wrong = error(f"{cls.__name__}: {describe(fault)}")
-                wrong.noun, wrong.key = cls.__name__, _key_of(fault)
+                wrong.schema, wrong.key = cls.__name__, _key_of(fault)
                 raise wrong from None
 
         made.__init__ = __init__  # type: ignore[method-assign]
@@ -87,53 +85,44 @@ def shown(value: object) -> str:
 
 
 @cache
-def adapter(noun: Any) -> TypeAdapter[Any]:
-    """What checks and writes nouns of this type."""
-    return TypeAdapter(noun)
+def adapter(cls: Any) -> TypeAdapter[Any]:
+    """What checks and writes values of this type."""
+    return TypeAdapter(cls)
 
 
 class Saved:
-    """A noun with a file: `save` writes it, `load` reads and checks it."""
+    """What has a file: `save` writes it, `load` reads and checks it."""
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int] = 1
     DROPPED: ClassVar[frozenset[str]] = frozenset()
     """Keys that older versions wrote and this one does without."""
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """Keys that older versions wrote, and what they are called now."""
     ERROR: ClassVar[type[StagewrightError]] = FileError
 
     def to_dict(self) -> dict[str, Any]:
-        """The noun as plain values, with its format and version first."""
-        cls: Any = type(self)
-        body = adapter(cls).dump_python(self, mode="json")
+        """Plain values, with the format and version first."""
+        body = adapter(cast(Any, type(self))).dump_python(self, mode="json")
         return {"format": self.FORMAT, "version": self.VERSION, **body}
 
     def save(self, path: str | Path) -> Path:
         """Writes the file whole or not at all; the ending chooses JSON or YAML."""
-        path = Path(path)
-        text = dump_yaml(self.to_dict()) if is_yaml(path) else dump_json(self.to_dict())
-        part = path.with_name(f".{path.name}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(text, encoding="utf-8")
-            return part.replace(path)
-        except OSError as fault:
-            part.unlink(missing_ok=True)
-            raise FileError(f"{path}: {fault.strerror}", "give a path that can be written") from None
+        return write_whole(Path(path), (dump_yaml if is_yaml(Path(path)) else dump_json)(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The noun in a file; a file that is anything else raises a FileError."""
+        """What the file holds; a file that holds anything else raises a FileError."""
         return cls.from_dict(read_plain(Path(path)), where=str(path))
 
     @classmethod
     def from_dict(cls, plain: object, *, where: str = "the data") -> Self:
-        """The noun that `to_dict` gave, checked key by key."""
+        """What `to_dict` was called on, checked key by key."""
         body = check_head(plain, cls.FORMAT, cls.VERSION, where)
         if isinstance(plain, dict) and plain["version"] < cls.VERSION:
-            body = {key: value for key, value in body.items() if key not in cls.DROPPED}
+            body = {cls.RENAMED.get(key, key): value for key, value in body.items() if key not in cls.DROPPED}
         try:
-            text = json.dumps(body, allow_nan=True, ensure_ascii=False)
-            made: Self = adapter(cast(Any, cls)).validate_json(text)
+            made: Self = adapter(cast(Any, cls)).validate_json(json.dumps(body, ensure_ascii=False))
             return made
         except ValidationError as fault:
             raise FileError(f"{where}: {describe(fault)}") from None
@@ -141,6 +130,19 @@ class Saved:
             raise FileError(f"{where}: cannot be read as {cls.FORMAT}: {fault}") from None
         except StagewrightError as fault:
             raise type(fault)(f"{where}: {fault.what}", fault.todo) from None
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """The file, written whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        return part.replace(path)
+    except OSError as fault:
+        with suppress(OSError):
+            part.unlink()
+        raise FileError(f"{path}: {fault.strerror}", "give a path that can be written") from None
 
 
 def check_head(plain: object, format_name: str, version: int, where: str) -> dict[str, Any]:
@@ -233,39 +235,32 @@ def _check_size(value: object) -> None:
     """Refuses what grows out of hand once its aliases are written out, or never ends."""
     level, room = [value], _MAX_YAML_VALUES
     for _ in range(_MAX_DEPTH):
-        level = list(islice(chain.from_iterable(map(_children, level)), room + 1))
+        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = list(islice(chain.from_iterable(inside), room + 1))
         room -= len(level)
         if room < 0:
-            raise ValueError(f"more than {_MAX_YAML_VALUES:,} values: save a noun of that size as JSON")
+            raise ValueError(f"more than {_MAX_YAML_VALUES:,} values: save what is that large as JSON")
         if not level:
             return
     raise RecursionError
 
 
-def _children(value: object) -> Iterable[object]:
-    """The values inside a value."""
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-_MERGE = "tag:yaml.org,2002:merge"
+_YAML = "tag:yaml.org,2002:"
 
 
 class _PlainLoader(yaml.SafeLoader):
     """YAML whose values are those of JSON: no dates, no `1:30` for 90, no `no` for false, no key twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        nodes = [key for key, _ in node.value] if isinstance(node.value, list) else []
-        for key in nodes:
-            # A list or object as a key may hold others many times over, and merging keys multiplies them.
-            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
-                raise ValueError(f"the key in line {key.start_mark.line + 1} is no text: write it in quotes")
-        keys = [self.construct_object(key, deep=True) for key in nodes]
-        where = f"in the keys from line {node.start_mark.line + 1} on"
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
         for key in keys:
-            if not isinstance(key, str):
-                raise ValueError(f"key {shown(key)} {where} is no text: write it in quotes")
-        if len(set(keys)) < len(keys):
-            raise ValueError(f"key {shown(twin(keys))} stands twice {where}")
+            # A list or object as a key may hold others many times over, and merging keys multiplies them.
+            if not isinstance(key, yaml.ScalarNode) or key.tag != f"{_YAML}str":
+                raise ValueError(f"the key in line {key.start_mark.line + 1} is no text: write it in quotes")
+        texts = [key.value for key in keys]
+        if len(set(texts)) < len(texts):
+            where = f"in the keys from line {node.start_mark.line + 1} on"
+            raise ValueError(f"key {shown(twin(texts))} stands twice {where}")
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: Any) -> int:
@@ -289,28 +284,24 @@ def _resolve_as_json(cls: Any) -> None:
     """Gives a loader or dumper the resolvers above, and no other."""
     cls.yaml_implicit_resolvers = {}
     for name, pattern, first in _RESOLVERS:
-        cls.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(rf"(?:{pattern})\Z"), list(first))
+        cls.add_implicit_resolver(f"{_YAML}{name}", re.compile(rf"(?:{pattern})\Z"), list(first))
 
 
 _resolve_as_json(_PlainLoader)
-_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
+_PlainLoader.add_constructor(f"{_YAML}int", _PlainLoader.construct_yaml_int)
 
 
-def dump_json(plain: object, *, width: int = 110) -> str:
-    """JSON with short lists and objects on one line, so that people can read it."""
-
-    def write(value: object, indent: int) -> str:
-        flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        if len(flat) + indent <= width or not isinstance(value, (dict, list)) or not value:
-            return flat
+def dump_json(plain: object, indent: int = 0) -> str:
+    """JSON with lists and objects on one line where they fit into 110 columns, so that people can read it."""
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    if len(text) + indent > 110 and isinstance(plain, dict | list) and plain:
+        first, last = "{}" if isinstance(plain, dict) else "[]"
+        keys = [f"{json.dumps(key, ensure_ascii=False)}: " for key in plain] if isinstance(plain, dict) else repeat("")
+        values = plain.values() if isinstance(plain, dict) else plain
         pad = " " * (indent + 2)
-        if isinstance(value, dict):
-            inner = [f"{json.dumps(key, ensure_ascii=False)}: {write(item, indent + 2)}" for key, item in value.items()]
-            return "{\n" + ",\n".join(pad + line for line in inner) + "\n" + " " * indent + "}"
-        inner = [write(item, indent + 2) for item in value]
-        return "[\n" + ",\n".join(pad + line for line in inner) + "\n" + " " * indent + "]"
-
-    return write(plain, 0) + "\n"
+        lines = [f"{pad}{key}{dump_json(value, indent + 2).rstrip()}" for key, value in zip(keys, values)]
+        text = f"{first}\n" + ",\n".join(lines) + f"\n{' ' * indent}{last}"
+    return text + "\n"
 
 
 def dump_yaml(plain: object) -> str:
@@ -324,22 +315,15 @@ class _PlainDumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    def represent_float(self, data: float) -> Any:
-        text = repr(data)
-        if "e" in text and "." not in text.split("e")[0]:
-            text = text.replace("e", ".0e")
-        return self.represent_scalar("tag:yaml.org,2002:float", text)
-
     def represent_str(self, data: str) -> Any:
         # other styles lose line separators and the like
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+        return self.represent_scalar(f"{_YAML}str", data, style=None if data.isprintable() else '"')
 
     def represent_list(self, data: Any) -> Any:
         flat = all(isinstance(item, (int, float, str, bool)) for item in data)
-        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
+        return self.represent_sequence(f"{_YAML}seq", data, flow_style=flat)
 
 
 _resolve_as_json(_PlainDumper)
-_PlainDumper.add_representer(float, _PlainDumper.represent_float)
 _PlainDumper.add_representer(str, _PlainDumper.represent_str)
 _PlainDumper.add_representer(list, _PlainDumper.represent_list)
