@@ -15,9 +15,16 @@ from stagewright.models import build_model
 from stagewright.models.loss import mean_loss, smoothed
 from stagewright.plan import Plan, Stage
 from stagewright.scheduling import make_schedule
-from stagewright.training import Recipe, train
-from stagewright.training.optimizers import optimizer_maker, rate_at
-from stagewright.training.recipes import RecipeFile, find_recipe, ready_made_recipes, with_options
+from stagewright.training.recipes import (
+    Recipe,
+    RecipeFile,
+    find_recipe,
+    optimizer_maker,
+    rate_at,
+    ready_made_recipes,
+    with_options,
+)
+from stagewright.training.start import train
 
 PER_EPOCH = 100
 

@@ -31,8 +31,7 @@ from stagewright.scheduling import make_schedule
 from stagewright.training.checks import check_counts, check_device, check_hosts_here, check_packages
 from stagewright.training.display import nothing_left, plan_lines
 from stagewright.training.job import Job
-from stagewright.training.optimizers import Recipe
-from stagewright.training.recipes import RecipeFile, find_recipe, with_options
+from stagewright.training.recipes import Recipe, RecipeFile, find_recipe, with_options
 from stagewright.training.sinks import chosen_sinks
 from stagewright.training.start import states_of, train
 

@@ -42,7 +42,7 @@ from stagewright.training.gathering import gather
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
 from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
-from stagewright.training.optimizers import Recipe, optimizer_maker
+from stagewright.training.recipes import Recipe, optimizer_maker
 
 if TYPE_CHECKING:
     from stagewright.runtime.checkpoint import Checkpointer

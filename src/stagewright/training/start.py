@@ -26,7 +26,8 @@ from stagewright.schedule import Schedule
 from stagewright.training.checks import check_device
 from stagewright.training.job import Job
 from stagewright.training.loop import MakeOptimizer, Rows, work
-from stagewright.training.optimizers import Recipe
+from stagewright.training.optimizers import OPTIMIZERS, UNKNOWN_STATES
+from stagewright.training.recipes import Recipe
 from stagewright.training.restarting import is_remote, start_workers, starting
 from stagewright.training.sinks import check_sinks
 
@@ -107,9 +108,8 @@ def _name_of(given: object) -> str:
 
 
 def states_of(recipe: Recipe | MakeOptimizer | None) -> int:
-    """How many numbers the optimizer keeps for each parameter; for one that is not known the usual two."""
-    known = {"sgd": 1, "rmsprop": 2, "adam": 2, "adamw": 2}
-    return known[recipe.optimizer] if isinstance(recipe, Recipe) else 2
+    """How many numbers the optimizer keeps for each parameter."""
+    return OPTIMIZERS[recipe.optimizer].states if isinstance(recipe, Recipe) else UNKNOWN_STATES
 
 
 def _schedule_now(schedule: Schedule) -> Schedule:
