@@ -15,6 +15,7 @@ from stagewright.errors import StagewrightError, UsageError
 from stagewright.planning.options import PlanOptions, spelled
 from stagewright.profiling.topology import join_hosts
 from stagewright.record import Source
+from stagewright.runtime.launch import expand_hosts
 
 _SOURCES: Mapping[Mode, Source] = {"train": "measured", "rehearse": "rehearsed", "simulate": "simulated"}
 _CheckWords = Callable[[Sequence[str]], None]
@@ -26,16 +27,28 @@ class Choices:
     """What the person who runs a suite says beyond the file."""
 
     simulate: bool = False
+    """simulate every case"""
     cluster: str | None = None
+    """hardware of simulations and rehearsals: a name or file"""
     only: tuple[str, ...] = ()
+    """cases whose names match, such as 'vgg16-*'"""
     device: str | None = None
+    """cpu or cuda, whatever the suite says"""
     share: int | None = None
+    """workers that share one card"""
     data: str | None = None
-    """The folder that `data: records` stands for."""
+    """the folder that `data: records` stands for"""
     steps: int | None = None
+    """optimizer steps of a run"""
     warm_up: int | None = None
-    nodes: tuple[str, ...] = ()
-    """Hosts to start over ssh, for cases that need several."""
+    """first steps that are not measured"""
+    nodes: str | None = None
+    """hosts to start over ssh, such as host1,host2, for cases that need several"""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those hosts."""
+        return expand_hosts(self.nodes) if self.nodes else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +143,8 @@ def _make_task(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
 
 def _missing_hardware(case: Case, choices: Choices, here: Here) -> str:
     """Why a case cannot run for real; nothing where it can."""
-    if case.num_hosts > max(1, len(choices.nodes)):
-        return f"it needs {count(case.num_hosts, 'host')} and --nodes names {len(choices.nodes) or 'none'}"
+    if case.num_hosts > max(1, len(choices.hosts)):
+        return f"it needs {count(case.num_hosts, 'host')} and --nodes names {len(choices.hosts) or 'none'}"
     if case.device != "cuda":
         return ""
     stages = parse_placement(case.placement) if case.placement else ()
@@ -227,7 +240,7 @@ def _train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[s
         words += ["--no-save-final"]
         words += [] if case.device is None else ["--device", case.device]
         words += ["--share", str(case.share)] if case.share > 1 else []
-        words += ["--nodes", ",".join(choices.nodes[: case.num_hosts])] if case.num_hosts > 1 else []
+        words += ["--nodes", ",".join(choices.hosts[: case.num_hosts])] if case.num_hosts > 1 else []
     for key, value in case.options.items():
         words += _option_words("--" + key.replace("_", "-"), value)
     return (*words, *more)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -130,19 +130,27 @@ class RecipeFile(Optimization, Saved):
     name: str = "plain"
     about: str = ""
     epochs: int | None = Field(default=None, ge=1)
+    """passes over the data"""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """Epochs between evaluations."""
+    """Epochs between evaluations, where there are any."""
     batch_per_device: int | None = Field(default=None, ge=1)
+    """Where no batch is given."""
     precision: Precision = "fp32"
-    """fp16 has a dynamic loss scale."""
+    """what stages compute in; fp16 has a dynamic loss scale"""
     clip_norm: float | None = Field(default=None, gt=0)
+    """largest norm of all gradients together"""
     rate_batch: int | None = Field(default=None, ge=1)
     """The batch that the learning rate is meant for; with another one the rate changes in proportion."""
     warm_up_epochs: float = Field(default=0.0, ge=0)
+    """epochs over which the learning rate rises from near 0"""
+    warm_up_steps: int | None = Field(default=None, ge=0)
+    """the same in steps, instead"""
     decay_epochs: tuple[int, ...] = ()
-    """The epochs after which a `step` decay multiplies the rate by `decay_rate`."""
+    """when --decay step multiplies, such as 30,60,80"""
+    decay_steps: tuple[int, ...] = ()
+    """the same in steps, instead, such as 1000,2000"""
     crop_area: float = Field(default=0.08, gt=0, le=1)
-    """The smallest share of an image that a random crop keeps."""
+    """smallest share of an image that a random crop keeps"""
 
     @property
     def needs_epochs(self) -> bool:
@@ -156,23 +164,17 @@ class RecipeFile(Optimization, Saved):
         """
         return self.learning_rate * batch / (self.rate_batch or batch)
 
-    def in_steps(self, *, batch: int, per_epoch: int | None, total_steps: int, **given: Any) -> Recipe:
-        """The same recipe for a run of so many steps; `per_epoch` is how many make an epoch.
-
-        `given` may name warm_up_steps and decay_steps instead of what the epochs come to.
-        """
+    def in_steps(self, *, batch: int, per_epoch: int | None, total_steps: int) -> Recipe:
+        """The same recipe for a run of so many steps; `per_epoch` is how many make an epoch."""
         values = {field.name: getattr(self, field.name) for field in fields(Optimization)}
-        counted = {
+        rising = round(self.warm_up_epochs * (per_epoch or 0))
+        falling = tuple(epoch * (per_epoch or 0) for epoch in self.decay_epochs)
+        values |= {
             "learning_rate": self.rate(batch),
-            "warm_up_steps": round(self.warm_up_epochs * (per_epoch or 0)),
-            "decay_steps": tuple(epoch * (per_epoch or 0) for epoch in self.decay_epochs),
+            "warm_up_steps": rising if self.warm_up_steps is None else self.warm_up_steps,
+            "decay_steps": self.decay_steps or falling,
         }
-        chosen = {key: value for key, value in given.items() if value is not None}
-        return Recipe(**{**values, **counted, **chosen}, total_steps=total_steps)
-
-
-_KEYS = tuple(field.name for field in fields(RecipeFile) if field.name not in ("name", "about", "rate_batch"))
-"""What options of `stagewright train` may override."""
+        return Recipe(**values, total_steps=total_steps)
 
 
 def ready_made_recipes() -> dict[str, Path]:
@@ -193,13 +195,3 @@ def find_recipe(name_or_file: str) -> RecipeFile:
         f"no recipe is named {name_or_file!r}; ready-made: {', '.join(known) or 'none'}",
         "give one of these names, or a .yaml or .json file",
     )
-
-
-def with_options(recipe: RecipeFile, options: Mapping[str, Any]) -> RecipeFile:
-    """The recipe with what the options say in its place; an option left at None says nothing."""
-    given = {key: options[key] for key in _KEYS if options.get(key) is not None}
-    if "learning_rate" in given:
-        given["rate_batch"] = None
-    if options.get("steps") is not None and "epochs" not in given:
-        given["epochs"] = None
-    return replace(recipe, **given)

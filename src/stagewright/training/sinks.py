@@ -116,12 +116,6 @@ class _MlflowSink:
         self._mlflow.end_run()
 
 
-def chosen_sinks(options: Mapping[str, Any]) -> tuple[SinkName, ...]:
-    """The sinks that options such as --wandb ask for."""
-    names: tuple[SinkName, ...] = ("tensorboard", "wandb", "mlflow")
-    return tuple(name for name in names if options[name])
-
-
 def check_sinks(names: Sequence[SinkName]) -> None:
     """Refuses a sink whose package is not installed, before any worker starts."""
     for name in names:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from stagewright.runtime.hosts import Hosts
 from stagewright.runtime.launch import RUN_FOLDER, SCHEDULE, is_worker, stop_on_signals
 from stagewright.runtime.preflight import check_before_launch
 from stagewright.runtime.resuming import give_back
-from stagewright.runtime.run_folder import fingerprint, held
+from stagewright.runtime.run_folder import RunFolder, fingerprint, held
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stem import Stem, follow_parent
 from stagewright.schedule import Schedule
 from stagewright.training.checks import check_device
+from stagewright.training.config import CONFIG_FILE, Config
 from stagewright.training.job import Job
 from stagewright.training.loop import MakeOptimizer, Rows, work
 from stagewright.training.optimizers import OPTIMIZERS, UNKNOWN_STATES
@@ -45,8 +46,8 @@ def train(
     source: Source = "measured",
     folder: str | Path | None = None,
     console: Console | None = None,
-    command: Sequence[str] | None = None,
     hosts: Hosts | None = None,
+    config: Config | None = None,
     share: int = 1,
     stem: Stem | None = None,
 ) -> Record:
@@ -56,7 +57,8 @@ def train(
     plan, which run the same script again, and waits for them. What follows in the script runs in all these processes;
     `is_main()` is true in one. `data` gives the rows of a batch: a function of (batch, start, stop) → (inputs,
     targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
-    to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
+    to an optimizer. With `hosts` the workers are started there, each host with those of its own devices. With a
+    `config`, which the run's folder keeps, workers read that instead of running the script.
     `share` workers fit on a card, even where the plan has fewer. With a `stem` that is kept from run to run, workers of
     the later ones are there at once.
     """
@@ -69,24 +71,34 @@ def train(
     check_sinks(job.sinks)
     _check_resume(job, folder)
     about = _about_run(schedule.plan, model, settings, recipe, data)
-    how = {"resume": job.resume, "overwrite": job.overwrite}
+    how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite}
     rest = (schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
     # Whoever started workers here follows their events; without such a one they show them themselves.
     shown = None if RUN_FOLDER in os.environ else console or Console()
     if is_worker():
         follow_parent()
-        wait = settings.timeout_s
-        return work(lambda again: held(folder, job.name, about, goes_on=again, patience_s=wait, **how), shown, *rest)
-    with held(folder, job.name, about, **how) as run, stop_on_signals(run):
+        how["patience_s"] = settings.timeout_s
+        return work(lambda again: _taken(config, folder, job.name, about, goes_on=again, **how), shown, *rest)
+    with _taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
         keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
         if not is_remote(hosts):
             check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
         if len(schedule.plan.devices) == 1 and hosts is None:
             return work(lambda again: nullcontext(run), shown, *rest)
+        command = None if config is None else ["-m", "stagewright", *config.words(run.path)]
         with starting(settings, command, hosts, share, stem) as starter:
             record = start_workers(schedule, job, run.path, console or Console(), starter)
         give_back(model.model, run.path)
         return record
+
+
+@contextmanager
+def _taken(config: Config | None, folder: str | Path | None, *about: Any, **how: Any) -> Iterator[RunFolder]:
+    """The run's folder while the block runs, with the configuration in it."""
+    with held(folder, *about, **how) as run:
+        if config is not None:
+            config.save(run.path / CONFIG_FILE)
+        yield run
 
 
 def _about_run(
