@@ -100,7 +100,7 @@ class Suite:
 
 
 @noun(error=UsageError)
-class SuiteFile(Saved):
+class _SuiteFile(Saved):
     """A suite as it is written: matrices and inheritance not yet written out."""
 
     FORMAT: ClassVar[str] = "stagewright.suite"
@@ -121,7 +121,7 @@ def ready_made_suites() -> dict[str, Path]:
     folders = (package / "suites", package.parents[1] / "suites")
     found = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
     # Suites of other formats, which other programs run, may lie beside them.
-    return {path.stem: path for path in found if f"format: {SuiteFile.FORMAT}\n" in path.read_text(encoding="utf-8")}
+    return {path.stem: path for path in found if f"format: {_SuiteFile.FORMAT}\n" in path.read_text(encoding="utf-8")}
 
 
 def load_suite(name_or_file: str) -> Suite:
@@ -138,8 +138,8 @@ def load_suite(name_or_file: str) -> Suite:
 
 def make_suite(plain: object, *, where: str = "the suite") -> Suite:
     """The suite that plain values describe."""
-    check_head(plain, SuiteFile.FORMAT, SuiteFile.VERSION, where)
-    file = SuiteFile.from_dict(plain, where=where)
+    check_head(plain, _SuiteFile.FORMAT, _SuiteFile.VERSION, where)
+    file = _SuiteFile.from_dict(plain, where=where)
     try:
         cases = tuple(_make_case(keys) for keys in expand(file.defaults, file.settings, file.cases))
         _check_cases(cases)
