@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from stagewright.bench.suite import RECORDS, Case, Mode, Suite
 from stagewright.cluster import Cluster, count, find_cluster, parse_placement
 from stagewright.errors import StagewrightError, UsageError
-from stagewright.planning.options import PlanOptions, spelled
+from stagewright.planning.options import PlanOptions
 from stagewright.profiling.topology import join_hosts
 from stagewright.record import Source
 from stagewright.runtime.launch import expand_hosts
+from stagewright.training.sections import section_keys
 
 _SOURCES: Mapping[Mode, Source] = {"train": "measured", "rehearse": "rehearsed", "simulate": "simulated"}
 _CheckWords = Callable[[Sequence[str]], None]
@@ -209,15 +210,10 @@ def _with_hosts(cluster: Cluster, hosts: int) -> tuple[Cluster, tuple[str, ...]]
 def _plan_words(case: Case) -> list[str]:
     """The options that shape the plan."""
     made: list[str] = []
-    default = PlanOptions()
-    for field in fields(PlanOptions):
-        value = case.placement if field.name == "placement" else getattr(case.plan, field.name)
-        if value in (None, "", ()) or value == getattr(default, field.name):
-            continue
-        if field.name == "cut":
-            made += ["--cut", ",".join(value)]
-        else:
-            made += _option_words(spelled(field.name), value)
+    for key in section_keys(PlanOptions):
+        value = case.placement if key.name == "placement" else getattr(case.plan, key.name)
+        if value not in (None, "", (), key.default):
+            made += _option_words(key.option, ",".join(value) if key.is_many else value)
     return made
 
 

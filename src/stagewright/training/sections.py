@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_
 
 from pydantic import ValidationError
 
-from stagewright.errors import FileError, StagewrightError, UsageError
+from stagewright.errors import StagewrightError, UsageError
 from stagewright.noun import adapter, describe, shown
 from stagewright.planning.options import spelled
 
@@ -100,22 +100,21 @@ def read_section(
     known = {each.key: each for each in section_keys(cls) if each.name not in leave}
     for key in values:
         if key not in known:
-            named = ", ".join(known)
-            raise FileError(f"{where}{key} is unknown", f"there are {named}")
+            raise UsageError(f"{where}{key} is unknown", f"there are {', '.join(known)}")
     plain = {known[key].name: _as_written(known[key], value, where) for key, value in values.items()}
     try:
         made: T = adapter(cls).validate_json(json.dumps(plain), strict=True)
         return made
     except ValidationError as fault:
-        told = describe(fault)
-        name = re.sub(r"[.\[].*", "", str(fault.errors(include_url=False)[0]["loc"][0]))
-        option = f"{where}{key_of(name)}" if where else _option_of(name)
-        error = FileError if where else UsageError
-        raise error(_in_words(re.sub(rf"^key {name}", option, told))) from None
+        name = str(fault.errors(include_url=False)[0]["loc"][0])
+        told = where + key_of(name) if where else _option_of(name)
+        raise UsageError(_in_words(describe(fault).replace(f"key {name}", told, 1))) from None
     except StagewrightError as fault:
         if not where:
             raise
-        raise FileError(re.sub(r"^--(\S+)", lambda found: where + found[1].replace("-", "_"), fault.what)) from None
+        of_one = re.match(r"--(\S+) is ", fault.what)
+        told = where + of_one[1].replace("-", "_") + fault.what[of_one.end(1) :] if of_one else ""
+        raise UsageError(told or where.rpartition("key ")[0] + fault.what, fault.todo) from None
 
 
 def _in_words(text: str) -> str:
