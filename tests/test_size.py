@@ -11,10 +11,10 @@ SIZE = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "size.py"))
 REACHED = {
     "lines of the package": 34_300,
     "lines of the longest file": 445,
-    "lines of the longest function": 109,
+    "lines of the longest function": 60,
     "lines of a function on average": 12,
     "public module-level names": 1_069,
-    "numeric tuning constants": 230,
+    "numeric tuning constants": 229,
 }
 """What may not be exceeded until it is lower: whoever gets a figure down writes it here."""
 

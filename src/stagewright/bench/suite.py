@@ -19,7 +19,7 @@ from stagewright.planning.counted import find_model
 from stagewright.planning.fixed import fixed_plan
 from stagewright.planning.options import PlanOptions
 from stagewright.profile import Precision
-from stagewright.training.sections import keys_of, read_section
+from stagewright.training.sections import read_section, section_keys
 
 Mode = Literal["train", "rehearse", "simulate"]
 _Value = str | int | float | bool | tuple[str | int | float, ...]
@@ -147,7 +147,7 @@ def make_suite(plain: object, *, where: str = "the suite") -> Suite:
 
 def _make_case(keys: Mapping[str, Any]) -> Case:
     """The case with these keys, each of the right kind."""
-    known = keys_of(PlanOptions)
+    known = {each.key for each in section_keys(PlanOptions)}
     name = keys["name"]
     plan = read_section(
         PlanOptions, {key: value for key, value in keys.items() if key in known}, where=f"case {name}: key "

@@ -60,7 +60,7 @@ class Verb(TyperCommand):
 
 def _make_command() -> TyperGroup:
     """The whole command: its own options, and the verbs."""
-    app = typer.Typer(callback=about, no_args_is_help=True, invoke_without_command=True)
+    app = typer.Typer(callback=_about, no_args_is_help=True, invoke_without_command=True)
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     for name, purpose in VERBS.items():
@@ -77,7 +77,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def about(
+def _about(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -110,7 +110,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as fault:
         if debug:
             raise
-        status = explain(fault, given)
+        status = _explain(fault, given)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -120,17 +120,17 @@ def _silenced() -> int:
     return _OWN_ERROR
 
 
-def explain(fault: Exception, words: Sequence[str]) -> int:
+def _explain(fault: Exception, words: Sequence[str]) -> int:
     """Says on stderr what went wrong and what to do; the status that goes with it."""
     if isinstance(fault, typer.Abort):
         return _INTERRUPTED
     if isinstance(fault, StagewrightError):
-        return say(_as_typed(fault, words), fault.todo)
+        return _say(_as_typed(fault, words), fault.todo)
     if hasattr(fault, "format_message"):
         return _explain_usage(fault, words)
     if isinstance(fault, OSError):
-        return say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
-    say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
+        return _say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
+    _say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
     return _OWN_ERROR
 
 
@@ -156,10 +156,10 @@ def _explain_usage(fault: Any, words: Sequence[str]) -> int:
     verb = "".join(f" {word}" for word in words[:1] if word in VERBS)
     path = f"stagewright{verb}" if context is None else context.command_path
     todo = f"see `{path} --help`"
-    return say(message[:1].lower() + message[1:], todo)
+    return _say(message[:1].lower() + message[1:], todo)
 
 
-def say(what: str, todo: str | None) -> int:
+def _say(what: str, todo: str | None) -> int:
     """Writes `error: …` and, under it, the way out.
 
     error: placement '0:0-6.0:9' names device 9 of host 0, which has devices 0 to 7

@@ -50,7 +50,7 @@ def bench(
     Example: stagewright bench resnet50-amp --simulate --only '*-synthetic' -o bench
     """
     if what[0] == "compare":
-        compare(what[1:], as_json)
+        _compare(what[1:], as_json)
         return
     if len(what) > 1:
         raise UsageError(f"one suite at a time, not {', '.join(what)}", "or: stagewright bench compare A B")
@@ -192,7 +192,7 @@ def _show_rows(suite: Suite, rows: Sequence[Row], out: Path) -> None:
     _show_table(table, *failed, *notes, f"saved {out} · next: stagewright report {out}")
 
 
-def compare(folders: Sequence[str], as_json: bool) -> None:
+def _compare(folders: Sequence[str], as_json: bool) -> None:
     """Shows what changed between two folders, and what only wavered."""
     if len(folders) != 2:
         raise UsageError(f"compare takes two folders, not {len(folders)}", "stagewright bench compare A B")

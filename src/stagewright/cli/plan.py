@@ -114,7 +114,7 @@ def _show(found: Search, cluster: Cluster) -> None:
         table.add_row("  data parallel", "–", "–", "–", found.why_no_data_parallel)
     console.print(table)
     console.print()
-    for line in (*best.notes[:1], settings(best), *passed_over(found), *best.notes[1:]):
+    for line in (*best.notes[:1], _settings(best), *passed_over(found), *best.notes[1:]):
         console.print(f"  {line}", soft_wrap=True)
 
 
@@ -186,7 +186,7 @@ def _cells(choice: Choice, label: str) -> tuple[str, str, str, str, str]:
     return label, seconds(choice.step_s), rate(choice.images_per_s), memory, choice.limit
 
 
-def settings(plan: Plan) -> str:
+def _settings(plan: Plan) -> str:
     """What else the plan says: `placement 0:0-6.0:7, 4 microbatches, split, 1f1b, versions 2,1`."""
     told = _traits(plan)
     versions = "" if plan.is_synchronous else f", {told['versions']}"
@@ -219,5 +219,5 @@ def _as_plain(choice: Choice) -> dict[str, object]:
         "images_per_s": choice.images_per_s,
         "peak_bytes": list(choice.peak_bytes),
         "limit": choice.limit,
-        "settings": settings(choice.plan),
+        "settings": _settings(choice.plan),
     }

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from stagewright.cli.options import Given, takes
-from stagewright.cli.train import NO_OPTION, AsJson, ConfigFile, Model, PrintConfig, Recipe, read_config, show_record
+from stagewright.cli.train import AsJson, ConfigFile, Model, PrintConfig, Recipe, read_config, show_record
 from stagewright.cluster import Cluster, find_cluster
 from stagewright.errors import UsageError
 from stagewright.noun import dump_yaml
@@ -18,7 +18,7 @@ from stagewright.plan import Plan
 from stagewright.planning.options import PlanOptions
 from stagewright.profile import Profile
 from stagewright.record import Record
-from stagewright.training.config import SECTIONS, Config, Where
+from stagewright.training.config import NO_OPTION, SECTIONS, Config, Where
 
 if TYPE_CHECKING:
     from stagewright.rehearsal import EmulatedHosts

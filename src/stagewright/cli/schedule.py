@@ -65,7 +65,7 @@ def schedule(
     check_schedule(made, batches)
     saved = _save(made, batches, svg, csv, out)
     if as_json:
-        typer.echo(json.dumps(figures(made) | {"saved": saved}, ensure_ascii=False))
+        typer.echo(json.dumps(_figures(made) | {"saved": saved}, ensure_ascii=False))
     else:
         _show(made, batches, times, actions, saved)
 
@@ -104,7 +104,7 @@ def _save(made: Schedule, batches: int | None, svg: Path | None, csv: Path | Non
     return [str(path) for path in (out, svg, csv) if path is not None]
 
 
-def figures(made: Schedule) -> dict[str, object]:
+def _figures(made: Schedule) -> dict[str, object]:
     """What there is to say about a schedule in numbers."""
     plan = made.plan
     return {
@@ -116,11 +116,11 @@ def figures(made: Schedule) -> dict[str, object]:
         "holds": holds(plan),
         "num_workers": len(plan.devices),
         "num_actions": sum(map(len, made.orders)),
-        "idle_share": idle_share(made),
+        "idle_share": _idle_share(made),
     }
 
 
-def idle_share(made: Schedule) -> float:
+def _idle_share(made: Schedule) -> float:
     """The bubble with balanced stages and free transfers: of one batch, or of one in a long run without flush."""
     num_batches = 1 if made.plan.is_synchronous else _LONG_RUN
     return run_ideally(made, num_batches, balanced_costs(made.plan)).idle_share
@@ -141,7 +141,7 @@ def _show(made: Schedule, batches: int | None, times: bool, actions: bool, saved
     console.print(
         f"\n  {plan.policy}, {plan.route}, {count(plan.num_microbatches, 'microbatch', 'microbatches')} a batch · "
         f"checked: {count(sum(map(len, made.orders)), 'action')}, no lock, buffered or rendezvous\n"
-        f"  idle {idle_share(made):.1%} if stages are balanced and links free · holds {held} microbatches by stage",
+        f"  idle {_idle_share(made):.1%} if stages are balanced and links free · holds {held} microbatches by stage",
         soft_wrap=True,
     )
     if saved:

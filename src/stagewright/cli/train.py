@@ -13,7 +13,8 @@ from stagewright.cli.options import Given, takes
 from stagewright.errors import UsageError
 from stagewright.noun import dump_yaml
 from stagewright.record import Record
-from stagewright.training.config import ELSEWHERE, FILE_ONLY, SECTIONS, Config, make_config, read_layer
+from stagewright.runtime.launch import is_main, is_worker
+from stagewright.training.config import NO_OPTION, SECTIONS, Config, make_config, read_layer
 
 Model = Annotated[str | None, typer.Argument(help="A model of `stagewright models`; may stand in the --config file.")]
 Recipe = Annotated[
@@ -24,11 +25,6 @@ ConfigFile = Annotated[
 ]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the configuration, start nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the record's figures as JSON.")]
-NO_OPTION = (
-    *(f"{section}.{key}" for section, keys in FILE_ONLY.items() for key in keys),
-    *(f"settings.{key}" for key in ELSEWHERE),
-)
-"""Keys of a file that are no options, and fields that another section has."""
 
 
 @takes({name: cls for name, cls in SECTIONS.items() if name != "rehearsal"}, without=NO_OPTION)
@@ -61,6 +57,8 @@ def train(
 
 def read_config(verb: str, model: str | None, recipe: str | None, file: Path | None, given: Given) -> Config:
     """The configuration that a file, a recipe and options make."""
+    if file is not None and not file.exists() and is_worker():
+        raise UsageError(f"this host does not see the run's {file}", "name a folder with --out that all hosts share")
     from_file = {} if file is None else read_layer(file)
     named = from_file.get("model", {}).get("name") if model is None else model
     if named is None:
@@ -73,8 +71,6 @@ def read_config(verb: str, model: str | None, recipe: str | None, file: Path | N
 
 def show_record(record: Record, as_json: bool, console: Console) -> None:
     """Prints what a run came to: one line, or its figures as JSON; from one process, however many there are."""
-    from stagewright.runtime.launch import is_main
-
     if not is_main():
         return
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -78,16 +77,6 @@ class PlanOptions:
     def shares(self) -> tuple[float, ...] | None:
         """The ratio as numbers."""
         return None if self.ratio is None else parse_ratio(self.ratio)
-
-
-def parse_cuts(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The layers that `--cut a,b`, `--cut a --cut b` or both name."""
-    names = tuple(name.strip() for text in given or () for name in text.split(","))
-    if "" in names:
-        raise UsageError(
-            f"--cut {','.join(given or ())!r} names no layer", "name the layers that begin new stages: fc1,fc2"
-        )
-    return names
 
 
 def spelled(key: str) -> str:

@@ -54,7 +54,7 @@ def run_command(
     A cluster and hosts are given where they are not this machine itself but emulated.
     """
     check_packages(config)
-    settings, where = settings_of(config), config.where
+    settings, where = _settings_of(config), config.where
     if not where.nodes:
         check_device(settings)
     dataset, evaluation_set = _dataset_of("data", config), _dataset_of("evaluation_data", config)
@@ -101,7 +101,7 @@ def _steps_done(job: Job, folder: Path | None) -> int:
     return 0 if found is None else int(found[1]["step"])
 
 
-def settings_of(config: Config) -> Settings:
+def _settings_of(config: Config) -> Settings:
     """How the run computes."""
     device: Any = config.where.device or ("cuda" if torch.cuda.is_available() else "cpu")
     recipe = config.recipe

@@ -20,12 +20,12 @@ from stagewright.planning.options import PlanOptions
 from stagewright.runtime.settings import Settings
 from stagewright.training.job import JobOptions
 from stagewright.training.recipes import RecipeFile, find_recipe
-from stagewright.training.sections import key_of, keys_of, read_section
+from stagewright.training.sections import read_section, section_keys
 
 CONFIG_FILE = "config.yaml"
 """The configuration in a run's folder; its workers read it."""
 SYNTHETIC = "synthetic"
-Layer = Mapping[str, Mapping[str, Any]]
+_Layer = Mapping[str, Mapping[str, Any]]
 """Plain values by section and key, as one source gives them."""
 
 
@@ -117,7 +117,7 @@ class Config:
     rehearsal: Rehearsal = field(default_factory=Rehearsal)
 
     def __post_init__(self) -> None:
-        for name, home in ELSEWHERE.items():
+        for name, home in _ELSEWHERE.items():
             if getattr(self.settings, name) != getattr(Settings(), name):
                 raise UsageError(f"settings.{name} is given, but the configuration has it as {home}.{name}")
 
@@ -126,7 +126,7 @@ class Config:
         plain: dict[str, Any] = {"format": self.FORMAT, "version": self.VERSION}
         for name, cls in SECTIONS.items():
             values = adapter(cls).dump_python(getattr(self, name), mode="json")
-            plain[name] = {key: values[each] for key, each in keys_of(cls, _left_out(name)).items()}
+            plain[name] = {key.key: values[key.name] for key in section_keys(cls) if key.name not in _left_out(name)}
         if self.rehearsal == Rehearsal():
             del plain["rehearsal"]
         return plain
@@ -150,14 +150,19 @@ SECTIONS: Mapping[str, type] = {
     "model": ModelOptions, "data": DataOptions, "plan": PlanChoice, "recipe": RecipeFile, "settings": Settings,
     "job": JobOptions, "where": Where, "rehearsal": Rehearsal,
 }  # fmt: skip
-ELSEWHERE = {"device": "where", "precision": "recipe", "clip_norm": "recipe"}
+_ELSEWHERE = {"device": "where", "precision": "recipe", "clip_norm": "recipe"}
 """Settings that another section has, where something else has a say in them."""
-FILE_ONLY = {
+_FILE_ONLY = {
     "model": ("name",),
     "recipe": ("name", "about", "rate_batch", "batch_per_device", "evaluate_every"),
     "settings": ("loss_scale", "scale_growth_steps", "trace_steps"),
 }
 """Keys that no option has: the name is an argument, the plan has the batch, and the job says how often to evaluate."""
+NO_OPTION = (
+    *(f"{section}.{key}" for section, keys in _FILE_ONLY.items() for key in keys),
+    *(f"settings.{key}" for key in _ELSEWHERE),
+)
+"""The fields of sections that no option fills."""
 _LIKE = "like"
 """In the section `recipe`: the recipe whose values hold where the section says nothing; the option --recipe."""
 _REPLACES = {
@@ -173,10 +178,10 @@ _REPLACES = {
 
 def _left_out(section: str) -> tuple[str, ...]:
     """The fields of a section that are no keys of it."""
-    return tuple(ELSEWHERE) if section == "settings" else ()
+    return tuple(_ELSEWHERE) if section == "settings" else ()
 
 
-def make_config(*layers: Layer) -> Config:
+def make_config(*layers: _Layer) -> Config:
     """The configuration that these layers make, the later over the earlier."""
     merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for layer in layers:
@@ -184,7 +189,7 @@ def make_config(*layers: Layer) -> Config:
         like = given.pop(("recipe", _LIKE), None)
         if like is not None:
             recipe = find_recipe(like).to_dict()
-            merged["recipe"] = {key_of(name): recipe[name] for name in recipe if name not in ("format", "version")}
+            merged["recipe"] = {key: value for key, value in recipe.items() if key not in ("format", "version")}
         for (name, key), value in given.items():
             merged[name][key] = value
             other = _REPLACES.get((name, key))
@@ -193,7 +198,7 @@ def make_config(*layers: Layer) -> Config:
     return Config(**{name: read_section(cls, merged[name], leave=_left_out(name)) for name, cls in SECTIONS.items()})
 
 
-def read_layer(path: Path) -> Layer:
+def read_layer(path: Path) -> _Layer:
     """The values in a file, each checked; a mistake is named with the file and the key."""
     plain = check_head(read_plain(path), Config.FORMAT, Config.VERSION, str(path))
     if isinstance(plain.get("recipe"), str):

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-UNKNOWN_STATES = 2
-"""Numbers a parameter that an optimizer of the user's is taken to keep."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:

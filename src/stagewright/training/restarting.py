@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class Starter:
 
     settings: Settings
     command: Sequence[str] | None
-    """What follows the interpreter on a worker's command line; this process's own by default."""
+    """A worker's command line; this process's own by default."""
     hosts: Hosts | None
     share: int
     stem: Stem
@@ -51,11 +50,11 @@ class Starter:
         limit_s, cards = self.settings.timeout_s, _workers_a_card(plan, self.settings, self.share)
         with shared_cards(1 if is_remote(self.hosts) else cards, self.settings.transport) as shared:
             own = {**environment, **shared}
-            words = self.command or this_command()[1:]
+            words = self.command or this_command()
             if self.hosts is None:
-                launch([sys.executable, *words], plan, folder, own, stem=self.stem, timeout_s=limit_s)
+                launch(words, plan, folder, own, stem=self.stem, timeout_s=limit_s)
             else:
-                launch_in(self.hosts, words, plan, folder, own, limit_s)
+                launch_in(self.hosts, words[1:], plan, folder, own, limit_s)
 
 
 def is_remote(hosts: Hosts | None) -> bool:

@@ -19,7 +19,7 @@ from stagewright.errors import StagewrightError, UsageError
 from stagewright.noun import adapter, describe, shown
 from stagewright.planning.options import spelled
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Key(NamedTuple):
@@ -37,7 +37,7 @@ class Key(NamedTuple):
     about: str
 
 
-def key_of(name: str) -> str:
+def _key_of(name: str) -> str:
     """The key of a field: its option without dashes at the front, and with underscores."""
     return _option_of(name)[2:].replace("-", "_")
 
@@ -45,11 +45,6 @@ def key_of(name: str) -> str:
 def _option_of(name: str) -> str:
     """The option of a field, as people type it: --timeout for timeout_s, --plan for file."""
     return "--plan" if name == "file" else spelled(name).removesuffix("-s")
-
-
-def keys_of(cls: Any, leave: Collection[str] = ()) -> dict[str, str]:
-    """The fields of a section by their keys."""
-    return {key_of(each.name): each.name for each in fields(cls) if each.name not in leave}
 
 
 @cache
@@ -65,7 +60,7 @@ def section_keys(cls: Any) -> tuple[Key, ...]:
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         made.append(
             Key(
-                each.name, key_of(each.name), _option_of(each.name), str if choices else kind, is_many, choices,
+                each.name, _key_of(each.name), _option_of(each.name), str if choices else kind, is_many, choices,
                 _default_of(each), about.get(each.name, ""),
             )
         )  # fmt: skip
@@ -94,8 +89,8 @@ def _field_docs(cls: Any) -> dict[str, str]:
 
 
 def read_section(
-    cls: Callable[..., T], values: Mapping[str, Any], *, leave: Collection[str] = (), where: str = ""
-) -> T:
+    cls: Callable[..., _T], values: Mapping[str, Any], *, leave: Collection[str] = (), where: str = ""
+) -> _T:
     """The section that plain values by key make; `where` is what stands before a key in an error, else options do."""
     known = {each.key: each for each in section_keys(cls) if each.name not in leave}
     for key in values:
@@ -103,11 +98,11 @@ def read_section(
             raise UsageError(f"{where}{key} is unknown", f"there are {', '.join(known)}")
     plain = {known[key].name: _as_written(known[key], value, where) for key, value in values.items()}
     try:
-        made: T = adapter(cls).validate_json(json.dumps(plain), strict=True)
+        made: _T = adapter(cls).validate_json(json.dumps(plain), strict=True)
         return made
     except ValidationError as fault:
         name = str(fault.errors(include_url=False)[0]["loc"][0])
-        told = where + key_of(name) if where else _option_of(name)
+        told = where + _key_of(name) if where else _option_of(name)
         raise UsageError(_in_words(describe(fault).replace(f"key {name}", told, 1))) from None
     except StagewrightError as fault:
         if not where:

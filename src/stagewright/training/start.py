@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from stagewright.training.checks import check_device
 from stagewright.training.config import CONFIG_FILE, Config
 from stagewright.training.job import Job
 from stagewright.training.loop import MakeOptimizer, Rows, work
-from stagewright.training.optimizers import OPTIMIZERS, UNKNOWN_STATES
+from stagewright.training.optimizers import OPTIMIZERS
 from stagewright.training.recipes import Recipe
 from stagewright.training.restarting import is_remote, start_workers, starting
 from stagewright.training.sinks import check_sinks
@@ -46,6 +47,7 @@ def train(
     source: Source = "measured",
     folder: str | Path | None = None,
     console: Console | None = None,
+    command: Sequence[str] | None = None,
     hosts: Hosts | None = None,
     config: Config | None = None,
     share: int = 1,
@@ -85,7 +87,8 @@ def train(
             check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
         if len(schedule.plan.devices) == 1 and hosts is None:
             return work(lambda again: nullcontext(run), shown, *rest)
-        command = None if config is None else ["-m", "stagewright", *config.words(run.path)]
+        if config is not None:
+            command = [sys.executable, "-m", "stagewright", *config.words(run.path)]
         with starting(settings, command, hosts, share, stem) as starter:
             record = start_workers(schedule, job, run.path, console or Console(), starter)
         give_back(model.model, run.path)
@@ -120,8 +123,8 @@ def _name_of(given: object) -> str:
 
 
 def states_of(recipe: Recipe | MakeOptimizer | None) -> int:
-    """How many numbers the optimizer keeps for each parameter."""
-    return OPTIMIZERS[recipe.optimizer].states if isinstance(recipe, Recipe) else UNKNOWN_STATES
+    """How many numbers the optimizer keeps for each parameter; for one that is not known the usual two."""
+    return OPTIMIZERS[recipe.optimizer].states if isinstance(recipe, Recipe) else 2
 
 
 def _schedule_now(schedule: Schedule) -> Schedule:
