@@ -53,7 +53,7 @@ from stagewright.training.job import Job
 from stagewright.training.listener import Listener
 from stagewright.training.loop import Run, feed_of, maker_of, synthetic_feed
 from stagewright.training.metrics import METRICS, accuracy_sums
-from stagewright.training.optimizers import Recipe
+from stagewright.training.recipes import Recipe
 
 ROUNDS = 3
 TURN_S = 2.0

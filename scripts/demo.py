@@ -89,7 +89,7 @@ def choose(profile: sw.Profile, cluster: sw.Cluster, placement: str) -> Search:
 
 def train(plan: sw.Plan, model: sw.Layered, name: str, folder: Path) -> sw.Record:
     """The record of a real run: four processes, each with its replicas."""
-    from stagewright.training import Job
+    from stagewright.training.job import Job
 
     job = Job(name=name, steps=STEPS, warm_up=WARM_UP, log_every=STEPS // 5, overwrite=True, save_final=False)
     os.environ[PLAN] = str(plan.save(folder / "plan.json"))

@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from stagewright.schedule import Action, Kind, Schedule
     from stagewright.scheduling import make_schedule
     from stagewright.simulation import make_plan, simulate
-    from stagewright.training import Job, Recipe, train
+    from stagewright.training.job import Job
+    from stagewright.training.recipes import Recipe
+    from stagewright.training.start import train
 
 __all__ = [
     "MODELS", "Action", "CheckpointError", "Cluster", "ClusterError", "DataError", "Device", "DeviceId",
@@ -78,7 +80,9 @@ _HOMES = {
     "schedule": "Action Kind Schedule",
     "scheduling": "make_schedule",
     "simulation": "make_plan simulate",
-    "training": "Job Recipe train",
+    "training.job": "Job",
+    "training.recipes": "Recipe",
+    "training.start": "train",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

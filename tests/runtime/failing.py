@@ -16,7 +16,9 @@ from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stem import Stem
 from stagewright.scheduling import make_schedule
-from stagewright.training import Job, Recipe, train
+from stagewright.training.job import Job
+from stagewright.training.recipes import Recipe
+from stagewright.training.start import train
 from tests.runtime.cases import Case, layered_tower, plan_of
 from tests.runtime.reference import rows_of_batch
 

@@ -18,8 +18,10 @@ from stagewright.runtime.resuming import checkpoints_in, find_checkpoint, whole_
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import open_world
 from stagewright.scheduling import make_schedule
-from stagewright.training import Job, Recipe, train
 from stagewright.training.events import read_events
+from stagewright.training.job import Job
+from stagewright.training.recipes import Recipe
+from stagewright.training.start import train
 from tests.runtime.cases import Case, layered_tower
 from tests.runtime.resuming import BATCH, go_on
 

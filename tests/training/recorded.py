@@ -18,8 +18,8 @@ from stagewright.data.opening import open_dataset
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.stem import Stem
-from stagewright.training import Job
 from stagewright.training.data import DataFeed
+from stagewright.training.job import Job
 from tests.training.images import SIZE, numbers_of
 
 BATCH, PLACEMENT = 12, "0:0-1.0:2"

@@ -15,9 +15,16 @@ from stagewright.models import build_model
 from stagewright.models.loss import mean_loss, smoothed
 from stagewright.plan import Plan, Stage
 from stagewright.scheduling import make_schedule
-from stagewright.training import Recipe, train
-from stagewright.training.optimizers import optimizer_maker, rate_at
-from stagewright.training.recipes import RecipeFile, find_recipe, ready_made_recipes, with_options
+from stagewright.training.config import make_config
+from stagewright.training.recipes import (
+    Recipe,
+    RecipeFile,
+    find_recipe,
+    optimizer_maker,
+    rate_at,
+    ready_made_recipes,
+)
+from stagewright.training.start import train
 
 PER_EPOCH = 100
 
@@ -53,21 +60,25 @@ def test_a_mistake_in_a_file_is_named_with_its_key(tmp_path: Path) -> None:
 # What overrides what
 
 
+def with_options(name: str, **layers: dict[str, object]) -> RecipeFile:
+    """The recipe of that name with what options say in its place."""
+    recipe = {"like": name, **layers.pop("recipe", {})}
+    return make_config({"model": {"name": "tiny-cnn"}, "recipe": recipe, **layers}).recipe
+
+
 def test_options_take_the_place_of_keys() -> None:
-    recipe = with_options(find_recipe("resnet50"), {"momentum": 0.9, "precision": "fp32", "epochs": None})
+    recipe = with_options("resnet50", recipe={"momentum": 0.9, "precision": "fp32"})
     assert (recipe.momentum, recipe.precision, recipe.epochs, recipe.label_smoothing) == (0.9, "fp32", 50, 0.1)
 
 
 def test_the_rate_of_a_file_grows_with_the_batch_and_one_that_is_given_does_not() -> None:
-    file = find_recipe("resnet50")
-    assert file.rate(2048) == pytest.approx(8 * 0.256)
-    assert with_options(file, {"learning_rate": 0.5}).rate(2048) == 0.5
+    assert with_options("resnet50").rate(2048) == pytest.approx(8 * 0.256)
+    assert with_options("resnet50", recipe={"learning_rate": 0.5}).rate(2048) == 0.5
 
 
 def test_steps_without_epochs_are_the_whole_length() -> None:
-    file = find_recipe("resnet50")
-    assert with_options(file, {"steps": 100}).epochs is None
-    assert with_options(file, {"steps": 100, "epochs": 4}).epochs == 4
+    assert with_options("resnet50", job={"steps": 100}).epochs is None
+    assert with_options("resnet50", job={"steps": 100}, recipe={"epochs": 4}).epochs == 4
 
 
 # Rates

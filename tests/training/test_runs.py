@@ -127,7 +127,7 @@ def test_a_recipe_gives_precision_batch_and_loss(tmp_path: Path) -> None:
         ("--decay step --decay-epochs thirty", "--decay-epochs is 'thirty'"),
         ("--data DATA --evaluate-every 1", "--evaluate-every needs images"),
         ("--data DATA --batch 64", "an epoch of DATA has 50 images, fewer than the batch of 64"),
-        ("--epochs 0", "key epochs is 0"),
+        ("--epochs 0", "--epochs is 0: expected 1 or more"),
     ],
 )
 def test_a_mistake_is_named(options: str, what: str, images: Path) -> None:

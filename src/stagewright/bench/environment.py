@@ -32,8 +32,8 @@ def capture(ask: _Asker = ask, environ: Mapping[str, str] = os.environ) -> dict[
         "topology": without_colours(ask(("nvidia-smi", "topo", "-m")) or "").strip(),
         "python": sys.version.split()[0],
         **{name: _installed(name) for name in _PACKAGES},
-        "commit": commit(ask),
-        "variables": variables(environ),
+        "commit": _commit(ask),
+        "variables": _variables(environ),
     }
     return {key: value for key, value in facts.items() if value}
 
@@ -61,7 +61,7 @@ def _installed(name: str) -> str:
         return ""
 
 
-def commit(ask: _Asker) -> str:
+def _commit(ask: _Asker) -> str:
     """The commit of the source that runs, with a word on changes that are in none; nothing outside a checkout."""
     root = str(Path(__file__).parents[3])
     found = _first_line(ask(("git", "-C", root, "rev-parse", "--short=12", "HEAD")))
@@ -69,7 +69,7 @@ def commit(ask: _Asker) -> str:
     return f"{found} with changes" if found and changed and changed.strip() else found
 
 
-def variables(environ: Mapping[str, str]) -> str:
+def _variables(environ: Mapping[str, str]) -> str:
     """`OMP_NUM_THREADS=1 …`: the variables that matter, sorted."""
     return " ".join(f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(_VARIABLES))
 

@@ -59,7 +59,7 @@ def run_once(task: Task, place: Place, session: Session, stem: Stem) -> Record |
         if task.skipped:
             result: Record | Failure = _failure(task, task.skipped)
         elif task.mode == "simulate":
-            result = simulate(task, place, session)
+            result = _simulate(task, place, session)
         else:
             result = _run_process(task, place, run, session, stem)
     except StagewrightError as fault:
@@ -77,7 +77,7 @@ def _failure(task: Task, reason: str) -> Failure:
     )  # fmt: skip
 
 
-def simulate(task: Task, place: Place, session: Session) -> Record | Failure:
+def _simulate(task: Task, place: Place, session: Session) -> Record | Failure:
     """The simulation of a case, here and now: it has no start-up to share with others."""
     assert task.cluster is not None
     case, log = task.case, place.path(".log")
@@ -116,7 +116,7 @@ def _run_process(task: Task, place: Place, run: Path, session: Session, stem: St
     try:
         process = _Process(stem, words, log)
         with Watch(_look_of(task, process.pid, session)) as watch:
-            status = ended(process, task.case.limit_s)
+            status = _ended(process, task.case.limit_s)
     except StemGoneError as fault:
         return _failure(task, str(fault))
     place.path(".samples.csv").write_text(watch.table(), encoding="utf-8")
@@ -159,7 +159,7 @@ def _look_of(task: Task, process: int, session: Session) -> Look:
     return look_at_cards() if uses_cards else look_at_workers(process, alone=task.num_workers == 1)
 
 
-def ended(process: _Process, limit_s: float) -> int | None:
+def _ended(process: _Process, limit_s: float) -> int | None:
     """The exit status; None for a run that was ended because it took too long."""
     status = None
     try:

@@ -37,7 +37,7 @@ _BEGUN, _LOCK = "bench.json", ".lock"
 
 
 @schema(error=UsageError)
-class Begun(Saved):
+class _Begun(Saved):
     """What a folder of results was begun with."""
 
     FORMAT: ClassVar[str] = "stagewright.bench"
@@ -117,17 +117,17 @@ def begin(folder: Path, suite: str, tasks: Sequence[Task], repetitions: int, fac
     """Writes down what is measured here; refuses to add to results of other settings, machines or commits."""
     commands = {task.case.name: task.command for task in tasks}
     path = folder / _BEGUN
-    before = Begun.load(path) if path.exists() else None
+    before = _Begun.load(path) if path.exists() else None
     if before is not None:
         _check_same(folder, before, suite, commands, identity(facts))
         commands = {**before.commands, **commands}
         repetitions = max(repetitions, before.repetitions)
-    Begun(suite=suite, repetitions=repetitions, commands=commands, identity=identity(facts)).save(path)
+    _Begun(suite=suite, repetitions=repetitions, commands=commands, identity=identity(facts)).save(path)
     for cluster in {task.cluster.name: task.cluster for task in tasks if task.cluster is not None}.values():
         cluster.save(folder / f"{cluster.name}.cluster.yaml")
 
 
-def _check_same(folder: Path, before: Begun, suite: str, commands: Mapping[str, str], now: Mapping[str, str]) -> None:
+def _check_same(folder: Path, before: _Begun, suite: str, commands: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Refuses a folder whose results are not of the same suite, cases, machine and commit."""
     todo = "use another folder with -o; `stagewright bench compare` sets the two against one another"
     if before.suite != suite:

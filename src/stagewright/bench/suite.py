@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,19 +16,15 @@ from stagewright.errors import FileError, StagewrightError, UsageError
 from stagewright.plan import Plan
 from stagewright.planning.counted import find_model
 from stagewright.planning.fixed import fixed_plan
-from stagewright.planning.options import PlanOptions, spelled
+from stagewright.planning.options import PlanOptions
 from stagewright.profile import Precision
 from stagewright.schema import Saved, adapter, check_head, describe, read_plain, schema, twin
+from stagewright.training.sections import read_section, section_keys
 
 Mode = Literal["train", "rehearse", "simulate"]
 _Value = str | int | float | bool | tuple[str | int | float, ...]
 RECORDS = "records"
 _REPETITIONS = 7
-
-_PLAN_KEYS = {spelled(field.name)[2:].replace("-", "_"): field.name for field in fields(PlanOptions)}
-"""The keys of a case that shape its plan, as the command's options are spelled, and the fields they fill."""
-_TEXT_KEYS = ("ratio", "staleness", "placement")
-"""Text that YAML may take for a number."""
 
 
 @schema(error=UsageError)
@@ -82,9 +77,7 @@ class Case:
 
     def make_plan(self, cluster: Cluster | None = None) -> Plan:
         """The plan of the case; without a cluster only its own sense is checked."""
-        values = {field.name: getattr(self.plan, field.name) for field in fields(PlanOptions)}
-        options = PlanOptions(**{**values, "placement": self.placement})
-        return fixed_plan(find_model(self.model).table, options, cluster)
+        return fixed_plan(find_model(self.model).table, replace(self.plan, placement=self.placement), cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +93,7 @@ class Suite:
 
 
 @schema(error=UsageError)
-class SuiteFile(Saved):
+class _SuiteFile(Saved):
     """A suite as it is written: matrices and inheritance not yet written out."""
 
     FORMAT: ClassVar[str] = "stagewright.suite"
@@ -121,7 +114,7 @@ def ready_made_suites() -> dict[str, Path]:
     folders = (package / "suites", package.parents[1] / "suites")
     found = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
     # Suites of other formats, which other programs run, may lie beside them.
-    return {path.stem: path for path in found if f"format: {SuiteFile.FORMAT}\n" in path.read_text(encoding="utf-8")}
+    return {path.stem: path for path in found if f"format: {_SuiteFile.FORMAT}\n" in path.read_text(encoding="utf-8")}
 
 
 def load_suite(name_or_file: str) -> Suite:
@@ -138,8 +131,8 @@ def load_suite(name_or_file: str) -> Suite:
 
 def make_suite(plain: object, *, where: str = "the suite") -> Suite:
     """The suite that plain values describe."""
-    check_head(plain, SuiteFile.FORMAT, SuiteFile.VERSION, where)
-    file = SuiteFile.from_dict(plain, where=where)
+    check_head(plain, _SuiteFile.FORMAT, _SuiteFile.VERSION, where)
+    file = _SuiteFile.from_dict(plain, where=where)
     try:
         cases = tuple(_make_case(keys) for keys in expand(file.defaults, file.settings, file.cases))
         _check_cases(cases)
@@ -154,34 +147,21 @@ def make_suite(plain: object, *, where: str = "the suite") -> Suite:
 
 def _make_case(keys: Mapping[str, Any]) -> Case:
     """The case with these keys, each of the right kind."""
-    plan = {_PLAN_KEYS[key]: _plan_value(key, value) for key, value in keys.items() if key in _PLAN_KEYS}
-    rest = {key: value for key, value in keys.items() if key not in _PLAN_KEYS}
+    known = {each.key for each in section_keys(PlanOptions)}
+    name = keys["name"]
+    plan = read_section(
+        PlanOptions, {key: value for key, value in keys.items() if key in known}, where=f"case {name}: key "
+    )
     try:
-        made: Case = adapter(Case).validate_json(json.dumps({**rest, "plan": plan}))
-        return made
+        text = json.dumps({key: value for key, value in keys.items() if key not in known})
+        made: Case = adapter(Case).validate_json(text)
+        return replace(made, plan=plan)
     except ValidationError as fault:
-        raise UsageError(f"case {keys['name']}: {_as_written(describe(fault))}") from None
+        raise UsageError(f"case {name}: {describe(fault)}") from None
     except (TypeError, ValueError) as fault:
-        raise UsageError(f"case {keys['name']}: cannot be read: {fault}") from None
+        raise UsageError(f"case {name}: cannot be read: {fault}") from None
     except StagewrightError as fault:
-        raise UsageError(f"case {keys['name']}: {fault.what}", fault.todo) from None
-
-
-def _as_written(told: str) -> str:
-    """What is told of a key, by the name that the file has for it."""
-    found = re.match(r"key plan\.(\w+)", told)
-    if found is None:
-        return told
-    names = {field: key for key, field in _PLAN_KEYS.items()}
-    return f"key {names.get(found[1], found[1])}{told[found.end() :]}"
-
-
-def _plan_value(key: str, value: object) -> object:
-    """A value as the plan's options have it: cuts in a list, ratios and the like as text."""
-    if key == "cut" and isinstance(value, str):
-        return value.split(",")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if key in _TEXT_KEYS and is_number else value
+        raise UsageError(f"case {name}: {fault.what}", fault.todo) from None
 
 
 def _check_cases(cases: Sequence[Case]) -> None:

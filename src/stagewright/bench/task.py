@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from stagewright.bench.suite import RECORDS, Case, Mode, Suite
 from stagewright.cluster import Cluster, count, find_cluster, parse_placement
 from stagewright.errors import StagewrightError, UsageError
-from stagewright.planning.options import PlanOptions, spelled
+from stagewright.planning.options import PlanOptions
 from stagewright.profiling.topology import join_hosts
 from stagewright.record import Source
+from stagewright.runtime.launch import expand_hosts
+from stagewright.training.sections import section_keys
 
 _SOURCES: Mapping[Mode, Source] = {"train": "measured", "rehearse": "rehearsed", "simulate": "simulated"}
 _CheckWords = Callable[[Sequence[str]], None]
@@ -26,16 +28,28 @@ class Choices:
     """What the person who runs a suite says beyond the file."""
 
     simulate: bool = False
+    """simulate every case"""
     cluster: str | None = None
+    """hardware of simulations and rehearsals: a name or file"""
     only: tuple[str, ...] = ()
+    """cases whose names match, such as 'vgg16-*'"""
     device: str | None = None
+    """cpu or cuda, whatever the suite says"""
     share: int | None = None
+    """workers that share one card"""
     data: str | None = None
-    """The folder that `data: records` stands for."""
+    """the folder that `data: records` stands for"""
     steps: int | None = None
+    """optimizer steps of a run"""
     warm_up: int | None = None
-    nodes: tuple[str, ...] = ()
-    """Hosts to start over ssh, for cases that need several."""
+    """first steps that are not measured"""
+    nodes: str | None = None
+    """hosts to start over ssh, such as host1,host2, for cases that need several"""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those hosts."""
+        return expand_hosts(self.nodes) if self.nodes else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +144,8 @@ def _make_task(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
 
 def _missing_hardware(case: Case, choices: Choices, here: Here) -> str:
     """Why a case cannot run for real; nothing where it can."""
-    if case.num_hosts > max(1, len(choices.nodes)):
-        return f"it needs {count(case.num_hosts, 'host')} and --nodes names {len(choices.nodes) or 'none'}"
+    if case.num_hosts > max(1, len(choices.hosts)):
+        return f"it needs {count(case.num_hosts, 'host')} and --nodes names {len(choices.hosts) or 'none'}"
     if case.device != "cuda":
         return ""
     stages = parse_placement(case.placement) if case.placement else ()
@@ -196,15 +210,10 @@ def _with_hosts(cluster: Cluster, hosts: int) -> tuple[Cluster, tuple[str, ...]]
 def _plan_words(case: Case) -> list[str]:
     """The options that shape the plan."""
     made: list[str] = []
-    default = PlanOptions()
-    for field in fields(PlanOptions):
-        value = case.placement if field.name == "placement" else getattr(case.plan, field.name)
-        if value in (None, "", ()) or value == getattr(default, field.name):
-            continue
-        if field.name == "cut":
-            made += ["--cut", ",".join(value)]
-        else:
-            made += _option_words(spelled(field.name), value)
+    for key in section_keys(PlanOptions):
+        value = case.placement if key.name == "placement" else getattr(case.plan, key.name)
+        if value not in (None, "", (), key.default):
+            made += _option_words(key.option, ",".join(value) if key.is_many else value)
     return made
 
 
@@ -227,7 +236,7 @@ def _train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[s
         words += ["--no-save-final"]
         words += [] if case.device is None else ["--device", case.device]
         words += ["--share", str(case.share)] if case.share > 1 else []
-        words += ["--nodes", ",".join(choices.nodes[: case.num_hosts])] if case.num_hosts > 1 else []
+        words += ["--nodes", ",".join(choices.hosts[: case.num_hosts])] if case.num_hosts > 1 else []
     for key, value in case.options.items():
         words += _option_words("--" + key.replace("_", "-"), value)
     return (*words, *more)

@@ -34,7 +34,7 @@ VERBS = {
 }
 """Every verb and what it is for, in the order of the work."""
 
-USER_ERROR, OWN_ERROR, INTERRUPTED = 2, 1, 130
+_USER_ERROR, _OWN_ERROR, _INTERRUPTED = 2, 1, 130
 
 
 class Verb(TyperCommand):
@@ -58,9 +58,9 @@ class Verb(TyperCommand):
         return command.make_context(info_name, args, parent=parent, **extra)
 
 
-def make_command() -> TyperGroup:
+def _make_command() -> TyperGroup:
     """The whole command: its own options, and the verbs."""
-    app = typer.Typer(callback=about, no_args_is_help=True, invoke_without_command=True)
+    app = typer.Typer(callback=_about, no_args_is_help=True, invoke_without_command=True)
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     for name, purpose in VERBS.items():
@@ -68,7 +68,7 @@ def make_command() -> TyperGroup:
     return group
 
 
-def show_version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> None:
     """Prints the version, and that is all."""
     if wanted:
         from importlib.metadata import version
@@ -77,9 +77,9 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def about(
+def _about(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error; anywhere on the line.")
@@ -99,42 +99,42 @@ def main(args: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given
     try:
-        status = make_command().main(
+        status = _make_command().main(
             [word for word in given if word != "--debug"], "stagewright", standalone_mode=False
         )
         sys.stdout.flush()
     except KeyboardInterrupt:
-        status = INTERRUPTED
+        status = _INTERRUPTED
     except BrokenPipeError:
-        status = silenced()
+        status = _silenced()
     except Exception as fault:
         if debug:
             raise
-        status = explain(fault, given)
+        status = _explain(fault, given)
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def silenced() -> int:
+def _silenced() -> int:
     """The status of a command whose reader has gone; nothing more is written, not even at the end of the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return OWN_ERROR
+    return _OWN_ERROR
 
 
-def explain(fault: Exception, words: Sequence[str]) -> int:
+def _explain(fault: Exception, words: Sequence[str]) -> int:
     """Says on stderr what went wrong and what to do; the status that goes with it."""
     if isinstance(fault, typer.Abort):
-        return INTERRUPTED
+        return _INTERRUPTED
     if isinstance(fault, StagewrightError):
-        return say(as_typed(fault, words), fault.todo)
+        return _say(_as_typed(fault, words), fault.todo)
     if hasattr(fault, "format_message"):
-        return explain_usage(fault, words)
+        return _explain_usage(fault, words)
     if isinstance(fault, OSError):
-        return say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
-    say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
-    return OWN_ERROR
+        return _say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
+    _say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
+    return _OWN_ERROR
 
 
-def as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
+def _as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
     """What went wrong; a value that a schema refused is told by the option that gave it: `--steps is 0: …`."""
     if not fault.schema:
         return fault.what
@@ -146,20 +146,20 @@ def as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
     return fault.what.replace(f"{fault.schema}: key {fault.key}", option, 1).removeprefix(f"{fault.schema}: ")
 
 
-def explain_usage(fault: Any, words: Sequence[str]) -> int:
+def _explain_usage(fault: Any, words: Sequence[str]) -> int:
     """Says what typer did not understand, or shows the help of a verb that was given nothing."""
     context = getattr(fault, "ctx", None)
     if type(fault).__name__ == "NoArgsIsHelpError":
         typer.echo(fault.format_message())
-        return USER_ERROR
+        return _USER_ERROR
     message = fault.format_message().rstrip(".")
     verb = "".join(f" {word}" for word in words[:1] if word in VERBS)
     path = f"stagewright{verb}" if context is None else context.command_path
     todo = f"see `{path} --help`"
-    return say(message[:1].lower() + message[1:], todo)
+    return _say(message[:1].lower() + message[1:], todo)
 
 
-def say(what: str, todo: str | None) -> int:
+def _say(what: str, todo: str | None) -> int:
     """Writes `error: …` and, under it, the way out.
 
     error: placement '0:0-6.0:9' names device 9 of host 0, which has devices 0 to 7
@@ -170,4 +170,4 @@ def say(what: str, todo: str | None) -> int:
     text = "\n".join((head if number == 0 else " " * len(head)) + line for number, line in enumerate(lines))
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     typer.echo(typer.style(head, fg="red", bold=True) + text[len(head) :] if red else text, err=True)
-    return USER_ERROR
+    return _USER_ERROR

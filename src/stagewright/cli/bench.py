@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stagewright.bench.task import Choices
+from stagewright.cli.options import Given, read_section, takes
 from stagewright.cluster import count
 from stagewright.errors import UsageError
 from stagewright.record import Record
@@ -27,23 +29,18 @@ _WIDTH = 140
 """Of a table that goes into a file."""
 
 
+@takes({"bench": Choices})
 def bench(
     what: Annotated[
         list[str], typer.Argument(metavar="SUITE | compare A B", help="A suite's name or file; or two result folders.")
     ],
+    /,
+    *,
+    given: Given,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the results; goes on there.")] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Show the cases and how they would run.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="Cases whose names match: 'vgg16-*'; may be repeated.")] = None,
-    simulate: Annotated[bool, typer.Option("--simulate", help="Simulate every case.")] = False,
-    cluster: Annotated[str | None, typer.Option(help="Hardware of simulations and rehearsals: a name or file.")] = None,
     repetitions: Annotated[int | None, typer.Option(help="Runs of each case; 7 if the suite does not say.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda, whatever the suite says.")] = None,
-    share: Annotated[int | None, typer.Option(help="Workers that share one card.")] = None,
-    data: Annotated[str | None, typer.Option(help="The folder that `data: records` stands for.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps of a run.")] = None,
-    warm_up: Annotated[int | None, typer.Option(help="First steps that are not measured.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
-    nodes: Annotated[str | None, typer.Option(help="Hosts to start over ssh, such as host1,host2.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Run a suite of benchmarks: repeated, interleaved, kept with logs; an interrupted one goes on where it stopped.
@@ -53,17 +50,11 @@ def bench(
     Example: stagewright bench resnet50-amp --simulate --only '*-synthetic' -o bench
     """
     if what[0] == "compare":
-        compare(what[1:], as_json)
+        _compare(what[1:], as_json)
         return
     if len(what) > 1:
         raise UsageError(f"one suite at a time, not {', '.join(what)}", "or: stagewright bench compare A B")
-    from stagewright.bench.task import Choices
-
-    choices = Choices(
-        simulate=simulate, cluster=cluster, only=tuple(only or ()), device=device, share=share, data=data, steps=steps,
-        warm_up=warm_up, nodes=tuple(nodes.split(",")) if nodes else (),
-    )  # fmt: skip
-    suite, tasks = _load(what[0], choices)
+    suite, tasks = _load(what[0], read_section(Choices, given["bench"]))
     if list_only:
         _show_list(suite, tasks, as_json)
         return
@@ -74,14 +65,13 @@ def bench(
     _run(suite, tasks, out, repetitions or suite.repetitions, retry, as_json)
 
 
-def _load(name: str, choices: object) -> tuple[Suite, tuple[Task, ...]]:
+def _load(name: str, choices: Choices) -> tuple[Suite, tuple[Task, ...]]:
     """The suite and its tasks, checked."""
     from stagewright.bench.suite import load_suite
-    from stagewright.bench.task import Choices, look_here, make_tasks
+    from stagewright.bench.task import look_here, make_tasks
     from stagewright.cli import VERBS
     from stagewright.profiling.detect import ask
 
-    assert isinstance(choices, Choices)
     suite = load_suite(name)
     return suite, make_tasks(suite, choices, look_here(tuple(VERBS), ask), _check_words)
 
@@ -202,7 +192,7 @@ def _show_rows(suite: Suite, rows: Sequence[Row], out: Path) -> None:
     _show_table(table, *failed, *notes, f"saved {out} · next: stagewright report {out}")
 
 
-def compare(folders: Sequence[str], as_json: bool) -> None:
+def _compare(folders: Sequence[str], as_json: bool) -> None:
     """Shows what changed between two folders, and what only wavered."""
     if len(folders) != 2:
         raise UsageError(f"compare takes two folders, not {len(folders)}", "stagewright bench compare A B")

@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stagewright.cli.options import Given, read_section, takes
 from stagewright.cluster import Cluster, count
 from stagewright.errors import UsageError
-from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
+from stagewright.plan import Plan
 from stagewright.planning.choose import Choice
-from stagewright.planning.options import PlanOptions, RatioOf, parse_cuts
+from stagewright.planning.options import PlanOptions
 from stagewright.planning.reasons import shape
 from stagewright.planning.search import Search, make_plan
 from stagewright.profile import Precision, Profile
@@ -30,57 +31,26 @@ _WIDTH = 140
 """Of a table that goes into a file."""
 
 
+@takes({"plan": PlanOptions})
 def plan(
     what: Annotated[str, typer.Argument(metavar="PROFILE|MODEL", help="A profile file, or a model's name.")],
+    /,
+    *,
+    given: Given,
     cluster: Annotated[str | None, typer.Option(help="A cluster's name or file; this machine if left out.")] = None,
     assume_kind: Annotated[
         str | None, typer.Option(help="Take the profile for one of this kind of device, such as titan-v.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a step, over all devices.")] = None,
-    batch_per_device: Annotated[
-        int | None, typer.Option(help="Rows of a replica of the first stage; with --placement.")
-    ] = None,
-    placement: Annotated[str | None, typer.Option(help="Fix the devices of each stage: 0:0-6.0:7.")] = None,
-    ratio: Annotated[str | None, typer.Option(help="Fix how the stages' costs stand, such as 11:7.")] = None,
-    ratio_of: Annotated[str, typer.Option(help="What the ratio is of: time, flops, params, layers.")] = "time",
-    cut: Annotated[
-        list[str] | None, typer.Option(help="Fix the layers that begin new stages, such as fc1,fc2; may be repeated.")
-    ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Fix the microbatches a batch.")] = None,
-    staleness: Annotated[
-        str | None, typer.Option(help="0: exact (default). ssp, 2bw, 2,1: allow stale weights. any: the fastest.")
-    ] = None,
-    policy: Annotated[str | None, typer.Option("--schedule", help=f"Fix the order: {', '.join(POLICIES)}.")] = None,
-    route: Annotated[str | None, typer.Option(help=f"Fix the route: {', '.join(ROUTES)}.")] = None,
-    hold: Annotated[int | None, typer.Option(help="Microbatches' activations a replica may hold.")] = None,
-    recompute: Annotated[
-        bool | None, typer.Option("--recompute/--no-recompute", help="Fix whether; else where memory needs it.")
-    ] = None,
-    buckets: Annotated[int | None, typer.Option(help="Pieces the gradients are reduced in.")] = None,
     precision: Annotated[str, typer.Option(help="With a model's name: fp32, bf16 or fp16.")] = "fp32",
     estimate_only: Annotated[bool, typer.Option("--no-simulate", help="Rank by the estimate alone.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the best plan here.")] = None,
 ) -> None:
-    """Find the fastest plan that fits.
+    """Find the fastest plan that fits; options of the plan fix what is searched otherwise.
 
     Example: stagewright plan vgg16.profile.json --cluster titan-v-8 --batch 224 -o plan.json
     """
-    options = PlanOptions(
-        batch=batch,
-        batch_per_device=batch_per_device,
-        placement=placement,
-        ratio=ratio,
-        ratio_of=cast(RatioOf, ratio_of),
-        cut=parse_cuts(cut),
-        num_microbatches=microbatches,
-        staleness=staleness,
-        policy=cast("Policy | None", policy),
-        route=cast("Route | None", route),
-        hold=hold,
-        recompute=recompute,
-        num_buckets=buckets,
-    )
+    options = read_section(PlanOptions, given["plan"])
     hardware = cluster_or_here(cluster)
     profile = _load_profile(what, hardware, options, precision, assume_kind)
     found = make_plan(profile, hardware, options, None if estimate_only else simulator(profile, hardware))
@@ -144,7 +114,7 @@ def _show(found: Search, cluster: Cluster) -> None:
         table.add_row("  data parallel", "–", "–", "–", found.why_no_data_parallel)
     console.print(table)
     console.print()
-    for line in (*best.notes[:1], settings(best), *passed_over(found), *best.notes[1:]):
+    for line in (*best.notes[:1], _settings(best), *passed_over(found), *best.notes[1:]):
         console.print(f"  {line}", soft_wrap=True)
 
 
@@ -216,7 +186,7 @@ def _cells(choice: Choice, label: str) -> tuple[str, str, str, str, str]:
     return label, seconds(choice.step_s), rate(choice.images_per_s), memory, choice.limit
 
 
-def settings(plan: Plan) -> str:
+def _settings(plan: Plan) -> str:
     """What else the plan says: `placement 0:0-6.0:7, 4 microbatches, split, 1f1b, versions 2,1`."""
     told = _traits(plan)
     versions = "" if plan.is_synchronous else f", {told['versions']}"
@@ -249,5 +219,5 @@ def _as_plain(choice: Choice) -> dict[str, object]:
         "images_per_s": choice.images_per_s,
         "peak_bytes": list(choice.peak_bytes),
         "limit": choice.limit,
-        "settings": settings(choice.plan),
+        "settings": _settings(choice.plan),
     }

@@ -6,15 +6,17 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from stagewright.cli.options import Given, read_section, takes
 from stagewright.cluster import count, parse_placement
 from stagewright.errors import UsageError
-from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
+from stagewright.plan import POLICIES, Plan
+from stagewright.planning.options import PlanOptions
 from stagewright.policy import holds
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule, make_schedule
@@ -27,16 +29,21 @@ _STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magent
 """By the letter of an action."""
 
 
+_NOT_HERE = ("batch", "batch_per_device", "ratio", "ratio_of", "cut", "schedule", "recompute", "buckets")
+"""Options of a plan that no order depends on, or that have an older name here too."""
+
+
+@takes({"plan": PlanOptions}, without=_NOT_HERE)
 def schedule(
     plan: Annotated[Path | None, typer.Argument(help="A plan file; else give --replicas or --placement.")] = None,
+    /,
+    *,
+    given: Given,
     replicas: Annotated[str | None, typer.Option(help="Replicas of each stage, such as 7,1.")] = None,
-    placement: Annotated[str | None, typer.Option(help="Devices of each stage, such as 0:0-6.0:7.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches a batch.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", "--rows", help="Rows a batch.")] = None,
-    policy: Annotated[str | None, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = None,
-    route: Annotated[str | None, typer.Option(help=f"One of {', '.join(ROUTES)}.")] = None,
-    staleness: Annotated[str | None, typer.Option(help="0, ssp, 2bw, or versions of each stage: 2,1.")] = None,
-    hold: Annotated[int | None, typer.Option(help="How many microbatches' activations a replica may hold.")] = None,
+    policy: Annotated[
+        str | None, typer.Option("--schedule", "--policy", help=f"The order: {', '.join(POLICIES)}.")
+    ] = None,
     agree: Annotated[bool, typer.Option(help="Let all workers agree before updates, as fp16 and clipping do.")] = False,
     batches: Annotated[int | None, typer.Option(help="How many batches to draw.")] = None,
     times: Annotated[bool, typer.Option(help="Draw over time, a column a unit, instead of in order.")] = False,
@@ -50,19 +57,15 @@ def schedule(
 
     Example: stagewright schedule --replicas 3,1 --microbatches 6 --route rotate
     """
+    asked = read_section(PlanOptions, {**given["plan"], "batch": batch, "schedule": policy})
     made = make_schedule(
-        _the_plan(plan, replicas, placement, microbatches, batch),
-        policy=cast(Policy | None, policy),
-        route=cast(Route | None, route),
-        staleness=staleness,
-        hold=hold,
-        agree=agree,
-        num_batches=batches,
-    )
+        _the_plan(plan, replicas, asked.placement, asked.num_microbatches, batch), policy=asked.policy,
+        route=asked.route, staleness=asked.staleness, hold=asked.hold, agree=agree, num_batches=batches,
+    )  # fmt: skip
     check_schedule(made, batches)
     saved = _save(made, batches, svg, csv, out)
     if as_json:
-        typer.echo(json.dumps(figures(made) | {"saved": saved}, ensure_ascii=False))
+        typer.echo(json.dumps(_figures(made) | {"saved": saved}, ensure_ascii=False))
     else:
         _show(made, batches, times, actions, saved)
 
@@ -101,7 +104,7 @@ def _save(made: Schedule, batches: int | None, svg: Path | None, csv: Path | Non
     return [str(path) for path in (out, svg, csv) if path is not None]
 
 
-def figures(made: Schedule) -> dict[str, object]:
+def _figures(made: Schedule) -> dict[str, object]:
     """What there is to say about a schedule in numbers."""
     plan = made.plan
     return {
@@ -113,11 +116,11 @@ def figures(made: Schedule) -> dict[str, object]:
         "holds": holds(plan),
         "num_workers": len(plan.devices),
         "num_actions": sum(map(len, made.orders)),
-        "idle_share": idle_share(made),
+        "idle_share": _idle_share(made),
     }
 
 
-def idle_share(made: Schedule) -> float:
+def _idle_share(made: Schedule) -> float:
     """The bubble with balanced stages and free transfers: of one batch, or of one in a long run without flush."""
     num_batches = 1 if made.plan.is_synchronous else _LONG_RUN
     return run_ideally(made, num_batches, balanced_costs(made.plan)).idle_share
@@ -138,7 +141,7 @@ def _show(made: Schedule, batches: int | None, times: bool, actions: bool, saved
     console.print(
         f"\n  {plan.policy}, {plan.route}, {count(plan.num_microbatches, 'microbatch', 'microbatches')} a batch · "
         f"checked: {count(sum(map(len, made.orders)), 'action')}, no lock, buffered or rendezvous\n"
-        f"  idle {idle_share(made):.1%} if stages are balanced and links free · holds {held} microbatches by stage",
+        f"  idle {_idle_share(made):.1%} if stages are balanced and links free · holds {held} microbatches by stage",
         soft_wrap=True,
     )
     if saved:

@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stagewright.cli.options import Given, read_section, takes
 from stagewright.cluster import Cluster, DeviceId, format_devices, format_placement
 from stagewright.errors import PlanError, UsageError
-from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route
+from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
-from stagewright.planning.options import RatioOf, parse_cuts
 from stagewright.profile import Precision, Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.record import DeviceUse, Record
@@ -33,28 +33,18 @@ _BAR = 40
 _GIB = 1 << 30
 
 
+@takes({"plan": PlanOptions}, without=("batch",))
 def simulate(
     what: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a model's name.")],
+    /,
+    *,
+    given: Given,
     cluster: Annotated[str | None, typer.Option(help="A cluster's name or file; this machine if left out.")] = None,
     profile: Annotated[Path | None, typer.Option(help="A profile file; else an analytic one of the devices.")] = None,
     assume_kind: Annotated[
         str | None, typer.Option(help="Take the profile for one of this kind of device, such as titan-v.")
     ] = None,
-    placement: Annotated[str, typer.Option(help="Devices of each stage: 0:0-6.0:7; empty is data parallel.")] = "",
-    ratio: Annotated[str | None, typer.Option(help="How the stages' costs stand, such as 11:7.")] = None,
-    ratio_of: Annotated[str, typer.Option(help="What the ratio is of: time, flops, params, layers.")] = "time",
-    cut: Annotated[
-        list[str] | None, typer.Option(help="The layers that begin new stages, such as fc1,fc2; may be repeated.")
-    ] = None,
     batch: Annotated[str | None, typer.Option(help="Rows of a step; several, 256,512, are a sweep.")] = None,
-    batch_per_device: Annotated[int | None, typer.Option(help="Rows of a replica of the first stage.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches a batch.")] = None,
-    policy: Annotated[str | None, typer.Option("--schedule", help=f"One of {', '.join(POLICIES)}.")] = None,
-    route: Annotated[str | None, typer.Option(help=f"One of {', '.join(ROUTES)}.")] = None,
-    staleness: Annotated[str | None, typer.Option(help="0, ssp, 2bw, or versions of each stage: 2,1.")] = None,
-    hold: Annotated[int | None, typer.Option(help="Microbatches' activations a replica may hold.")] = None,
-    recompute: Annotated[bool, typer.Option(help="Run forward again before backward.")] = False,
-    buckets: Annotated[int | None, typer.Option(help="Pieces the gradients are reduced in.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     data: Annotated[str, typer.Option(help="synthetic, or records: limited by the hosts' decode rate.")] = "synthetic",
     epoch_images: Annotated[int, typer.Option(help="Images of an epoch.")] = IMAGENET_IMAGES,
@@ -70,34 +60,8 @@ def simulate(
 
     Example: stagewright simulate vgg16 --cluster titan-v-8 --placement 0:0-6.0:7 --cut fc1 --batch 224 --staleness ssp
     """
-    if data not in ("synthetic", "records"):
-        raise UsageError(f"--data is {data!r}: expected synthetic or records")
-    if precision not in ("fp32", "bf16", "fp16"):
-        raise UsageError(f"--precision is {precision!r}: expected fp32, bf16 or fp16")
-    options = PlanOptions(
-        batch_per_device=batch_per_device,
-        placement=placement,
-        ratio=ratio,
-        ratio_of=cast(RatioOf, ratio_of),
-        cut=parse_cuts(cut),
-        num_microbatches=microbatches,
-        staleness=staleness,
-        policy=cast("Policy | None", policy),
-        route=cast("Route | None", route),
-        hold=hold,
-        recompute=recompute,
-        num_buckets=buckets,
-    )
-    hardware = cluster_or_here(cluster)
-    plan = Plan.load(what) if Path(what).suffix in (".json", ".yaml", ".yml") else None
-    setting = Setting(
-        model=what if plan is None else plan.model,
-        plan=plan,
-        profile=_load_profile(profile, assume_kind),
-        precision=cast(Precision, precision),
-        data=data,
-        epoch_images=epoch_images,
-    )
+    options = read_section(PlanOptions, {"placement": "", "recompute": False, **given["plan"]})
+    hardware, setting = cluster_or_here(cluster), _setting_of(what, profile, assume_kind, precision, data, epoch_images)
     detail = not as_json or bool(trace or timeline or out)
     points = list(_sweep(setting, hardware, options, batch, bandwidth, devices, detail=detail))
     if len(points) > 1:
@@ -114,6 +78,21 @@ def simulate(
     else:
         _show(record, hardware, saved)
     _refuse_what_does_not_fit([record], hardware)
+
+
+def _setting_of(
+    what: str, profile: Path | None, assume_kind: str | None, precision: str, data: str, epoch_images: int
+) -> Setting:
+    """What is simulated: the plan in a file, or a model."""
+    if data not in ("synthetic", "records"):
+        raise UsageError(f"--data is {data!r}: expected synthetic or records")
+    if precision not in ("fp32", "bf16", "fp16"):
+        raise UsageError(f"--precision is {precision!r}: expected fp32, bf16 or fp16")
+    plan = Plan.load(what) if Path(what).suffix in (".json", ".yaml", ".yml") else None
+    return Setting(
+        model=what if plan is None else plan.model, plan=plan, profile=_load_profile(profile, assume_kind),
+        precision=cast(Precision, precision), data=data, epoch_images=epoch_images,
+    )  # fmt: skip
 
 
 def _load_profile(file: Path | None, assume_kind: str | None) -> Profile | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,29 +21,31 @@ class PlanOptions:
     """The options of `plan`, `simulate` and `train` that shape a plan."""
 
     batch: int | None = None
-    """Rows of one optimizer step, over all devices."""
+    """rows of one optimizer step, over all devices"""
     batch_per_device: int | None = None
-    """Rows of one replica of the first stage, a step; given instead of `batch`."""
+    """rows of one replica of the first stage, a step; instead of --batch"""
     placement: str | None = None
-    """`0:0-6.0:7`; empty is data parallelism over every device."""
+    """stages on devices, such as 0:0-6.0:7; empty is data parallelism over every device"""
     ratio: str | None = None
-    """`11:7`: how the stages' costs stand to one another; by default as their devices' speeds do."""
+    """how the stages' costs stand, such as 11:7; by default as their devices' speeds do"""
     ratio_of: RatioOf = "time"
+    """what the ratio is of"""
     cut: tuple[str, ...] = ()
-    """The layers that begin a new stage, instead of a ratio."""
+    """the layers that begin new stages, such as fc1,fc2, instead of a ratio"""
     num_microbatches: int | None = None
-    """1 where nothing is searched."""
+    """pieces of a batch that follow one another; 1 where nothing is searched"""
     staleness: str | None = None
-    """`0`, `ssp`, `2bw` or versions a stage; `0` where nothing is searched."""
+    """0: exact, ssp, 2bw, or versions a stage such as 2,1; 0 where nothing is searched"""
     policy: Policy | None = None
-    """`1f1b` where nothing is searched."""
+    """the order of forwards and backwards; 1f1b where nothing is searched"""
     route: Route | None = None
-    """`split` where nothing is searched."""
+    """whether each replica takes rows of every microbatch or whole ones; split where nothing is searched"""
     hold: int | None = None
+    """microbatches whose activations a replica may hold"""
     recompute: bool | None = None
-    """No where nothing is searched."""
+    """run forward again instead of keeping activations; no where nothing is searched"""
     num_buckets: int | None = None
-    """Pieces a stage's gradients are reduced in; by default one for each cost.BUCKET_BYTES."""
+    """pieces that a stage's gradients are reduced in; by default as many as their size asks for"""
 
     def __post_init__(self) -> None:
         for key in ("batch", "batch_per_device", "num_microbatches", "hold", "num_buckets"):
@@ -76,16 +77,6 @@ class PlanOptions:
     def shares(self) -> tuple[float, ...] | None:
         """The ratio as numbers."""
         return None if self.ratio is None else parse_ratio(self.ratio)
-
-
-def parse_cuts(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The layers that `--cut a,b`, `--cut a --cut b` or both name."""
-    names = tuple(name.strip() for text in given or () for name in text.split(","))
-    if "" in names:
-        raise UsageError(
-            f"--cut {','.join(given or ())!r} names no layer", "name the layers that begin new stages: fc1,fc2"
-        )
-    return names
 
 
 def spelled(key: str) -> str:

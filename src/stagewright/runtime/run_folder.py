@@ -4,7 +4,7 @@
         run.json         which run this is: its id, model, data and recipe, and how it ended
         run.lock         locked for as long as the run lives
         secret           what its workers sign with, meanwhile
-        schedule.json    events.jsonl    summary.csv    record.json
+        config.yaml      schedule.json    events.jsonl    summary.csv    record.json
         checkpoints/     logs/           worker-0.flight …
 
 A second run is refused. `--resume` goes on with the one that is there, `--overwrite` removes it first.
@@ -35,8 +35,8 @@ IDENTITY, _LOCK, _SECRET = "run.json", "run.lock", "secret"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 _EVENTS, RECORD = "events.jsonl", "record.json"
 _FILES = (
-    IDENTITY, _SECRET, _EVENTS, RECORD, "summary.csv", SCHEDULE_FILE, STATUSES, STOP_FILE, "worker-*.flight",
-    "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
+    IDENTITY, _SECRET, _EVENTS, RECORD, "summary.csv", "config.yaml", SCHEDULE_FILE, STATUSES, STOP_FILE,
+    "worker-*.flight", "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
 )  # fmt: skip
 """What a run leaves in its folder."""
 _TRACES = (IDENTITY, _EVENTS, RECORD, f"{CHECKPOINTS}/step-*")

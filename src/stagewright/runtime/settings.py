@@ -26,22 +26,27 @@ class Settings:
     clip_norm: float | None = Field(default=None, gt=0)
     """The largest norm of all stages' gradients together."""
     sync_batch_norm: bool = False
+    """batch norm over all replicas' rows"""
     channels_last: bool = False
+    """images with their channels last in memory"""
     compile: bool = False
+    """compile the stages with torch.compile"""
     seed: int = 0
+    """of the first weights, the order of the data and what is drawn at random"""
     on_nan: _OnNan = "stop"
+    """numbers that are not finite: stop the run, or skip the step"""
     self_check: bool = True
-    """Whether the first step's gradients are compared with those of plain autograd."""
+    """compare the first step's gradients with plain autograd's"""
     transport: Literal["auto", "nccl", "staged"] = "auto"
-    """How rows move between cards: by NCCL, or staged in pinned memory; by default whatever suits the cards."""
+    """between cards: nccl, staged in pinned memory, or auto: staged where cards are shared"""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each worker; None shares the cores out."""
+    """CPU threads a worker; by default its share of the cores"""
     timeout_s: float = Field(default=300.0, gt=0)
-    """How long anyone waits for anyone."""
+    """seconds that anyone waits for anyone"""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """How long workers wait for one another to start: many at once on few cores load slowly."""
+    """seconds that workers may take to start: many at once on few cores load slowly"""
     save_timeout_s: float = Field(default=1800.0, gt=0)
-    """How long a checkpoint may take to be written, or to be read again."""
+    """seconds that a checkpoint may take to be written, or to be read again"""
     trace_steps: int = Field(default=3, ge=0)
     """How many of the last steps are kept as spans."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from stagewright.training.memory import driver_bytes, peak_bytes
 if TYPE_CHECKING:
     from stagewright.training.loop import Run
 
+COMMAND = "STAGEWRIGHT_COMMAND"
+"""The variable that tells workers what was typed: their own command line names the configuration file."""
 _COMPUTE_KINDS = {kind.value for kind in COMPUTE}
 
 
@@ -54,17 +57,17 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         ),
         spans=moved,
         points=tuple(Point(**point) for each in told for point in each["points"]),
-        command=" ".join(_this_command_or_nothing()),
+        command=typed_command(),
         environment={"torch": torch.__version__, "device": _device_name(run.world.device)},
     )
 
 
-def _this_command_or_nothing() -> list[str]:
-    """The command line, where there is one."""
+def typed_command() -> str:
+    """The command line that began the run, where there is one: a worker is told it."""
     try:
-        return this_command()[1:]
+        return os.environ.get(COMMAND) or " ".join(this_command()[1:])
     except RunError:
-        return []
+        return ""
 
 
 def _device_name(device: torch.device) -> str:

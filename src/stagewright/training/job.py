@@ -12,40 +12,49 @@ from stagewright.training.sinks import SinkName
 
 
 @schema(error=UsageError)
-class Job:
-    """How long a run goes on and what it tells."""
+class JobOptions:
+    """What a person asks of a run: how long it goes on, what it tells and what it saves."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """optimizer steps, at most; 20 where no epochs are given"""
+    warm_up: int = Field(default=2, ge=0)
+    """first steps that are not measured"""
+    log_every: int = Field(default=10, ge=1)
+    """steps between log lines"""
+    evaluate_every: int | None = Field(default=None, ge=1)
+    """epochs between evaluations; one comes at the end as well"""
+    sinks: tuple[SinkName, ...] = ()
+    """where figures go beside the run folder's events and summary.csv"""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """steps between checkpoints, in the folder of --out; else only a signal that ends the run saves one"""
+    keep: int = Field(default=3, ge=1)
+    """checkpoints that are kept, the newest ones"""
+    save_final: bool = True
+    """save the last step, even where no other is: without it the trained weights end with the workers"""
+    resume: str | None = None
+    """auto, or the folder of a run or of a checkpoint"""
+    overwrite: bool = False
+    """remove the run that is in the folder first"""
+    max_restarts: int = Field(default=0, ge=0)
+    """times that a run whose worker died starts again by itself, from its last checkpoint"""
+    replan: bool = False
+    """go on without a device that failed for good"""
+
+
+@schema(error=UsageError)
+class Job(JobOptions):
+    """The same for a model, data and a plan, which say how many steps and images that comes to."""
 
     name: str = "train"
     steps: int = Field(default=20, ge=1)
     """Optimizer steps in all."""
-    warm_up: int = Field(default=2, ge=0)
-    """Steps that are left out of the measured ones."""
-    log_every: int = Field(default=10, ge=1)
     steps_per_epoch: int | None = Field(default=None, ge=1)
     """None where the data has no epochs."""
     epoch_images: int | None = Field(default=None, ge=1)
-    evaluate_every: int | None = Field(default=None, ge=1)
-    """Evaluate after every so many epochs."""
     evaluation_rows: int = Field(default=0, ge=0)
     """How many images an evaluation has."""
     first_step: int = Field(default=0, ge=0)
     """Where a resumed run goes on."""
-    sinks: tuple[SinkName, ...] = ()
-    """Where figures go beside the run folder's events and summary.csv."""
-    checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints; None saves only when a signal ends the run."""
-    keep: int = Field(default=3, ge=1)
-    """How many checkpoints are kept, the newest ones."""
-    save_final: bool = True
-    """Whether the last step is saved even where no other is: without it the trained weights end with the workers."""
-    resume: str | None = None
-    """`auto`: from the newest good checkpoint of the run's folder; else a folder of a run or of one checkpoint."""
-    overwrite: bool = False
-    """Whether a run that is in the folder already is removed first."""
-    max_restarts: int = Field(default=0, ge=0)
-    """How often a run whose worker died is started again by itself, from its last checkpoint."""
-    replan: bool = False
-    """Whether a run that cannot be started again goes on without the device that failed it."""
 
     def __post_init__(self) -> None:
         if self.evaluate_every is not None and self.evaluation_rows == 0:

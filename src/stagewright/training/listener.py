@@ -21,7 +21,7 @@ from stagewright.training.display import plain_line
 from stagewright.training.events import Teller
 from stagewright.training.memory import memory_figures
 from stagewright.training.metrics import METRICS
-from stagewright.training.optimizers import Recipe, rate_at
+from stagewright.training.recipes import Recipe, rate_at
 from stagewright.training.sinks import Sink, open_sinks
 
 if TYPE_CHECKING:

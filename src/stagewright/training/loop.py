@@ -42,7 +42,7 @@ from stagewright.training.gathering import gather
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
 from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
-from stagewright.training.optimizers import Recipe, optimizer_maker
+from stagewright.training.recipes import Recipe, optimizer_maker
 
 if TYPE_CHECKING:
     from stagewright.runtime.checkpoint import Checkpointer
@@ -112,7 +112,7 @@ def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     )  # fmt: skip
     warm_up(worker)
     with run.dog.patience(run.settings.save_timeout_s):
-        told = [*run.own.changes, *resume(run, worker)]
+        told = [*run.own.changes, *_resume(run, worker)]
     run.job = run.job.with_some_measured()
     checkpointer = _checkpointer_of(run, worker) if run.job.checkpoint_every else None
     with closing(Listener(run, worker, console, checkpointer)) as listener:
@@ -211,7 +211,7 @@ def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     )  # fmt: skip
 
 
-def resume(run: Run, worker: Worker) -> list[str]:
+def _resume(run: Run, worker: Worker) -> list[str]:
     """Restores the last good checkpoint where the job or a restart asks for it, and says what it did."""
     restarted = run.own is not None and run.own.is_restarted and run.job.checkpoint_every is not None
     if run.job.resume is None and not restarted:

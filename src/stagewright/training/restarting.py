@@ -26,6 +26,7 @@ from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.training.display import Display
 from stagewright.training.events import Teller
+from stagewright.training.gathering import COMMAND, typed_command
 from stagewright.training.job import Job
 from stagewright.training.replan import describe_change, plan_without, plan_without_hosts
 
@@ -39,6 +40,7 @@ class Starter:
 
     settings: Settings
     command: Sequence[str] | None
+    """A worker's command line; this process's own by default."""
     hosts: Hosts | None
     share: int
     stem: Stem
@@ -48,10 +50,11 @@ class Starter:
         limit_s, cards = self.settings.timeout_s, _workers_a_card(plan, self.settings, self.share)
         with shared_cards(1 if is_remote(self.hosts) else cards, self.settings.transport) as shared:
             own = {**environment, **shared}
+            words = self.command or this_command()
             if self.hosts is None:
-                launch(self.command or this_command(), plan, folder, own, stem=self.stem, timeout_s=limit_s)
+                launch(words, plan, folder, own, stem=self.stem, timeout_s=limit_s)
             else:
-                launch_in(self.hosts, self.command or this_command()[1:], plan, folder, own, limit_s)
+                launch_in(self.hosts, words[1:], plan, folder, own, limit_s)
 
 
 def is_remote(hosts: Hosts | None) -> bool:
@@ -135,7 +138,7 @@ def _run_launcher(schedule: Schedule, folder: Path, starter: Starter, extra: Map
     schedule.save(folder / SCHEDULE_FILE)
     settings = starter.settings
     environment = worker_environment(schedule.plan, folder, threads=settings.threads, device=settings.device)
-    starter.start(schedule.plan, folder, {**environment, **extra})
+    starter.start(schedule.plan, folder, {**environment, COMMAND: typed_command(), **extra})
 
 
 def tell(folder: Path, kind: str, text: str) -> None:

@@ -37,7 +37,7 @@ class Sink(Protocol):
         """Lets go of files and connections."""
 
 
-def figures(event: _Event) -> Iterator[tuple[str, float]]:
+def _figures(event: _Event) -> Iterator[tuple[str, float]]:
     """The figures of an event with their legends: ("train_loss", 6.9) …; none for one that is no step."""
     if "iter" not in event:
         return
@@ -60,7 +60,7 @@ class _CsvSink:
             self._rows.writerow((0, 0, "cfg", note, "", rank))
 
     def write(self, event: _Event) -> None:
-        for legend, value in figures(event):
+        for legend, value in _figures(event):
             self._rows.writerow((event["epoch"], event["iter"], legend, "", value, self._rank))
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class _TensorBoardSink:
         self._writer.add_text("about", "\n\n".join(f"{key}: {value}" for key, value in about.items()))
 
     def write(self, event: _Event) -> None:
-        for legend, value in figures(event):
+        for legend, value in _figures(event):
             self._writer.add_scalar(legend.replace("_", "/", 1), value, event["iter"], walltime=event["time"])
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class _WandbSink:
         self._run: Any = import_module("wandb").init(name=str(about["name"]), dir=str(folder), config=dict(about))
 
     def write(self, event: _Event) -> None:
-        values = dict(figures(event))
+        values = dict(_figures(event))
         if values:
             self._run.log({**values, "epoch": event["epoch"]}, step=event["iter"])
 
@@ -108,18 +108,12 @@ class _MlflowSink:
         self._mlflow.log_params(dict(about))
 
     def write(self, event: _Event) -> None:
-        values = {legend: value for legend, value in figures(event) if math.isfinite(value)}
+        values = {legend: value for legend, value in _figures(event) if math.isfinite(value)}
         if values:
             self._mlflow.log_metrics(values, step=event["iter"])
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-
-def chosen_sinks(options: Mapping[str, Any]) -> tuple[SinkName, ...]:
-    """The sinks that options such as --wandb ask for."""
-    names: tuple[SinkName, ...] = ("tensorboard", "wandb", "mlflow")
-    return tuple(name for name in names if options[name])
 
 
 def check_sinks(names: Sequence[SinkName]) -> None:

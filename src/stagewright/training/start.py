@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from stagewright.runtime.hosts import Hosts
 from stagewright.runtime.launch import RUN_FOLDER, SCHEDULE, is_worker, stop_on_signals
 from stagewright.runtime.preflight import check_before_launch
 from stagewright.runtime.resuming import give_back
-from stagewright.runtime.run_folder import fingerprint, held
+from stagewright.runtime.run_folder import RunFolder, fingerprint, held
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stem import Stem, follow_parent
 from stagewright.schedule import Schedule
 from stagewright.training.checks import check_device
+from stagewright.training.config import CONFIG_FILE, Config
 from stagewright.training.job import Job
 from stagewright.training.loop import MakeOptimizer, Rows, work
-from stagewright.training.optimizers import Recipe
+from stagewright.training.optimizers import OPTIMIZERS
+from stagewright.training.recipes import Recipe
 from stagewright.training.restarting import is_remote, start_workers, starting
 from stagewright.training.sinks import check_sinks
 
@@ -46,6 +49,7 @@ def train(
     console: Console | None = None,
     command: Sequence[str] | None = None,
     hosts: Hosts | None = None,
+    config: Config | None = None,
     share: int = 1,
     stem: Stem | None = None,
 ) -> Record:
@@ -55,7 +59,8 @@ def train(
     plan, which run the same script again, and waits for them. What follows in the script runs in all these processes;
     `is_main()` is true in one. `data` gives the rows of a batch: a function of (batch, start, stop) → (inputs,
     targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
-    to an optimizer. With `hosts` the workers are started there, each host with those of its own devices.
+    to an optimizer. With `hosts` the workers are started there, each host with those of its own devices. With a
+    `config`, which the run's folder keeps, workers read that instead of running the script.
     `share` workers fit on a card, even where the plan has fewer. With a `stem` that is kept from run to run, workers of
     the later ones are there at once.
     """
@@ -68,24 +73,35 @@ def train(
     check_sinks(job.sinks)
     _check_resume(job, folder)
     about = _about_run(schedule.plan, model, settings, recipe, data)
-    how = {"resume": job.resume, "overwrite": job.overwrite}
+    how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite}
     rest = (schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
     # Whoever started workers here follows their events; without such a one they show them themselves.
     shown = None if RUN_FOLDER in os.environ else console or Console()
     if is_worker():
         follow_parent()
-        wait = settings.timeout_s
-        return work(lambda again: held(folder, job.name, about, goes_on=again, patience_s=wait, **how), shown, *rest)
-    with held(folder, job.name, about, **how) as run, stop_on_signals(run):
+        how["patience_s"] = settings.timeout_s
+        return work(lambda again: _taken(config, folder, job.name, about, goes_on=again, **how), shown, *rest)
+    with _taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
         keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
         if not is_remote(hosts):
             check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
         if len(schedule.plan.devices) == 1 and hosts is None:
             return work(lambda again: nullcontext(run), shown, *rest)
+        if config is not None:
+            command = [sys.executable, "-m", "stagewright", *config.words(run.path)]
         with starting(settings, command, hosts, share, stem) as starter:
             record = start_workers(schedule, job, run.path, console or Console(), starter)
         give_back(model.model, run.path)
         return record
+
+
+@contextmanager
+def _taken(config: Config | None, folder: str | Path | None, *about: Any, **how: Any) -> Iterator[RunFolder]:
+    """The run's folder while the block runs, with the configuration in it."""
+    with held(folder, *about, **how) as run:
+        if config is not None:
+            config.save(run.path / CONFIG_FILE)
+        yield run
 
 
 def _about_run(
@@ -108,8 +124,7 @@ def _name_of(given: object) -> str:
 
 def states_of(recipe: Recipe | MakeOptimizer | None) -> int:
     """How many numbers the optimizer keeps for each parameter; for one that is not known the usual two."""
-    known = {"sgd": 1, "rmsprop": 2, "adam": 2, "adamw": 2}
-    return known[recipe.optimizer] if isinstance(recipe, Recipe) else 2
+    return OPTIMIZERS[recipe.optimizer].states if isinstance(recipe, Recipe) else 2
 
 
 def _schedule_now(schedule: Schedule) -> Schedule:

@@ -1,0 +1,214 @@
+"""The configuration of a run: a small tree of frozen sections that a file, the command line and Python all fill.
+
+    fields below  ◀──  recipe  ◀──  --config FILE  ◀──  options        what stands further right wins
+
+A key of the file is an option without its dashes: `plan: {schedule: gpipe}` is `--schedule gpipe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from stagewright.errors import FileError, UsageError
+from stagewright.planning.options import PlanOptions
+from stagewright.runtime.settings import Settings
+from stagewright.schema import adapter, check_head, dump_json, dump_yaml, is_yaml, read_plain, schema, shown
+from stagewright.training.job import JobOptions
+from stagewright.training.recipes import RecipeFile, find_recipe
+from stagewright.training.sections import read_section, section_keys
+
+CONFIG_FILE = "config.yaml"
+"""The configuration in a run's folder; its workers read it."""
+SYNTHETIC = "synthetic"
+_Layer = Mapping[str, Mapping[str, Any]]
+"""Plain values by section and key, as one source gives them."""
+
+
+@schema(error=UsageError)
+class ModelOptions:
+    """Which model, and how large."""
+
+    name: str
+    """a model of `stagewright models`"""
+    image_size: int | None = Field(default=None, ge=1)
+    """side of the images"""
+    num_classes: int | None = Field(default=None, ge=1)
+    """classes that the model tells apart"""
+
+
+@schema(error=UsageError)
+class DataOptions:
+    """What it is trained and evaluated on."""
+
+    data: str = SYNTHETIC
+    """synthetic, or a folder of records, tar shards or images"""
+    evaluation_data: str | None = None
+    """synthetic, or a folder to evaluate on"""
+    on_corrupt: Literal["stop", "skip"] = "stop"
+    """images that cannot be read"""
+    epoch_images: int | None = Field(default=None, ge=1)
+    """images of an epoch of synthetic data; ImageNet's by default"""
+
+    @property
+    def folders(self) -> list[str]:
+        """Where data is read from; none for what is made up."""
+        return [folder for folder in (self.data, self.evaluation_data) if folder not in (None, SYNTHETIC)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoice(PlanOptions):
+    """A plan file, or what shapes a plan."""
+
+    file: Path | None = None
+    """a plan file instead of all of these"""
+
+
+@schema(error=UsageError)
+class Where:
+    """Which devices and hosts compute, and where the run leaves its files."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    """cuda where there is one if left out"""
+    devices: int | None = Field(default=None, ge=1)
+    """local devices for data parallelism without a placement"""
+    share: int = Field(default=1, ge=1)
+    """workers that share one card, under CUDA MPS where it can be started"""
+    nodes: str | None = None
+    """hosts to start over ssh, such as host1,host2"""
+    remote_python: str | None = None
+    """the Python of those hosts; by default the path of the one that runs here"""
+    out: Path | None = None
+    """folder for logs and the record"""
+
+
+@schema(error=UsageError)
+class Rehearsal:
+    """What plays the part of the hosts in a rehearsal."""
+
+    cluster: str | None = None
+    """a cluster's name or file: hosts with one device, links and CPU shares"""
+    slices: int | None = Field(default=None, ge=1)
+    """cut one card into so many workers, instead of --cluster"""
+    rate: str | None = None
+    """with --slices: how fast each slice sends, such as 1gbit or 125e6 (bytes/s)"""
+    measure: bool = False
+    """measure layers and links inside the hosts first, plan with them, predict"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run is told."""
+
+    FORMAT: ClassVar[str] = "stagewright.config"
+    VERSION: ClassVar[int] = 1
+
+    model: ModelOptions
+    data: DataOptions = field(default_factory=DataOptions)
+    plan: PlanChoice = field(default_factory=PlanChoice)
+    recipe: RecipeFile = field(default_factory=RecipeFile)
+    settings: Settings = field(default_factory=Settings)
+    job: JobOptions = field(default_factory=JobOptions)
+    where: Where = field(default_factory=Where)
+    rehearsal: Rehearsal = field(default_factory=Rehearsal)
+
+    def __post_init__(self) -> None:
+        for name, home in _ELSEWHERE.items():
+            if getattr(self.settings, name) != getattr(Settings(), name):
+                raise UsageError(f"settings.{name} is given, but the configuration has it as {home}.{name}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values by section and key."""
+        plain: dict[str, Any] = {"format": self.FORMAT, "version": self.VERSION}
+        for name, cls in SECTIONS.items():
+            values = adapter(cls).dump_python(getattr(self, name), mode="json")
+            plain[name] = {key.key: values[key.name] for key in section_keys(cls) if key.name not in _left_out(name)}
+        if self.rehearsal == Rehearsal():
+            del plain["rehearsal"]
+        return plain
+
+    def save(self, path: Path) -> Path:
+        """Writes the file that `--config` reads; the ending chooses JSON or YAML."""
+        path.write_text(dump_yaml(self.to_dict()) if is_yaml(path) else dump_json(self.to_dict()), encoding="utf-8")
+        return path
+
+    def words(self, folder: Path) -> list[str]:
+        """What follows `stagewright` on the command line of a worker of the run in a folder."""
+        return ["train" if self.rehearsal == Rehearsal() else "rehearse", "--config", str(folder / CONFIG_FILE)]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """The configuration in a file."""
+        return make_config(read_layer(Path(path)))
+
+
+SECTIONS: Mapping[str, type] = {
+    "model": ModelOptions, "data": DataOptions, "plan": PlanChoice, "recipe": RecipeFile, "settings": Settings,
+    "job": JobOptions, "where": Where, "rehearsal": Rehearsal,
+}  # fmt: skip
+_ELSEWHERE = {"device": "where", "precision": "recipe", "clip_norm": "recipe"}
+"""Settings that another section has, where something else has a say in them."""
+_FILE_ONLY = {
+    "model": ("name",),
+    "recipe": ("name", "about", "rate_batch", "batch_per_device", "evaluate_every"),
+    "settings": ("loss_scale", "scale_growth_steps", "trace_steps"),
+}
+"""Keys that no option has: the name is an argument, the plan has the batch, and the job says how often to evaluate."""
+NO_OPTION = (
+    *(f"{section}.{key}" for section, keys in _FILE_ONLY.items() for key in keys),
+    *(f"settings.{key}" for key in _ELSEWHERE),
+)
+"""The fields of sections that no option fills."""
+_LIKE = "like"
+"""In the section `recipe`: the recipe whose values hold where the section says nothing; the option --recipe."""
+_REPLACES = {
+    ("plan", "batch"): ("plan", "batch_per_device"),
+    ("plan", "batch_per_device"): ("plan", "batch"),
+    ("plan", "ratio"): ("plan", "cut"),
+    ("plan", "cut"): ("plan", "ratio"),
+    ("job", "steps"): ("recipe", "epochs"),
+    ("recipe", "learning_rate"): ("recipe", "rate_batch"),
+}
+"""Who says the one and not the other does without what others said of the other."""
+
+
+def _left_out(section: str) -> tuple[str, ...]:
+    """The fields of a section that are no keys of it."""
+    return tuple(_ELSEWHERE) if section == "settings" else ()
+
+
+def make_config(*layers: _Layer) -> Config:
+    """The configuration that these layers make, the later over the earlier."""
+    merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for layer in layers:
+        given = {(name, key): value for name, values in layer.items() for key, value in values.items()}
+        like = given.pop(("recipe", _LIKE), None)
+        if like is not None:
+            recipe = find_recipe(like).to_dict()
+            merged["recipe"] = {key: value for key, value in recipe.items() if key not in ("format", "version")}
+        for (name, key), value in given.items():
+            merged[name][key] = value
+            other = _REPLACES.get((name, key))
+            if other is not None and value is not None and other not in given:
+                merged[other[0]].pop(other[1], None)
+    return Config(**{name: read_section(cls, merged[name], leave=_left_out(name)) for name, cls in SECTIONS.items()})
+
+
+def read_layer(path: Path) -> _Layer:
+    """The values in a file, each checked; a mistake is named with the file and the key."""
+    plain = check_head(read_plain(path), Config.FORMAT, Config.VERSION, str(path))
+    if isinstance(plain.get("recipe"), str):
+        plain["recipe"] = {_LIKE: plain["recipe"]}
+    for name, values in plain.items():
+        if name not in SECTIONS:
+            raise FileError(f"{path}: key {name} is unknown: expected one of {', '.join(SECTIONS)}")
+        if not isinstance(values, dict):
+            raise FileError(f"{path}: key {name} is {shown(values)}: expected its keys and values")
+        own = {key: value for key, value in values.items() if (name, key) != ("recipe", _LIKE)}
+        needed = {"name": "any"} if name == "model" else {}
+        read_section(SECTIONS[name], {**needed, **own}, leave=_left_out(name), where=f"{path}: key {name}.")
+    return plain
