@@ -9,12 +9,12 @@ import pytest
 
 SIZE = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "size.py"))
 REACHED = {
-    "lines of the package": 34_300,
+    "lines of the package": 33_830,
     "lines of the longest file": 445,
     "lines of the longest function": 109,
     "lines of a function on average": 12,
-    "public module-level names": 1_069,
-    "numeric tuning constants": 230,
+    "public module-level names": 1_068,
+    "numeric tuning constants": 211,
 }
 """What may not be exceeded until it is lower: whoever gets a figure down writes it here."""
 

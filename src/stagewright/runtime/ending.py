@@ -12,9 +12,6 @@ from stagewright.runtime.diagnosis import verdict
 from stagewright.runtime.meeting import Place, lost_hosts
 from stagewright.schedule import Schedule
 
-_PROBE_S = 0.5
-"""How long another host may take to answer; the timeout's twentieth where that is less."""
-
 
 @dataclass
 class LastWords:
@@ -44,7 +41,7 @@ class LastWords:
 
     def _waited(self) -> tuple[str, list[str]]:
         """For whom this worker waited, and which hosts do not answer."""
-        lost = lost_hosts(self.places, self.worker, min(_PROBE_S, self.timeout_s / 20)) if self.places else []
+        lost = lost_hosts(self.places, self.worker, min(0.5, self.timeout_s / 20)) if self.places else []
         folder = self.folder
         said = verdict(self.schedule, folder, self.worker, self.timeout_s) if folder else "the workers did not start"
         return (f"host {', '.join(lost)} does not answer; {said}" if lost else said), lost

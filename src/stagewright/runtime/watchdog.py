@@ -20,13 +20,7 @@ from typing import Any, TypeVar
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.words import Words
 
-T = TypeVar("T")
-_BUSY_PART = 1 / 8
-"""The part of the timeout in which a worker that is busy must have been heard of."""
-_LAST_PART = 1 / 4
-"""The part of the timeout that a worker may take to end once it has failed."""
-_LAST_WORDS_S = 1.0
-"""How long the last words may take: they go to a disk that may be cut off too."""
+_T = TypeVar("_T")
 
 
 class Watchdog:
@@ -66,7 +60,7 @@ class Watchdog:
     def end_soon(self) -> None:
         """Gives this process, which has failed, a last while to end by itself."""
         self._busy, self._last_words = 0, lambda: ""
-        self.get_on(self._timeout_s * _LAST_PART)
+        self.get_on(self._timeout_s / 4)
         self.words = self.flight = None
 
     def close(self) -> None:
@@ -88,7 +82,7 @@ class Watchdog:
             if time.monotonic() - self._since > self._limit_s and not self._someone_is_busy():
                 self._end()
 
-    def _ask(self, ask: Callable[[Words], T]) -> T | None:
+    def _ask(self, ask: Callable[[Words], _T]) -> _T | None:
         """What the store answers in time: it may be cut off, and then it never does."""
         words = self.words
         return _in_time(lambda: ask(words), self._timeout_s / 20) if words is not None else None
@@ -99,7 +93,7 @@ class Watchdog:
         before = self._ask(lambda words: [words.get(key) for key in others])
         if before is None or self._busy or not any(before):
             return False
-        time.sleep(self._timeout_s * _BUSY_PART)
+        time.sleep(self._timeout_s / 8)  # one that is busy is heard of in that time
         after = self._ask(lambda words: [words.get(key) for key in others])
         if after is None or after == before:
             return False
@@ -107,7 +101,7 @@ class Watchdog:
         return True
 
     def _end(self) -> None:
-        text = _in_time(self._last_words, _LAST_WORDS_S)
+        text = _in_time(self._last_words, 1.0)  # they go to a disk that may be cut off too
         if text:
             with suppress(OSError, ValueError):
                 print(text, file=sys.stderr, flush=True)
@@ -126,7 +120,7 @@ def watchdog(timeout_s: float, start_s: float, last_words: Callable[[], str], *,
     dog.close()
 
 
-def _in_time(do: Callable[[], T], limit_s: float) -> T | None:
+def _in_time(do: Callable[[], _T], limit_s: float) -> _T | None:
     """What a function gives within so many seconds; it goes on alone when it takes longer."""
     made: list[Any] = []
 

@@ -25,8 +25,6 @@ from stagewright.runtime.meeting import Place, choose_interface, meet
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
 
-_SWITCH_S = 0.0005
-
 
 @dataclass(frozen=True)
 class World:
@@ -76,7 +74,7 @@ def open_world(settings: Settings) -> Iterator[World]:
         keep_freed_memory()
     else:
         # Python lets a thread run for 5 ms before another may: too long for those that pass rows on to a card.
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(0.0005)
     # Whoever does not get on is ended by its watchdog; a wait for one that saves may take as long as saving may.
     timeout = timedelta(seconds=settings.timeout_s + settings.save_timeout_s)
     if size == 1:

@@ -22,8 +22,8 @@ from stagewright.planning.options import parse_cuts, spelled
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands
-from stagewright.runtime.launch import expand_hosts, is_main, is_worker
+from stagewright.runtime.hosts import OverSsh, host_commands
+from stagewright.runtime.launch import PORT, Hosts, expand_hosts, is_main, is_worker
 from stagewright.runtime.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
 from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.settings import Settings
@@ -55,7 +55,7 @@ def run_command(
     console: Console,
     *,
     cluster: Cluster | None = None,
-    hosts: Hosts | None = None,
+    hosts: Hosts | OverSsh | None = None,
     source: Source = "measured",
     words: Sequence[str] | None = None,
 ) -> Record | None:
@@ -97,7 +97,7 @@ def run_command(
         evaluation=_feed_of(evaluation_set, model, options, recipe, is_training=False),
         recipe=_steps_of(options, recipe, plan, job), job=job, settings=settings,
         cluster=cluster.name, source=source, folder=options["folder"], console=console, hosts=hosts,
-        command=_worker_words(words) if hosts is not None else None, share=options["share"],
+        command=[sys.executable, *_worker_words(words)] if hosts is not None else None, share=options["share"],
     )  # fmt: skip
 
 
