@@ -9,7 +9,7 @@ import pytest
 
 SIZE = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "size.py"))
 REACHED = {
-    "lines of the package": 33_830,
+    "lines of the package": 33_820,
     "lines of the longest file": 445,
     "lines of the longest function": 109,
     "lines of a function on average": 12,

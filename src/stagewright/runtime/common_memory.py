@@ -5,12 +5,10 @@
     replica 2   a2 b2 c2           ·        ·        c0+c1+c2       by all
               all are there              all have added
 
-Nothing goes through a socket. Measured gain: 64 MB of eight workers take 22 ms, over sockets 44 and by NCCL 41;
-data parallel AlexNet on CPUs was 1.21 times as fast as DDP without it (docs/results.md has what it is now).
+Measured gain (docs/results.md): 64 MB of eight workers take 22 ms, over sockets 44 ms and by NCCL 41 ms.
 
-It has no name (memfd): it is found through /proc by those who know who made it, and is gone with the last of them,
-however they end. Workers of emulated hosts have networks of their own, and nothing in common; slices of a card that
-stand for hosts are told so.
+The memory has no name (memfd): it is found through /proc by those who know who made it, and is gone with the last of
+them. Workers of emulated hosts have networks of their own, and nothing in common; slices that stand for hosts are told.
 """
 
 from __future__ import annotations

@@ -257,9 +257,9 @@ def wait_for_workers(
         stopped = [number for number, worker in alive.items() if is_stopped(worker.pid or 0)]
         stopped_since = {number: stopped_since.get(number, now) for number in stopped}
         is_late = any(now - since > timeout_s * _STOPPED_GRACE for since in stopped_since.values())
-        failed = _failed(started)
-        if failed or is_late:
-            return {**dict.fromkeys(stopped, -signal.SIGSTOP), **failed}
+        if is_late or _failed(started):
+            time.sleep(0.05)  # for others that fail at the same moment
+            return {**dict.fromkeys(stopped, -signal.SIGSTOP), **_failed(started)}
     check_server(started)
     return _failed(started)
 

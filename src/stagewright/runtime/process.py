@@ -50,7 +50,9 @@ def start_process(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stagewright.runtime.preload"])
     process = context.Process(target=_run, name=name, args=(name, list(command), dict(environment), log, enter))
-    with _as_the_server_needs_it(environment):
+    with _environment_of_server(environment):
+        forkserver.ensure_running()
+    with _without_main():
         try:
             process.start()
         except (EOFError, ConnectionError):
@@ -59,27 +61,36 @@ def start_process(
 
 
 @contextmanager
-def _as_the_server_needs_it(environment: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, a fork server that starts has a process's environment and this one's module path.
+def _environment_of_server(environment: Mapping[str, str]) -> Iterator[None]:
+    """While the block runs, this process has the environment in which the fork server starts.
 
-    Libraries read variables such as OMP_NUM_THREADS when they are loaded. The script of this process is hidden from
-    Python, which would run it in every fork: it runs there by its command.
+    It is that of the workers, for libraries read variables such as OMP_NUM_THREADS when they are loaded, and modules
+    are found where this process finds them.
     """
     own = {name for name in sys.modules if name.split(".")[0] == "stagewright" and "__main__" not in name}
     loaded = () if environment.get(_FORK) == "no" else (*_ALWAYS, *sorted(own))
-    before, main = dict(os.environ), sys.modules["__main__"]
-    # Whoever looks for workers by their RANK must not take the server for one.
+    before = dict(os.environ)
     _set_environment({
-        **{key: value for key, value in environment.items() if key != "RANK"}, LOADED: " ".join(loaded),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1",
+        **environment, LOADED: " ".join(loaded), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONSAFEPATH": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whoever asks for cards must not open one: it could not be forked then
     })  # fmt: skip
+    os.environ.pop("RANK", None)  # whoever looks for workers by it must not take the server for one
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hides this process's script meanwhile from Python, which would run it in every fork beside the command."""
+    main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-        _set_environment(before)
 
 
 def _set_environment(wanted: Mapping[str, str]) -> None:
@@ -126,9 +137,9 @@ def _server_gone() -> RunError:
 
 def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, enter: _Enter | None) -> None:
     """Makes a fork what a process would be that was started for this command alone, and runs it."""
-    from stagewright.runtime import preload
-
-    follow_parent(preload.SERVER)
+    # A fork server that the user's own script has started before has not loaded it.
+    preload: Any = sys.modules.get("stagewright.runtime.preload")
+    follow_parent(preload.SERVER if preload else None)
     os.setsid()
     _be_called(name)
     _set_environment(environment)
@@ -140,7 +151,7 @@ def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log:
         enter()
     _begin_anew()
     try:
-        _run_command(command, anew=not preload.CAN_FORK or environment.get(_FORK) == "no")
+        _run_command(command, anew=not preload or not preload.CAN_FORK or environment.get(_FORK) == "no")
     finally:
         atexit._run_exitfuncs()
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from stagewright.runtime.flight import STOP_FILE
-from stagewright.runtime.words import Words
-from stagewright.runtime.world import World
+from stagewright.runtime.world import Words, World
 from stagewright.schedule import Action
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

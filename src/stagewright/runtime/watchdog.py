@@ -13,12 +13,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+from stagewright.errors import RunError
+from stagewright.runtime.confession import confess, write_confession
+from stagewright.runtime.diagnosis import verdict
 from stagewright.runtime.flight import Flight
-from stagewright.runtime.words import Words
+from stagewright.runtime.meeting import Place, lost_hosts
+from stagewright.runtime.world import Words
+from stagewright.schedule import Schedule
 
 _T = TypeVar("_T")
 
@@ -132,3 +139,37 @@ def _in_time(do: Callable[[], _T], limit_s: float) -> _T | None:
     thread.start()
     thread.join(limit_s)
     return made[0] if made else None
+
+
+@dataclass
+class LastWords:
+    """What a worker says at its end, as far as it has come to know where it is."""
+
+    schedule: Schedule
+    timeout_s: float
+    worker: int
+    folder: Path | None = None
+    places: Sequence[Place] = ()
+    is_said: bool = False
+
+    def of(self, fault: BaseException) -> BaseException:
+        """Writes down why this worker ends, once; returns the fault, or in its place what is known of another's."""
+        if self.is_said or self.folder is None:
+            return fault
+        self.is_said = True
+        told = confess(self.folder, self.worker, fault, self._waited)
+        return fault if told is None else RunError(*told)
+
+    def when_stuck(self) -> str:
+        """Writes down and returns what there is to say when nothing gets on."""
+        what, lost = self._waited()
+        if self.folder is not None and not self.is_said:
+            write_confession(self.folder, self.worker, what, is_own=False, lost=lost)
+        return f"error: {what}"
+
+    def _waited(self) -> tuple[str, list[str]]:
+        """For whom this worker waited, and which hosts do not answer."""
+        lost = lost_hosts(self.places, self.worker, min(0.5, self.timeout_s / 20)) if self.places else []
+        folder = self.folder
+        said = verdict(self.schedule, folder, self.worker, self.timeout_s) if folder else "the workers did not start"
+        return (f"host {', '.join(lost)} does not answer; {said}" if lost else said), lost
