@@ -93,12 +93,12 @@ class Run:
     @property
     def workers(self) -> list[int]:
         """The workers that are alive; they are forked of a process that the launcher started."""
-        return [child for stem in children_of(self.process.pid) for child in children_of(stem)]
+        return [child for server in self.servers for child in children_of(server)]
 
     @property
-    def stems(self) -> list[int]:
+    def servers(self) -> list[int]:
         """The process that workers are forked of, while there is one."""
-        return children_of(self.process.pid)
+        return [child for child in children_of(self.process.pid) if is_fork_server(child)]
 
     def step(self) -> int:
         """The last checkpoint's step, good or not."""
@@ -114,6 +114,14 @@ def children_of(pid: int) -> list[int]:
     """The processes that a process has started and that are alive."""
     numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [number for number in numbers if parent_of(number) == pid]
+
+
+def is_fork_server(pid: int) -> bool:
+    """Whether a process is Python's fork server, and not what counts its semaphores."""
+    try:
+        return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def parent_of(pid: int) -> int | None:
@@ -288,7 +296,7 @@ def harm(run: Run, draw: random.Random, done: dict[str, int]) -> str:
         run.enter("ip", "link", "set", "lo", "up")
     else:
         how = "kill" if how == "cut" else how
-        hurt(draw.choice([*workers, *run.stems]), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        hurt(draw.choice([*workers, *run.servers]), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     done[how] += 1
     return f"early {how}" if is_early else how
 

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import struct
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -124,3 +125,7 @@ def middle_s(start: Callable[[], list[dist.Work | None]], repeats: int = 5) -> f
         dist.barrier()
         spent.append(time.perf_counter() - began)
     return median(spent[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

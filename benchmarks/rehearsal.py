@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.contender import MOMENT
 from benchmarks.rehearsal_table import ALONE, write_results
+from benchmarks.slices import Slices, sliced_card
 
 from stagewright.cluster import Cluster, Link, find_cluster
 from stagewright.errors import FileError, RunError, StagewrightError, UsageError
@@ -41,10 +42,9 @@ from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_longer
 from stagewright.record import Record
 from stagewright.rehearsal import EmulatedHosts, emulated_hosts
-from stagewright.rehearsal.forks import wait_for_all, workers_in_hosts
 from stagewright.rehearsal.measuring import measure_hosts
-from stagewright.rehearsal.slices import Slices, slice_cluster, sliced_card
-from stagewright.runtime.hosts import PORT
+from stagewright.rehearsal.slices import slice_cluster
+from stagewright.runtime.launch import PORT, seats_in, wait_for_workers, workers
 from stagewright.scheduling import make_schedule
 from stagewright.schema import check_head, read_plain
 from stagewright.simulation import simulate
@@ -230,6 +230,12 @@ class Contender:
             os.kill(worker.pid, number)
 
 
+def running_in(folder: Path, hosts: EmulatedHosts | Slices, used: Sequence[int], port: int = PORT) -> Any:
+    """Runs what FOLDER/contender.json says in the used hosts while the context lasts."""
+    command = [sys.executable, "-m", CONTENDER, str(folder)]
+    return workers(command, seats_in(hosts, used, port), folder / "logs", {"OMP_NUM_THREADS": "1"})
+
+
 @contextmanager
 def started(spec: Spec, hosts: EmulatedHosts | Slices, folder: Path, number: int) -> Iterator[Contender]:
     """A contender that has taken its first steps, until the context ends."""
@@ -243,8 +249,8 @@ def started(spec: Spec, hosts: EmulatedHosts | Slices, folder: Path, number: int
     where = Slices(1, {}) if spec.get("is_outside") else hosts
     file = os.open(pipe, os.O_RDWR)
     try:
-        with workers_in_hosts(CONTENDER, folder, where, used=used, port=PORT + 1 + number) as workers:
-            yield Contender(told, workers, file)
+        with running_in(folder, where, used, PORT + 1 + number) as running:
+            yield Contender(told, running, file)
     finally:
         os.close(file)
 
@@ -361,8 +367,9 @@ def core_share(cluster: Cluster) -> float:
 def measured(case: Case, hosts: EmulatedHosts | Slices, folder: Path) -> tuple[Profile, Cluster]:
     """The profile and the cluster as the hosts showed them."""
     profile, cluster = measure_hosts(
-        case.hosts(), hosts, folder / "measured", model=case.model, options=case.options, batch_sizes=case.batch_sizes
-    )
+        case.hosts(), hosts, folder / "measured", model=case.model, options=case.options, batch_sizes=case.batch_sizes,
+        device=hosts.device if isinstance(hosts, Slices) else "cpu",
+    )  # fmt: skip
     if isinstance(hosts, Slices):
         cluster = with_all_at_once(cluster, hosts, folder / "links")
     profile.save(folder / "profile.json")
@@ -377,10 +384,10 @@ def with_all_at_once(cluster: Cluster, slices: Slices, folder: Path) -> Cluster:
     """
     folder.mkdir(parents=True, exist_ok=True)
     every = range(len(cluster.hosts))
-    told = {"kind": "links", "device": "cuda" if slices.uses_card else "cpu", "threads": 1, "num_bytes": 16 << 20}
+    told = {"kind": "links", "device": slices.device, "threads": 1, "num_bytes": 16 << 20}
     (folder / "contender.json").write_text(json.dumps(told), encoding="utf-8")
-    with workers_in_hosts(CONTENDER, folder, slices, used=every) as workers:
-        wait_for_all(workers, folder / "logs")
+    with running_in(folder, slices, every) as running:
+        assert not wait_for_workers(running), f"see {folder}/logs"
     seen = [json.loads((folder / f"links-{host}.json").read_text(encoding="utf-8")) for host in every]
     one, each = (median(rates[key] for rates in seen) for key in ("one", "each"))
     latency_s = 2 * cluster.links[0].latency_s

@@ -18,13 +18,13 @@ from benchmarks import rehearsal
 from benchmarks.baselines import make_rows, mean_loss
 from benchmarks.rehearsal import Case, Contender, core_share, fastest, find_plans, on_card, read_cases, run_case, title
 from benchmarks.rehearsal_table import BEGIN, END, section, write_results
+from benchmarks.slices import Slices
 
 from stagewright.cluster import DeviceId, find_cluster
 from stagewright.errors import RunError, UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import LayerProfile, Profile
-from stagewright.rehearsal.slices import Slices
 
 SUITE = Path(__file__).parents[1] / "suites" / "rehearsal.yaml"
 CASE: dict[str, Any] = {"name": "small", "model": "tiny-cnn", "batch": 16, "batch_sizes": (4, 8, 16)}

@@ -46,7 +46,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     """Runs that pretend, and tell in `begun` what they did."""
     monkeypatch.setenv("PRETEND_LOG", str(tmp_path / "begun"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "src"), str(ROOT))))
-    return Session(facts=FACTS, program=PRETEND, loads=())
+    return Session(facts=FACTS, program=PRETEND)
 
 
 def begun(folder: Path) -> list[str]:
@@ -123,7 +123,7 @@ import sys
 from pathlib import Path
 from tests.bench.test_harness import FACTS, PRETEND, Session, run_suite, tasks_of
 tasks = tasks_of("mlp", "alexnet", "resnet50", "resnet18")
-for one in run_suite("small", tasks, Path(sys.argv[1]), 5, Session(facts=FACTS, program=PRETEND, loads=())):
+for one in run_suite("small", tasks, Path(sys.argv[1]), 5, Session(facts=FACTS, program=PRETEND)):
     print(one.task.case.name, one.number, flush=True)
 """
 
@@ -187,15 +187,15 @@ def test_a_run_does_not_outlive_a_harness_that_is_killed(
     running.kill()
     running.wait(timeout=10)
 
-    assert len(family) >= 2  # the stem, the run
+    assert len(family) >= 2  # the fork server, the run
     while any(Path(f"/proc/{each}/exe").exists() for each in family):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 @pytest.mark.timeout(120)
-def test_real_runs_share_one_load_of_torch_and_every_worker_is_seen(tmp_path: Path) -> None:
-    """Two runs of two workers each, forked: torch is loaded by none of them, and each worker has figures of its own."""
+def test_real_runs_are_forked_and_every_worker_is_seen(tmp_path: Path) -> None:
+    """Two runs of two workers each: each worker has figures of its own."""
     keys = {"devices": 2, "steps": 300, "warm_up": 5}
     tasks = tasks_of("mlp", **keys)
 
@@ -216,7 +216,7 @@ def test_results_of_another_suite_setting_machine_or_commit_are_not_added_to(tmp
 
     def told(suite: str = "small", facts: dict[str, str] = FACTS, **keys: Any) -> str:
         with pytest.raises(UsageError) as caught:
-            list(run_suite(suite, tasks_of("mlp", **keys), out, 1, Session(facts=facts, program=PRETEND, loads=())))
+            list(run_suite(suite, tasks_of("mlp", **keys), out, 1, Session(facts=facts, program=PRETEND)))
         return caught.value.what
 
     assert told("large").endswith("holds results of the suite small, not of large")

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from stagewright.errors import UsageError
-from stagewright.rehearsal import emulated_hosts
+from stagewright.rehearsal import EmulatedHosts, emulated_hosts
 from stagewright.rehearsal.cores import groups, limits
 from stagewright.rehearsal.hosts import namespace
 from stagewright.rehearsal.leftovers import LOCKS, clean_up, namespaces, prefix
@@ -56,10 +57,11 @@ print(25e6 / (time.perf_counter() - started))
 """
 HOLD = """
 import subprocess, sys, time
+from functools import partial
 from stagewright.rehearsal import emulated_hosts
 from tests.rehearsal.clusters import star
 with emulated_hosts(star(1e7, 1e7, shares=(0.25, None))) as hosts:
-    inside = [subprocess.Popen(hosts.reach(host, ["sleep", "600"])) for host in (0, 1)]
+    inside = [subprocess.Popen(["sleep", "600"], preexec_fn=partial(hosts.enter, host)) for host in (0, 1)]
     print(hosts.key, flush=True)
     time.sleep(600)
 """
@@ -68,11 +70,10 @@ with emulated_hosts(star(1e7, 1e7, shares=(0.25, None))) as hosts:
 @needs_root
 def test_hosts_reach_one_another_by_their_own_addresses() -> None:
     with emulated_hosts(star(1e7, 1e7)) as hosts:
-        server = subprocess.Popen(hosts.reach(1, [sys.executable, "-c", SERVE]), stdout=subprocess.PIPE, text=True)
+        server = start_in(hosts, 1, sys.executable, "-c", SERVE)
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        asked = hosts.reach(0, [sys.executable, "-c", ASK, hosts.addresses[1]])
-        seen = subprocess.run(asked, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
+        seen = start_in(hosts, 0, sys.executable, "-c", ASK, hosts.addresses[1]).communicate(timeout=WAIT_S)[0]
         server.wait(WAIT_S)
         server.stdout.close()
     assert seen.strip() == hosts.addresses[0]
@@ -92,11 +93,11 @@ def test_both_directions_of_every_link_are_limited() -> None:
 def test_a_share_of_the_cpu_holds_for_what_runs_in_the_host() -> None:
     with emulated_hosts(star(1e7, 1e7, shares=(0.25, None))) as hosts:
         here = Path(hosts.groups[0])
-        inside = subprocess.Popen(hosts.reach(0, ["sleep", "600"]))
+        inside = start_in(hosts, 0, "sleep", "600")
         wait_until(lambda: str(inside.pid) in (here / "cgroup.procs").read_text().split())
         files = ("cpu.max",) if (here / "cpu.max").exists() else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         figures = " ".join((here / name).read_text().strip() for name in files)
-    inside.wait(WAIT_S)
+    inside.communicate(timeout=WAIT_S)
     assert figures == "5000 20000"
 
 
@@ -106,12 +107,12 @@ def test_hosts_without_a_share_are_in_one_group_without_a_quota() -> None:
     with emulated_hosts(star(1e7, 1e7, 1e7, shares=(0.25, None, None))) as hosts:
         common = Path(hosts.groups[1])
         assert hosts.groups[2] == hosts.groups[1] != hosts.groups[0]
-        inside = [subprocess.Popen(hosts.reach(host, ["sleep", "600"])) for host in (1, 2)]
+        inside = [start_in(hosts, host, "sleep", "600") for host in (1, 2)]
         wait_until(lambda: {str(one.pid) for one in inside} <= set((common / "cgroup.procs").read_text().split()))
         name = "cpu.max" if (common / "cpu.max").exists() else "cpu.cfs_quota_us"
         quota = (common / name).read_text().split()[0]
     for one in inside:
-        one.wait(WAIT_S)
+        one.communicate(timeout=WAIT_S)
     assert quota in ("max", "-1")
     assert not common.exists()
 
@@ -207,14 +208,20 @@ def test_a_rate_is_what_sockets_see() -> None:
     rates: list[float] = []
     with emulated_hosts(star(12.5e6, 12.5e6)) as hosts:
         while len(rates) < 8 and max(rates, default=0.0) < 0.85 * 12.5e6:
-            server = subprocess.Popen(hosts.reach(1, [sys.executable, "-c", SINK]), stdout=subprocess.PIPE, text=True)
+            server = start_in(hosts, 1, sys.executable, "-c", SINK)
             assert server.stdout is not None
             server.stdout.readline()
-            command = hosts.reach(0, [sys.executable, "-c", SOURCE, hosts.addresses[1]])
-            rates.append(float(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout))
+            source = start_in(hosts, 0, sys.executable, "-c", SOURCE, hosts.addresses[1])
+            rates.append(float(source.communicate(timeout=60)[0]))
             server.wait(WAIT_S)
             server.stdout.close()
     assert 0.85 * 12.5e6 < max(rates) < 1.02 * 12.5e6
+
+
+def start_in(hosts: EmulatedHosts, host: int, *command: str) -> subprocess.Popen[str]:
+    """Starts a command in a host."""
+    enter = partial(hosts.enter, host)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
 
 
 def start_holder() -> tuple[subprocess.Popen[str], str]:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from stagewright.runtime import common_memory
-from stagewright.runtime.all_reduce import AllReduce, CollectiveAllReduce, CommonAllReduce, make_all_reduce
+from stagewright.runtime.all_reduce import AllReduce, CollectiveAllReduce, make_all_reduce
+from stagewright.runtime.common_memory import CommonAllReduce
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import World, open_world
 

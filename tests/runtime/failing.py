@@ -14,7 +14,6 @@ from torch import Tensor
 from stagewright.errors import StagewrightError
 from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stem import Stem
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
 from stagewright.training.recipes import Recipe
@@ -66,8 +65,8 @@ def harm(how: str, inputs: Tensor) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(how: str, folder: str, stem: Stem | None = None) -> None:
-    """Trains on four workers, 3-1, forked of a stem that others use too."""
+def main(how: str, folder: str) -> None:
+    """Trains on four workers, 3-1."""
     layered = layered_tower(torch.float32)
     plan: Plan = plan_of(Case("3-1", batch=BATCH), layered.names)
     settings = Settings(timeout_s=5.0, threads=1, on_nan="skip" if how == "skip" else "stop")
@@ -79,7 +78,6 @@ def main(how: str, folder: str, stem: Stem | None = None) -> None:
     record = train(
         make_schedule(plan, agree=settings.agrees), layered, data=rows(how), recipe=Recipe(learning_rate=0.1), job=job,
         settings=settings, folder=Path(folder), command=[sys.executable, "-m", "tests.runtime.failing", how, folder],
-        stem=stem,
     )  # fmt: skip
     print(f"done {len(record.step_s)}")
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 from collections.abc import Mapping
 from contextlib import chdir
-from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
-from stagewright.runtime.agent import run_agent
-from stagewright.runtime.stem import Stem
+from stagewright.runtime.launch import seats_here, wait_for_workers, workers
+from stagewright.runtime.process import server_pid
 
 ROOT = Path(__file__).parents[2]
-
-
-@cache
-def stem() -> Stem:
-    """The stem that all tests have in common, which loads torch once."""
-    made = Stem()
-    atexit.register(made.close)
-    return made
 
 
 def run_workers(
@@ -32,16 +22,24 @@ def run_workers(
     command = [sys.executable, "-m", module, *arguments]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1", **(extra or {})}
     with TemporaryDirectory() as folder, chdir(ROOT):
-        failed = run_agent(stem(), command, size, Path(folder), environment, timeout_s)
+        failed = run_here(command, size, Path(folder), environment, timeout_s)
         said = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("worker-*.log")))
     assert not failed, f"{failed}\n{said[-3000:]}"
     return CompletedProcess(command, 0, said, "")
 
 
-def forks_of_the_stem() -> list[int]:
+def run_here(
+    command: list[str], size: int, logs: Path, environment: Mapping[str, str], timeout_s: float
+) -> dict[int, int]:
+    """Runs a command as so many workers; the exit status of those that failed."""
+    with workers(command, seats_here(size, str(logs / "store")), logs, environment, timeout_s) as started:
+        return wait_for_workers(started, timeout_s)
+
+
+def forked() -> list[int]:
     """The workers that are there."""
     stats = (entry / "stat" for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return [int(path.parent.name) for path in stats if parent_in(path) == stem().process]
+    return [int(path.parent.name) for path in stats if parent_in(path) == server_pid()]
 
 
 def parent_in(stat: Path) -> int | None:

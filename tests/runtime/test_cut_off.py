@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,21 @@ pytestmark = [
 def start(hosts: EmulatedHosts, host: int, folder: Path, placement: str, log: Path) -> subprocess.Popen[bytes]:
     """Starts torchrun with two workers in a host; which interface to use it is not told."""
     agent = ["--nnodes=2", f"--node-rank={host}", "--nproc-per-node=2", f"--master-addr={hosts.addresses[0]}"]
-    words = [*hosts.launcher, *agent, "--master-port=29500", *TRAIN, "-o", str(folder), *placement.split()]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *agent,
+        "--master-port=29500",
+        *TRAIN,
+        "-o",
+        str(folder),
+        *placement.split(),
+    ]
     with log.open("wb") as file:
-        return subprocess.Popen(hosts.reach(host, words), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, preexec_fn=partial(hosts.enter, host)
+        )
 
 
 def workers_in(hosts: EmulatedHosts, host: int) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 
 from stagewright.errors import RunError
 from tests.runtime.failing import harm, main
-from tests.runtime.running import ROOT, forks_of_the_stem, stem
+from tests.runtime.running import ROOT, forked
 
 SAYS = {
     "kill": "worker 3 (stage 1, device 0:3) stopped with signal 9 at F1.0 of batch 5, microbatch 0",
@@ -57,10 +57,10 @@ def test_harm_to_one_worker_ends_all_with_the_first_cause(tmp_path: Path) -> Non
 def test_every_harm_names_who_came_to_it_and_where(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(RunError) as ended:
-        main(how, str(tmp_path), stem())
+        main(how, str(tmp_path))
     assert SAYS[how] in str(ended.value)
     assert "Traceback" not in str(ended.value)
-    assert forks_of_the_stem() == []
+    assert forked() == []
 
 
 TELLS = {
@@ -80,7 +80,7 @@ def test_what_the_users_own_code_raises_is_told_with_its_line(
     """Whatever words are in it, and however the other workers end."""
     monkeypatch.chdir(ROOT)
     with pytest.raises(RunError) as ended:
-        main(how, str(tmp_path), stem())
+        main(how, str(tmp_path))
     said = str(ended.value).splitlines()
     assert said[0].startswith("worker 3 (stage 1, device 0:3) failed")
     file, number = inspect.getsourcefile(harm), line_of("raise RAISED[how]")
@@ -91,7 +91,7 @@ def test_what_the_users_own_code_raises_is_told_with_its_line(
 def test_a_worker_that_ends_without_a_word_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(RunError) as ended:
-        main("silent", str(tmp_path), stem())
+        main("silent", str(tmp_path))
     assert "worker 3 (stage 1, device 0:3) failed with exit status 3 at F1.0 of batch 5" in str(ended.value)
 
 
@@ -101,7 +101,7 @@ def test_the_same_fault_three_times_in_a_row_is_the_programs(
 ) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(RunError) as ended:
-        main("again", str(tmp_path), stem())
+        main("again", str(tmp_path))
     restarts = [line for line in capsys.readouterr().out.splitlines() if line.startswith("restart: ")]
     assert len(restarts) == 2, "nine were allowed"
     cause = "worker 3 (stage 1, device 0:3) failed at F1.0 of batch 5, microbatch 0: ValueError: row 7 has no label ("
@@ -132,8 +132,8 @@ def test_a_run_goes_on_and_says_how(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    main(how, str(tmp_path), stem())
+    main(how, str(tmp_path))
     said = capsys.readouterr().out
     assert GOES_ON[how] in said
     assert "done" in said
-    assert forks_of_the_stem() == []
+    assert forked() == []

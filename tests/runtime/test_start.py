@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.errors import RunError
-from stagewright.runtime.agent import STORE
+from stagewright.runtime.launch import STORE
 from stagewright.runtime.meeting import meet
 from tests.runtime.running import run_workers
 

@@ -15,8 +15,7 @@ from torch.distributed import HashStore
 
 from stagewright.runtime.flight import STOP_FILE
 from stagewright.runtime.stopping import Gate, Stopper
-from stagewright.runtime.words import Words
-from stagewright.runtime.world import World
+from stagewright.runtime.world import Words, World
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, plan_of
 

@@ -17,7 +17,6 @@ from stagewright.cluster import parse_placement
 from stagewright.data.opening import open_dataset
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.stem import Stem
 from stagewright.training.data import DataFeed
 from stagewright.training.job import Job
 from tests.training.images import SIZE, numbers_of
@@ -53,14 +52,14 @@ def make_plan(layers: tuple[str, ...]) -> Plan:
     return Plan(model="tiny-cnn", stages=stages, batch=BATCH, num_microbatches=2)
 
 
-def main(folder: str, data: str, first: str, steps: str, stem: Stem | None = None) -> None:
+def main(folder: str, data: str, first: str, steps: str) -> None:
     dataset = open_dataset(data)
     model = build_model("tiny-cnn", num_classes=dataset.num_classes, image_size=SIZE)
     job = Job(steps=int(steps), first_step=int(first), log_every=1, warm_up=0, steps_per_epoch=len(dataset) // BATCH)
     feed = RecordingFeed(dataset, size=SIZE, seed=5)
     command = [sys.executable, "-m", "tests.training.recorded", folder, data, first, steps]
     schedule = sw.make_schedule(make_plan(model.names))
-    sw.train(schedule, model, data=feed, job=job, folder=folder, command=command, stem=stem)
+    sw.train(schedule, model, data=feed, job=job, folder=folder, command=command)
 
 
 if __name__ == "__main__":

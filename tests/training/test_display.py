@@ -13,7 +13,6 @@ from stagewright.cluster import parse_placement
 from stagewright.errors import RunError
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stem import Stem
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
 from stagewright.training.restarting import Starter, start_workers, tell
@@ -33,9 +32,7 @@ def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(tmp_pa
     schedule = make_schedule(Plan(model="any", stages=(stage,), batch=2))
     job, said = Job(steps=5, checkpoint_every=1, max_restarts=2, resume="auto"), io.StringIO()
     with pytest.raises(RunError, match="worker 1 is gone"):
-        start_workers(
-            schedule, job, tmp_path, Console(file=said, width=200), Failing(Settings(), None, None, 1, Stem())
-        )
+        start_workers(schedule, job, tmp_path, Console(file=said, width=200), Failing(Settings(), None, None, 1))
     assert said.getvalue().splitlines() == [
         "numbers: start 1",
         "restart: worker 1 is gone; starting again (1 of 2)",

@@ -15,7 +15,6 @@ import pytest
 
 from stagewright.cli import main
 from stagewright.training.events import read_events
-from tests.runtime.running import stem
 from tests.training.images import write_numbered
 from tests.training.recorded import BATCH
 from tests.training.recorded import main as train_recorded
@@ -79,7 +78,7 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     with pytest.MonkeyPatch.context() as patch, chdir(ROOT):
         patch.setenv("SEEN", str(folder / "resumed"))
         (folder / "resumed").mkdir()
-        train_recorded(str(folder / "resumed"), str(data), str(step), str(PER_EPOCH), stem())
+        train_recorded(str(folder / "resumed"), str(data), str(step), str(PER_EPOCH))
     return folder / "killed", folder / "resumed", step
 
 

@@ -18,7 +18,6 @@ from stagewright.bench.shelf import Place, begin, locked, pack
 from stagewright.bench.task import Task
 from stagewright.record import Record
 from stagewright.report.cases import FAILURE_END, RECORD_END, Failure
-from stagewright.runtime.stem import Stem
 
 
 class Progress(NamedTuple):
@@ -38,7 +37,7 @@ def run_suite(
     suite: str, tasks: Sequence[Task], folder: Path, repetitions: int, session: Session, *, retry: bool = False
 ) -> Iterator[Progress]:
     """Runs what is left of a suite, with `retry` also what failed, and tells of every run as it ends."""
-    with locked(folder), Stem(session.loads, gives_stems=True) as stem:
+    with locked(folder):
         begin(folder, suite, tasks, repetitions, session.facts)
         clock = _Clock(tasks, folder, repetitions)
         for place in clock.places() if retry else ():
@@ -48,7 +47,7 @@ def run_suite(
                 place = Place(folder, task.case.name, number)
                 if _is_due(task, place):
                     started = time.monotonic()
-                    result = run_once(task, place, session, stem)
+                    result = run_once(task, place, session)
                     yield clock.told(task, number, result, time.monotonic() - started)
         for task in tasks:
             pack(folder, task.case.name)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
-import signal
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from stagewright.bench.shelf import Place
@@ -21,7 +18,7 @@ from stagewright.errors import StagewrightError
 from stagewright.record import DeviceUse, Record
 from stagewright.report.cases import Failure
 from stagewright.report.figures import size
-from stagewright.runtime.stem import Stem, StemGoneError
+from stagewright.runtime.process import check_server, start_process
 from stagewright.schema import dump_json
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Setting
@@ -30,14 +27,6 @@ _PATIENCE_S = 10.0
 """How long a run that is told to end may take to do so."""
 _LONGEST_REASON = 600
 DOES_NOT_FIT = "does not fit"
-_LAUNCHER = (
-    "torch._dynamo",
-    "stagewright.runtime.checkpoint",
-    "stagewright.cli.train",
-    "stagewright.training.command",
-    "stagewright.runtime.agent",
-)
-"""What a run loads sooner or later, and its workers: loaded once for all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +36,9 @@ class Session:
     facts: Mapping[str, str]
     num_cards: int = 0
     program: tuple[str, ...] = (sys.executable, "-m", "stagewright")
-    loads: tuple[str, ...] = _LAUNCHER
 
 
-def run_once(task: Task, place: Place, session: Session, stem: Stem) -> Record | Failure:
+def run_once(task: Task, place: Place, session: Session) -> Record | Failure:
     """Runs a repetition and counts it; the result."""
     run = place.clear()
     facts = {**session.facts, "command": task.command}
@@ -61,7 +49,7 @@ def run_once(task: Task, place: Place, session: Session, stem: Stem) -> Record |
         elif task.mode == "simulate":
             result = _simulate(task, place, session)
         else:
-            result = _run_process(task, place, run, session, stem)
+            result = _run_process(task, place, run, session)
     except StagewrightError as fault:
         result = _failure(task, f"{fault.what}: {fault.todo}" if fault.todo else fault.what)
     place.keep(result)
@@ -109,16 +97,14 @@ def _overflows(record: Record, cluster: Cluster) -> tuple[str, ...]:
     return (f"{DOES_NOT_FIT}: {size(fullest.peak_bytes)} on {fullest.device}, which has {size(room)}",)
 
 
-def _run_process(task: Task, place: Place, run: Path, session: Session, stem: Stem) -> Record | Failure:
+def _run_process(task: Task, place: Place, run: Path, session: Session) -> Record | Failure:
     """The case as a process of its own, watched from outside while it runs; none outlives who started it."""
     words, log = [*session.program, *task.words, "-o", str(run), "--json"], place.path(".log")
     log.write_text(f"$ {task.command}\n", encoding="utf-8")
-    try:
-        process = _Process(stem, words, log)
-        with Watch(_look_of(task, process.pid, session)) as watch:
-            status = _ended(process, task.case.limit_s)
-    except StemGoneError as fault:
-        return _failure(task, str(fault))
+    process = start_process("run", words, os.environ, log)
+    with Watch(_look_of(task, process.pid or 0, session)) as watch:
+        status = _ended(process, task.case.limit_s)
+    check_server([process])
     place.path(".samples.csv").write_text(watch.table(), encoding="utf-8")
     saved = run / "record.json"
     if status == 0 and saved.exists():
@@ -127,49 +113,23 @@ def _run_process(task: Task, place: Place, run: Path, session: Session, stem: St
     return _failure(task, _reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
 
 
-class _Process:
-    """A command that runs, forked of a stem, its output added to a log."""
-
-    def __init__(self, stem: Stem, words: Sequence[str], log: Path) -> None:
-        stem.fork(0, words, os.environ, log, log)
-        self._stem = stem
-        self._status: int | None = None
-        self.pid = next(said["process"] for said in self._told(math.inf))
-
-    def wait(self, limit_s: float) -> int | None:
-        """Its exit status, or None where it has not ended by then."""
-        own = (said["status"] for said in self._told(limit_s) if said["process"] == self.pid and "status" in said)
-        self._status = next(own, None) if self._status is None else self._status
-        return self._status
-
-    def send(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def _told(self, limit_s: float) -> Iterator[dict[str, int]]:
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            yield from self._stem.hear(min(1.0, deadline - time.monotonic()))
-
-
 def _look_of(task: Task, process: int, session: Session) -> Look:
     """Cards where the case uses them, else its worker processes."""
     uses_cards = session.num_cards > 0 and task.case.device != "cpu" and task.mode == "train"
     return look_at_cards() if uses_cards else look_at_workers(process, alone=task.num_workers == 1)
 
 
-def _ended(process: _Process, limit_s: float) -> int | None:
+def _ended(process: BaseProcess, limit_s: float) -> int | None:
     """The exit status; None for a run that was ended because it took too long."""
     status = None
     try:
-        status = process.wait(limit_s)
+        process.join(limit_s)
+        status = process.exitcode
     finally:
-        if status is None:
-            process.send(signal.SIGTERM)
-            if process.wait(_PATIENCE_S) is None:
-                process.send(signal.SIGKILL)
-                process.wait(_PATIENCE_S)
+        for end in (process.terminate, process.kill):
+            if process.exitcode is None:
+                end()
+                process.join(_PATIENCE_S)
     return status
 
 

@@ -173,9 +173,9 @@ def descendants(parent: int) -> list[int]:
 
 
 def _rank_of(process: int) -> int | None:
-    """The rank that a launcher gave a process; forks of a stem have it in their names, and that stem's variables."""
+    """The rank that a launcher gave a process; forks have it in their names."""
     name, _, rank = _read(Path(f"/proc/{process}/comm")).strip().partition("-")
-    if name in ("worker", "stem"):
+    if name == "worker":
         return int(rank) if rank.isdecimal() else None
     variables = _read(Path(f"/proc/{process}/environ")).split("\0")
     ranks = [text.removeprefix("RANK=") for text in variables if text.startswith("RANK=")]

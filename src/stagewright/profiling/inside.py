@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,7 @@ def _save_profile(path: Path, asked: Mapping[str, Any]) -> None:
     model = build_model(asked["model"], device=asked["device"], **asked["options"])
     made = make_profile(model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"])
     made.save(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

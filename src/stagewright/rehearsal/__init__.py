@@ -3,7 +3,7 @@
 hosts       namespaces, bridge, limits        wiring      what a cluster gives each host
 cores       shares of the CPU                 leftovers   what killed rehearsals left
 measuring   profiles and links inside them    slices      one card cut into several
-forks       a worker in every host            tools       ip and tc
+tools       ip and tc
 """
 
 from stagewright.rehearsal.hosts import EmulatedHosts, emulated_hosts

@@ -19,15 +19,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stagewright.errors import RunError
-from stagewright.runtime.stem import follow_parent
+from stagewright.runtime.process import follow_parent
 
 _PERIOD_US = 20_000
 """Short, so that a worker never stands still for long; the quota must stay at or above the kernel's 1 ms."""
 _FEWEST_US = 1_000
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 _SPIN = "while True: pass"
-_LEAVE_S = 5.0
-"""How long a control group's killed processes may take to be gone."""
+LEAVE_S = 5.0
+"""How long killed processes may take to be gone."""
 
 
 def root() -> tuple[Path, bool]:
@@ -108,7 +108,7 @@ def groups(prefix: str) -> list[Path]:
 
 def remove_group(folder: Path) -> None:
     """Ends what still runs in a control group, and removes it."""
-    until = time.monotonic() + _LEAVE_S
+    until = time.monotonic() + LEAVE_S
     while folder.is_dir():
         for word in (folder / "cgroup.procs").read_text().split():
             end(int(word))

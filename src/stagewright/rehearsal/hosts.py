@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import ClassVar
 
 from stagewright.cluster import Cluster
 from stagewright.plan import Plan
@@ -48,7 +47,7 @@ _QUEUE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class EmulatedHosts:
-    """Hosts that run, and how to start a command in one of them."""
+    """Hosts that run, and how a process gets into one of them."""
 
     key: str
     wirings: tuple[Wiring, ...]
@@ -58,35 +57,20 @@ class EmulatedHosts:
     """Whether the latencies are emulated: the kernel may lack netem."""
     cpus: tuple[int, ...] = ()
     """The cores that all hosts share; none given, all that this process may use."""
-    uses_card: ClassVar[bool] = False
-
-    @property
-    def launcher(self) -> tuple[str, ...]:
-        """torchrun, of the very Python that runs here."""
-        return sys.executable, "-m", "torch.distributed.run"
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """For each host its address."""
         return tuple(_address(number) for number in range(len(self.wirings)))
 
-    def workers(self, plan: Plan) -> tuple[int, ...]:
-        """One worker a host; a plan for slices of one card has a host for each of its workers too."""
-        if {id.host for id in plan.devices} == {0} and len(plan.devices) > 1:
-            return (1,) * len(plan.devices)
-        return plan.host_workers(len(self.wirings))
-
-    def reach(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command, run inside a host."""
-        group = self.groups[host]
-        confine = ["taskset", "--cpu-list", ",".join(map(str, self.cpus))] if self.cpus else []
-        enter = [*confine, "ip", "netns", "exec", namespace(self.key, host)]
-        if not group:
-            return [*enter, *command]
-        return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', group, *enter, *command]
+    def used(self, plan: Plan) -> list[int]:
+        """For each worker its host; a plan for slices of one card has a host for each of its workers too."""
+        if {id.host for id in plan.devices} == {0}:
+            return list(range(len(plan.devices)))
+        return [id.host for id in plan.devices]
 
     def enter(self, host: int) -> None:
-        """Moves this process into a host, as `reach` does with a command."""
+        """Moves this process into a host."""
         if self.groups[host]:
             Path(self.groups[host], "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
         if self.cpus:

@@ -13,14 +13,12 @@ import secrets
 import time
 from pathlib import Path
 
-from stagewright.rehearsal.cores import end, groups, remove_group
+from stagewright.rehearsal.cores import LEAVE_S, end, groups, remove_group
 from stagewright.rehearsal.tools import call
 
 LOCKS = Path("/run/lock/stagewright")
 _GATE = "gate"
 _PREFIX = "stagewright-"
-_LEAVE_S = 5.0
-"""How long a namespace's killed processes may take to be gone."""
 
 
 class _Mark:
@@ -104,7 +102,7 @@ def remove(key: str) -> None:
 
 def _empty(namespace: str) -> None:
     """Ends the processes in a namespace."""
-    until = time.monotonic() + _LEAVE_S
+    until = time.monotonic() + LEAVE_S
     while (running := call("ip", "netns", "pids", namespace).split()) and time.monotonic() < until:
         for word in running:
             end(int(word))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,49 +11,53 @@ from statistics import median
 from typing import Any
 
 from stagewright.cluster import Cluster, Host
+from stagewright.errors import RunError
 from stagewright.profile import Profile
 from stagewright.profiling.detect import num_cores
 from stagewright.profiling.links import Pair, with_pairs
 from stagewright.profiling.measured import layers_against_model
-from stagewright.rehearsal.forks import wait_for_all, workers_in_hosts
-from stagewright.rehearsal.hosts import EmulatedHosts
-from stagewright.rehearsal.slices import Slices
+from stagewright.runtime.launch import Hosts, seats_in, wait_for_workers, workers
+from stagewright.runtime.run_folder import LOGS
 
 _REPEATS = 4
 """How often each host times the layers and the model in one piece."""
 
 
 def measure_hosts(
-    cluster: Cluster, hosts: EmulatedHosts | Slices, folder: Path, *, model: str, options: Mapping[str, Any],
-    batch_sizes: Sequence[int], threads: int = 1,
+    cluster: Cluster, hosts: Hosts, folder: Path, *, model: str, options: Mapping[str, Any],
+    batch_sizes: Sequence[int], threads: int = 1, device: str = "cpu",
 ) -> tuple[Profile, Cluster]:  # fmt: skip
     """The model's profile on the first host's device, and the cluster with what its hosts and links showed."""
     folder.mkdir(parents=True, exist_ok=True)
-    every, profiled = range(len(cluster.hosts)), _profiled(cluster, hosts, threads)
+    every, profiled = range(len(cluster.hosts)), _profiled(cluster, device, threads)
     asked = {
         "model": model, "options": dict(options), "batch_sizes": list(batch_sizes), "threads": threads,
-        "profiled": profiled, "repeats": _REPEATS, "device": "cuda" if hosts.uses_card else "cpu",
+        "profiled": profiled, "repeats": _REPEATS, "device": device,
         "bytes_per_s": min(link.bytes_per_s for link in cluster.links),
     }  # fmt: skip
     (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
-    with workers_in_hosts("stagewright.profiling.inside", folder, hosts, used=every) as workers:
-        wait_for_all(workers, folder / "logs")
+    command = [sys.executable, "-m", "stagewright.profiling.inside", str(folder)]
+    with workers(command, seats_in(hosts, every), folder / LOGS, {"OMP_NUM_THREADS": "1"}) as started:
+        failed = wait_for_workers(started)
+    for host, status in failed.items():
+        said = (folder / LOGS / f"worker-{host}.log").read_text(errors="replace").strip().splitlines()[-3:]
+        raise RunError(f"measuring failed on host {host} of {len(every)} with status {status}", "\n".join(said))
     told = [json.loads((folder / f"inside-{host}.json").read_text(encoding="utf-8")) for host in every]
     pairs = {(first, second): Pair(rate, latency) for each in told for first, second, rate, latency in each["pairs"]}
     found = with_pairs(cluster, pairs, "between emulated hosts")
-    if not hosts.uses_card:
+    if device == "cpu":
         found = _with_cores(found, [each["core_s_per_byte"] for each in told], threads)
     profile = average([Profile.load(folder / f"inside-{host}.profile.json") for host in profiled])
     # A slice is not the card that it is cut from.
     return replace(profile, device=cluster.hosts[0].devices[0].kind), found
 
 
-def _profiled(cluster: Cluster, hosts: EmulatedHosts | Slices, threads: int) -> list[int]:
+def _profiled(cluster: Cluster, device: str, threads: int) -> list[int]:
     """The hosts that time the layers: those with the first one's share, as many at once as the cores suffice for."""
     share = cluster.hosts[0].cpu_share
     alike = [number for number, host in enumerate(cluster.hosts) if host.cpu_share == share]
     # Slices of a card share its memory, as they will in a run.
-    return alike if share is not None or hosts.uses_card else alike[: max(1, int(_num_cores(cluster) / threads))]
+    return alike if share is not None or device != "cpu" else alike[: max(1, int(_num_cores(cluster) / threads))]
 
 
 def _num_cores(cluster: Cluster) -> float:

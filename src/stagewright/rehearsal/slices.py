@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 
 import torch
 
 from stagewright.cluster import Cluster, Device, Host, Link
 from stagewright.errors import UsageError
-from stagewright.plan import Plan
 from stagewright.rehearsal.hosts import EmulatedHosts, emulated_hosts
-from stagewright.runtime.common_memory import APART
-from stagewright.runtime.meeting import LOOPBACK
-from stagewright.runtime.mps import CONTROL, shared_cards
+from stagewright.runtime.mps import CONTROL
 
 _MOST_SLICES = 48
 """As many as MPS lets share a card."""
@@ -26,47 +20,6 @@ _SLICE = "slice"
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _LOOPBACK_BYTES_PER_S = 1e9
 """About what one of several workers moves over loopback; what it really is gets measured."""
-
-
-@dataclass(frozen=True)
-class Slices:
-    """Workers that share one card and talk over loopback, as hosts of one worker each."""
-
-    number: int
-    shared: Mapping[str, str]
-    """What makes them slices; nothing for workers on the CPU."""
-
-    @property
-    def uses_card(self) -> bool:
-        return bool(self.shared)
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        return (LOOPBACK,) * self.number
-
-    @property
-    def launcher(self) -> Sequence[str]:
-        return sys.executable, "-m", "torch.distributed.run"
-
-    def workers(self, plan: Plan) -> Sequence[int]:
-        return (1,) * len(plan.devices)
-
-    def reach(self, host: int, command: Sequence[str]) -> list[str]:
-        return list(command)
-
-    def enter(self, host: int) -> None:
-        """Stays where it is: slices are all here."""
-
-    def environment(self) -> Mapping[str, str]:
-        return {"GLOO_SOCKET_IFNAME": "lo", APART: "1", **self.shared}
-
-
-@contextmanager
-def sliced_card(slices: int) -> Iterator[Slices]:
-    """A card that is cut into slices meanwhile."""
-    check_card(slices)
-    with shared_cards(slices, "nccl") as shared:
-        yield Slices(slices, shared)
 
 
 def check_card(slices: int) -> None:

@@ -1,18 +1,11 @@
 """Adding up one tensor over the replicas of a stage, in the background.
 
-    replicas on                       add up
-    cards of their own                by NCCL
-    CPUs of several hosts             by gloo
-    CPUs of one host                  in memory that they have in common: nothing travels
-    a card that they share            by their hosts, so that no multiprocessor is kept from computing: in common
-                                      memory, or by gloo where they stand for several hosts
-
-In common memory each replica adds up one part of all rows:
-
-    replica 0   a0 b0 c0           a0+a1+a2 ·        ·
-    replica 1   a1 b1 c1   ──▶     ·        b0+b1+b2 ·        ──▶   the sum, copied
-    replica 2   a2 b2 c2           ·        ·        c0+c1+c2       by all
-              all are there              all have added
+replicas on                       add up
+cards of their own                by NCCL
+CPUs of several hosts             by gloo
+CPUs of one host                  in memory that they have in common: nothing travels
+a card that they share            by their hosts, so that no multiprocessor is kept from computing: in common
+                                  memory, or by gloo where they stand for several hosts
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.errors import RunError
-from stagewright.runtime.common_memory import common_rows, is_common, pin, unpin
+from stagewright.runtime.common_memory import Common, CommonAllReduce, is_common, pin, unpin
 from stagewright.runtime.transport.channel import BackgroundThread, Promise
 from stagewright.runtime.transport.staged import Copied, new_event, new_stream
 from stagewright.runtime.world import World
@@ -76,72 +69,8 @@ class CollectiveAllReduce:
         return None
 
 
-class _Common:
-    """One tensor of every replica, and the sum of all, in memory that they have in common."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        self._size, self._replica = dist.get_world_size(group), dist.get_rank(group)
-        rows = common_rows(self._size + 1, numel, dtype, group, self._size)
-        self._all, self.own, self.sum = rows[:-1], rows[self._replica], rows[-1]
-
-    def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
-        """Makes the sum of some numbers; every replica must have written its own, and must come."""
-        first, last = (start + (stop - start) * part // self._size for part in (self._replica, self._replica + 1))
-        _meet(group)
-        if first < last:
-            torch.sum(self._all[:, first:last], 0, out=self.sum[first:last])
-        _meet(group)
-
-
-def _meet(group: dist.ProcessGroup) -> None:
-    """Waits until all replicas are here."""
-    dist.all_reduce(torch.zeros(1), group=group)
-
-
-class CommonAllReduce:
-    """Adds up tensors of the CPUs of one host."""
-
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self._group, self._timeout_s = group, timeout_s
-        self._thread = BackgroundThread("sums")
-        self._common: dict[int, _Common] = {}
-        """By the address of a tensor."""
-
-    def memory(self, numel: int, like: Tensor) -> Tensor:
-        common = _Common(numel, like.dtype, self._group)
-        self._common[common.own.data_ptr()] = common
-        return common.own
-
-    def start(self, tensor: Tensor) -> Pending:
-        common = self._common[tensor.data_ptr()]
-
-        def add_up() -> None:
-            common.add_up(0, tensor.numel(), self._group)
-            tensor.copy_(common.sum)  # whoever comes to the next sum has copied this one
-
-        return Promise(self._thread, add_up, self._timeout_s)
-
-    def close(self) -> None:
-        self._thread.close(self._timeout_s)
-
-
-class _Mirror(Protocol):
-    """A tensor of a card in its host's memory, which is pinned."""
-
-    own: Tensor
-    """What this replica adds."""
-    sum: Tensor
-    """What it gets."""
-
-    def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
-        """Makes the sum of some numbers; every replica must have written its own, and must come."""
-
-    def close(self) -> None:
-        """Gives the memory back."""
-
-
-class _Pinned(_Common):
-    """A mirror in memory that the replicas have in common."""
+class _Pinned(Common):
+    """The memory of a card's tensor in its host, which is pinned and common to the replicas."""
 
     def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
         super().__init__(numel, dtype, group)
@@ -154,7 +83,7 @@ class _Pinned(_Common):
 
 
 class _Travelling:
-    """A mirror that hosts with nothing in common add up over their sockets."""
+    """The same where hosts have nothing in common, and add up over their sockets."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.own = self.sum = torch.zeros(numel, dtype=dtype, pin_memory=True)
@@ -164,6 +93,9 @@ class _Travelling:
 
     def close(self) -> None:
         return None
+
+
+_Mirror = _Pinned | _Travelling
 
 
 class StagedAllReduce:

@@ -1,13 +1,14 @@
-"""Memory that several workers of one host have in common.
+"""All-reduce in memory that the replicas of one host have in common: each adds up one part of all rows.
 
-    replica 0   ◀── writes its row ──┐
-    replica 1                        ├── all read all rows
-    replica 2                        │
-    the sum     ◀── a part each ─────┘
+    replica 0   a0 b0 c0           a0+a1+a2 ·        ·
+    replica 1   a1 b1 c1   ──▶     ·        b0+b1+b2 ·        ──▶   the sum, copied
+    replica 2   a2 b2 c2           ·        ·        c0+c1+c2       by all
+              all are there              all have added
 
-It has no name (memfd): it is found through /proc by those who know who made it, and is gone with the last of them,
-however they end. Workers of emulated hosts have networks of their own, and nothing in common; slices of a card that
-stand for hosts are told so.
+Measured gain (docs/results.md): 64 MB of eight workers take 22 ms, over sockets 44 ms and by NCCL 41 ms.
+
+The memory has no name (memfd): it is found through /proc by those who know who made it, and is gone with the last of
+them. Workers of emulated hosts have networks of their own, and nothing in common; slices that stand for hosts are told.
 """
 
 from __future__ import annotations
@@ -21,10 +22,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.runtime.transport.channel import BackgroundThread, Promise
 from stagewright.runtime.world import gather_json
 
 APART = "STAGEWRIGHT_APART"
 """The variable under which workers have nothing in common, wherever they run."""
+
+
+class Common:
+    """One tensor of every replica, and the sum of all, in memory that they have in common."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        self._size, self._replica = dist.get_world_size(group), dist.get_rank(group)
+        rows = _common_rows(self._size + 1, numel, dtype, group, self._size)
+        self._all, self.own, self.sum = rows[:-1], rows[self._replica], rows[-1]
+
+    def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
+        """Makes the sum of some numbers; every replica must have written its own, and must come."""
+        first, last = (start + (stop - start) * part // self._size for part in (self._replica, self._replica + 1))
+        _meet(group)
+        if first < last:
+            torch.sum(self._all[:, first:last], 0, out=self.sum[first:last])
+        _meet(group)
+
+
+def _meet(group: dist.ProcessGroup) -> None:
+    """Waits until all replicas are here."""
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+class CommonAllReduce:
+    """Adds up tensors of the CPUs of one host."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._thread = BackgroundThread("sums")
+        self._common: dict[int, Common] = {}
+        """By the address of a tensor."""
+
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        common = Common(numel, like.dtype, self._group)
+        self._common[common.own.data_ptr()] = common
+        return common.own
+
+    def start(self, tensor: Tensor) -> Promise:
+        common = self._common[tensor.data_ptr()]
+
+        def add_up() -> None:
+            common.add_up(0, tensor.numel(), self._group)
+            tensor.copy_(common.sum)  # whoever comes to the next sum has copied this one
+
+        return Promise(self._thread, add_up, self._timeout_s)
+
+    def close(self) -> None:
+        self._thread.close(self._timeout_s)
 
 
 def is_common(group: dist.ProcessGroup, size: int) -> bool:
@@ -51,7 +102,7 @@ def identity() -> str | None:
     return None
 
 
-def common_rows(num_rows: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, size: int) -> Tensor:
+def _common_rows(num_rows: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, size: int) -> Tensor:
     """Rows of zeros that the members of a group have in common, each on pages of its own. All of them must ask."""
     stride = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     return _common_bytes(num_rows * stride, group, size).view(dtype).view(num_rows, -1)[:, :numel]

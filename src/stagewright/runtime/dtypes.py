@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.models import Layered, TensorSpec
@@ -20,14 +19,7 @@ from stagewright.plan import Plan
 from stagewright.runtime.precision import AUTOCAST, autocast
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.world import World
-
-_FORMATS = (
-    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
-    torch.int16, torch.int8,
-)  # fmt: skip
-_MOST = 64
-"""Tensors across one cut, at most."""
+from stagewright.runtime.world import World, gather_json
 
 
 def fed_inputs(layered: Layered, settings: Settings) -> tuple[TensorSpec, ...]:
@@ -48,13 +40,9 @@ def infer_dtypes(replicas: dict[int, Replica], plan: Plan, layered: Layered, wor
     for stage in range(len(plan.stages) - 1):
         here, after = replicas.get(stage), replicas.get(stage + 1)
         first = plan.workers[stage][0]
-        told = torch.full((_MOST,), -1, dtype=torch.int64)
-        if here is not None and world.worker == first:
-            made = [_FORMATS.index(tensor.dtype) for tensor in _try_out(here, world.device, settings)]
-            told[: len(made)] = torch.tensor(made)
-        if world.control is not None:
-            dist.broadcast(told, first, group=world.control)
-        formats = [_FORMATS[number] for number in told.tolist() if number >= 0]
+        made = _try_out(here, world.device, settings) if here is not None and world.worker == first else ()
+        names = [str(tensor.dtype).removeprefix("torch.") for tensor in made]
+        formats = [getattr(torch, name) for name in gather_json(names, world.control, world.size)[first]]
         if here is not None:
             here.runner.outputs = _with_formats(here.runner.outputs, formats)
         if after is not None:

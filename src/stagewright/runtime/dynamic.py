@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from stagewright.errors import RunError
 from stagewright.policy import holds
-from stagewright.runtime.worker import Worker, together
+from stagewright.runtime.order import together
+from stagewright.runtime.worker import Worker
 from stagewright.schedule import Action, Kind
 from stagewright.scheduling.windows import AHEAD, Key, Unit, windows
 

@@ -1,4 +1,4 @@
-"""Starting workers in several hosts, real or emulated: one command for each, which runs torchrun there."""
+"""Starting workers on several hosts over ssh: one command for each, which runs torchrun there."""
 
 from __future__ import annotations
 
@@ -13,52 +13,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from stagewright.cluster import count
 from stagewright.errors import RunError, UsageError
 from stagewright.plan import Plan
-from stagewright.runtime.launch import clear_words, explain
+from stagewright.runtime.launch import LEAVE_S, PORT, clear_words, explain
 from stagewright.runtime.leash import BEAT_S
+from stagewright.runtime.process import follow_parent
 from stagewright.runtime.run_folder import LOGS, PRIVATE
-from stagewright.runtime.stem import follow_parent
 
-PORT = 29_400
-"""Where the workers of several hosts meet."""
-LEAVE_S = 10.0
-"""How long hosts' commands may take to end when they are asked to."""
 _ANSWER_S = 15.0
 """How long a host may take to answer whether it is there."""
-NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", re.ASCII)
-
-
-class _HostError(RunError):
-    """A host whose command failed."""
-
-    def __init__(self, host: int, status: int, what: str, todo: str | None = None) -> None:
-        super().__init__(what, todo)
-        self.host, self.status = host, status
-
-
-class Hosts(Protocol):
-    """Several hosts, real or emulated: where they are, and how a command is run in one of them."""
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """For each host the address at which the others find it."""
-
-    @property
-    def launcher(self) -> Sequence[str]:
-        """torchrun, as it is called there."""
-
-    def workers(self, plan: Plan) -> Sequence[int]:
-        """For each host how many of the plan's workers run there."""
-
-    def reach(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command that runs another one in a host."""
-
-    def environment(self) -> Mapping[str, str]:
-        """What this process must pass on to what it starts there."""
+_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -73,16 +40,12 @@ class OverSsh:
     def __post_init__(self) -> None:
         for name in self.names:
             # ssh would take what begins with a dash for an option.
-            if NAME.fullmatch(name) is None:
+            if _NAME.fullmatch(name) is None:
                 raise UsageError(f"{name!r} is no name of a host", "write --nodes host1,host2 or user@host1,user@host2")
 
     @property
     def addresses(self) -> tuple[str, ...]:
         return tuple(name.rpartition("@")[2] for name in self.names)
-
-    @property
-    def launcher(self) -> tuple[str, ...]:
-        return self.python, "-m", "torch.distributed.run"
 
     def workers(self, plan: Plan) -> tuple[int, ...]:
         return plan.host_workers(len(self.names))
@@ -106,9 +69,6 @@ class OverSsh:
         """The hosts that are left."""
         return replace(self, names=tuple(name for number, name in enumerate(self.names) if number not in lost))
 
-    def environment(self) -> dict[str, str]:
-        return {}
-
 
 def _ended_well(process: subprocess.Popen[bytes], until: float) -> bool:
     """Whether a process has ended with status 0 by then; one that has not is ended."""
@@ -121,7 +81,7 @@ def _ended_well(process: subprocess.Popen[bytes], until: float) -> bool:
 
 
 def host_commands(
-    command: Sequence[str], hosts: Hosts, workers: Sequence[int], port: int, before: Sequence[str] = ()
+    command: Sequence[str], hosts: OverSsh, workers: Sequence[int], port: int, before: Sequence[str] = ()
 ) -> list[list[str]]:
     """For each host in use the command that starts its workers under torchrun, meeting at the first of them.
 
@@ -132,67 +92,40 @@ def host_commands(
     made = []
     for number, (host, local) in enumerate(used):
         run = [
-            *before, *hosts.launcher, f"--nnodes={len(used)}", f"--node-rank={number}", f"--nproc-per-node={local}",
-            f"--master-addr={meeting}", f"--master-port={port}", *command,
+            *before, hosts.python, "-m", "torch.distributed.run", f"--nnodes={len(used)}", f"--node-rank={number}",
+            f"--nproc-per-node={local}", f"--master-addr={meeting}", f"--master-port={port}", *command,
         ]  # fmt: skip
         made.append(hosts.reach(host, run))
     return made
 
 
-def _lone_commands(command: Sequence[str], hosts: Hosts, port: int) -> list[list[str]]:
-    """For each host the command that starts its one worker without a launcher, which takes twice as long."""
-    given = [f"{key}={value}" for key, value in _lone_environment(hosts, port).items()]
-    every = range(len(hosts.addresses))
-    return [hosts.reach(host, ["env", f"RANK={host}", *given, sys.executable, *command]) for host in every]
-
-
-def _lone_environment(hosts: Hosts, port: int) -> dict[str, str]:
-    """What the one worker of each host is told of the others; its own RANK is the host's number."""
-    return {
-        "WORLD_SIZE": str(len(hosts.addresses)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(port),
-    }  # fmt: skip
-
-
-def launch_in(
-    hosts: Hosts, command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], timeout_s: float
+def launch_over_ssh(
+    hosts: OverSsh, command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], timeout_s: float
 ) -> None:
-    """Starts the plan's workers in hosts that see the run's folder; raises with the first cause."""
+    """Starts the plan's workers on hosts that see the run's folder; raises with the first cause."""
     clear_words(folder)
-    before: list[str] = []
-    if isinstance(hosts, OverSsh):
-        # What ssh starts has its own environment, and outlives ssh unless it is on a leash.
-        given = [f"{key}={value}" for key, value in environment.items() if key.startswith("STAGEWRIGHT_")]
-        before = [hosts.python, "-m", "stagewright.runtime.leash", str(timeout_s), "env", *given]
-    commands = host_commands(command, hosts, hosts.workers(plan), PORT, before)
-    try:
-        _launch_hosts(commands, folder, {**environment, **hosts.environment()})
-    except _HostError as failure:
-        lost = hosts.lost() if isinstance(hosts, OverSsh) else []
-        raise explain(plan, folder, {}, failure, {host: hosts.addresses[host] for host in lost}) from None
-
-
-def _launch_hosts(
-    commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] | None = None
-) -> None:
-    """Runs one command for each host side by side; when one fails, all are ended and the first cause is shown."""
+    # What ssh starts has its own environment, and outlives ssh unless it is on a leash.
+    given = [f"{key}={value}" for key, value in environment.items() if key.startswith("STAGEWRIGHT_")]
+    before = [hosts.python, "-m", "stagewright.runtime.leash", str(timeout_s), "env", *given]
     logs = folder / LOGS
     logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     running: list[subprocess.Popen[bytes]] = []
     try:
-        for number, command in enumerate(commands):
-            with log_of(logs, number).open("ab") as log:
-                running.append(_start_host(command, log, environment or {}))
+        for number, each in enumerate(host_commands(command, hosts, hosts.workers(plan), PORT, before)):
+            with _log_of(logs, number).open("ab") as log:
+                running.append(_start_host(each, log))
         _wait_for_all(running, logs)
+    except RunError as failure:
+        raise explain(plan, folder, {}, failure, {host: hosts.addresses[host] for host in hosts.lost()}) from None
     finally:
         _end_all(running)
 
 
-def _start_host(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_host(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     """Starts one host's command, apart from this terminal's Ctrl-C; it ends with this process, however that ends."""
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment},
-        preexec_fn=follow_parent, start_new_session=True,
+        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, preexec_fn=follow_parent,
+        start_new_session=True,
     )  # fmt: skip
 
 
@@ -226,7 +159,7 @@ def _wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> Non
             except subprocess.TimeoutExpired:
                 continue
             if status != 0:
-                raise host_failure(number, len(running), status, logs)
+                raise _host_failure(number, len(running), status, logs)
             del left[number]
 
 
@@ -238,13 +171,13 @@ def _say_here(running: Iterable[subprocess.Popen[bytes]]) -> None:
             os.write(pipe.fileno(), b"\n")
 
 
-def host_failure(host: int, num_hosts: int, status: int, logs: Path) -> _HostError:
+def _host_failure(host: int, num_hosts: int, status: int, logs: Path) -> RunError:
     """That a host's command failed, with the last lines of what it said."""
-    tail = log_of(logs, host).read_text(errors="replace").strip().splitlines()[-3:]
+    tail = _log_of(logs, host).read_text(errors="replace").strip().splitlines()[-3:]
     what = f"{count(1, 'host')} of {num_hosts} failed: host {host} ended with status {status}"
-    return _HostError(host, status, what, "\n".join(tail) or f"its output is in {logs}")
+    return RunError(what, "\n".join(tail) or f"its output is in {logs}")
 
 
-def log_of(logs: Path, host: int) -> Path:
+def _log_of(logs: Path, host: int) -> Path:
     """Where a host's output is."""
     return logs / f"host-{host}.log"

@@ -1,4 +1,4 @@
-"""Starting workers: here under torch's elastic agent, or as one of those that torchrun or SLURM started.
+"""Starting workers of this machine, and being one of those that this, torchrun or SLURM started.
 
 this process          RANK is set     SLURM_PROCID is set     neither
 is                    a worker        a worker                the one that starts workers of its own
@@ -11,10 +11,15 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple, Protocol
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
@@ -22,9 +27,9 @@ from stagewright.profiling.heap import KEPT_LONGER
 from stagewright.runtime.diagnosis import blame, keep_statuses, name_of
 from stagewright.runtime.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_text
 from stagewright.runtime.out_of_memory import MemoryWatch
-from stagewright.runtime.run_folder import LOGS, RunFolder
+from stagewright.runtime.process import check_server, is_stopped, server_pid, start_process
+from stagewright.runtime.run_folder import LOGS, PRIVATE, RunFolder
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stem import Stem
 from stagewright.schedule import Schedule
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
@@ -32,6 +37,15 @@ RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SCHEDULE = "STAGEWRIGHT_SCHEDULE"
 """The variable that names a file whose schedule workers use instead of their own."""
+STORE = "STAGEWRIGHT_STORE"
+"""The variable that names the file in which the workers of one host meet."""
+PORT = 29_400
+"""Where the workers of several hosts meet."""
+_STOPPED_GRACE = 1.5
+"""So many timeouts a worker may be stopped (SIGSTOP). Those who wait for it end sooner, and know at which action."""
+LEAVE_S = 10
+"""How long workers may take to end when they are asked to."""
+_Look = Callable[[Iterable[int]], None]
 
 
 def is_worker() -> bool:
@@ -127,25 +141,154 @@ def worker_environment(plan: Plan, folder: Path, *, threads: int | None, device:
     return {key: os.environ.get(key, value) for key, value in made.items()}
 
 
+class Hosts(Protocol):
+    """Hosts that this machine emulates, with one worker each."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """For each host the address at which the others find it."""
+
+    def enter(self, host: int) -> None:
+        """Moves this process into a host."""
+
+    def environment(self) -> Mapping[str, str]:
+        """What workers there find in their environment."""
+
+    def used(self, plan: Plan) -> Sequence[int]:
+        """For each worker of a plan its host."""
+
+
+class _Seat(NamedTuple):
+    """What makes a process a certain one of the workers."""
+
+    variables: Mapping[str, str]
+    enter: Callable[[], None] | None = None
+
+
+def seats_here(num_workers: int, store: str) -> list[_Seat]:
+    """The workers of this host, as torchrun would number them; they meet in a file."""
+    common = {"WORLD_SIZE": str(num_workers), "LOCAL_WORLD_SIZE": str(num_workers), "GROUP_RANK": "0", STORE: store}
+    numbers = map(str, range(num_workers))
+    return [_Seat({**common, "RANK": number, "LOCAL_RANK": number}) for number in numbers]
+
+
+def seats_in(hosts: Hosts, used: Sequence[int], port: int = PORT) -> list[_Seat]:
+    """A worker in each of the used hosts; they meet at the first one's address."""
+    common = {
+        **hosts.environment(), "WORLD_SIZE": str(len(used)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": hosts.addresses[used[0]], "MASTER_PORT": str(port),
+    }  # fmt: skip
+    return [
+        _Seat({**common, "RANK": str(rank), "GROUP_RANK": str(host)}, partial(hosts.enter, host))
+        for rank, host in enumerate(used)
+    ]
+
+
 def launch(
-    command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], *, stem: Stem | None = None,
+    command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], *, hosts: Hosts | None = None,
     timeout_s: float = Settings().timeout_s,
 ) -> None:  # fmt: skip
-    """Starts a worker for each device of the plan on this host and waits for all; raises with the first cause.
+    """Starts a worker for each device of the plan and waits for all; raises with the first cause.
 
-    Each worker's output ends up in logs/worker-3.log and the like in the folder. With a `stem` that is kept, workers
-    that are started again need not load torch again.
+    They run on this host, or in hosts that it emulates. Each worker's output is in logs/worker-3.log and the like.
     """
-    from stagewright.runtime.agent import run_agent
-
     clear_words(folder)
-    kept = nullcontext(stem) if stem is not None else Stem()
     memory = MemoryWatch()
-    with kept as stem:
-        codes = run_agent(stem, command, len(plan.devices), folder / LOGS, environment, timeout_s, memory.look)
+    # The store lies in memory of this process, which no other user can open.
+    with os.fdopen(os.memfd_create("stagewright-store"), "wb") as store:
+        here = f"/proc/{os.getpid()}/fd/{store.fileno()}"
+        seats = seats_here(len(plan.devices), here) if hosts is None else seats_in(hosts, hosts.used(plan))
+        with workers(command, seats, folder / LOGS, environment, timeout_s) as started:
+            codes = wait_for_workers(started, timeout_s, memory.look)
     if codes:
         keep_statuses(folder, codes, memory.says())
         raise explain(plan, folder, codes)
+
+
+@contextmanager
+def workers(
+    command: Sequence[str],
+    seats: Sequence[_Seat],
+    logs: Path,
+    environment: Mapping[str, str],
+    timeout_s: float = Settings().timeout_s,
+) -> Iterator[list[BaseProcess]]:
+    """Runs a command as every one of the workers; all end with the context."""
+    logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **environment}
+    started: list[BaseProcess] = []
+    is_over = threading.Event()
+    threading.Thread(target=_end_stopped_server, args=(timeout_s * _STOPPED_GRACE, is_over), daemon=True).start()
+    try:
+        for number, (variables, enter) in enumerate(seats):
+            name = f"worker-{number}"
+            started.append(start_process(name, command, {**own, **variables}, logs / f"{name}.log", enter))
+        yield started
+    finally:
+        is_over.set()
+        _end(started)
+
+
+def _end_stopped_server(patience_s: float, is_over: threading.Event) -> None:
+    """Ends the process that workers are forked of once it was stopped (SIGSTOP) for too long."""
+    period_s = min(1.0, patience_s / 20)
+    silent_s = 0.0
+    while not is_over.wait(period_s):
+        server = server_pid()
+        silent_s = silent_s + period_s if server is not None and is_stopped(server) else 0.0
+        if server is not None and silent_s > patience_s:
+            os.kill(server, signal.SIGKILL)
+
+
+def wait_for_workers(
+    started: Sequence[BaseProcess], timeout_s: float = Settings().timeout_s, look: _Look = lambda processes: None
+) -> dict[int, int]:
+    """The exit status of the workers that failed, once one has; nothing when all have ended well.
+
+    One that is stopped then is among them, as -SIGSTOP: it cannot have been the others' victim. `look` is given the
+    processes about once a second.
+    """
+    stopped_since: dict[int, float] = {}
+    while alive := {number: worker for number, worker in enumerate(started) if worker.exitcode is None}:
+        wait([worker.sentinel for worker in alive.values()], min(1.0, timeout_s / 20))
+        check_server(started)
+        look(worker.pid or 0 for worker in alive.values())
+        now = time.monotonic()
+        stopped = [number for number, worker in alive.items() if is_stopped(worker.pid or 0)]
+        stopped_since = {number: stopped_since.get(number, now) for number in stopped}
+        is_late = any(now - since > timeout_s * _STOPPED_GRACE for since in stopped_since.values())
+        if is_late or _failed(started):
+            time.sleep(0.05)  # for others that fail at the same moment
+            return {**dict.fromkeys(stopped, -signal.SIGSTOP), **_failed(started)}
+    check_server(started)
+    return _failed(started)
+
+
+def _failed(started: Sequence[BaseProcess]) -> dict[int, int]:
+    return {number: worker.exitcode for number, worker in enumerate(started) if worker.exitcode}
+
+
+def _end(started: Sequence[BaseProcess]) -> None:
+    """Ends the workers that are left: asks first, but for those that are stopped and hear nothing."""
+    server = server_pid()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        alive = [worker.pid for worker in started if worker.exitcode is None and worker.pid is not None]
+        if alive and server is not None and is_stopped(server):
+            os.kill(server, signal.SIGKILL)  # it would never tell of their ends, and they go with it
+        for process in alive:
+            _send(process, signal.SIGKILL if is_stopped(process) else number)
+        until = time.monotonic() + LEAVE_S
+        for worker in started:
+            worker.join(max(0.0, until - time.monotonic()))
+
+
+def _send(process: int, number: signal.Signals) -> None:
+    """Sends a signal to a worker and all it has started; one just forked may not lead a group yet."""
+    try:
+        os.killpg(process, number)
+    except ProcessLookupError:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 def clear_words(folder: Path) -> None:

@@ -18,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 
-from stagewright.runtime.stem import follow_parent
+from stagewright.runtime.process import follow_parent
 
 BEAT_S = 1.0
 """How often the launcher says that it is there."""

@@ -29,7 +29,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from stagewright.errors import RunError
-from stagewright.runtime.agent import STORE
+from stagewright.runtime.launch import STORE
 
 RESTARTED = "STAGEWRIGHT_RESTARTED"
 """The variable that tells workers that others ran before them in the same run."""
@@ -37,9 +37,6 @@ _RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that names the interface over which gloo connects workers."""
 LOOPBACK = "127.0.0.1"
-_ASK_EVERY_S = 0.02
-_CLOSED_PORT = 9
-"""Where nobody listens, which a host that is there says at once."""
 _ADDRESS_OF_INTERFACE = 0x8915
 """SIOCGIFADDR of Linux"""
 
@@ -76,7 +73,7 @@ def meet(rank: int, size: int, timeout_s: float) -> tuple[Store, list[Place]]:
                 store.set(f"{name}/go", "")
             if store.check([f"{name}/go"]):
                 return PrefixStore(name, store), [Place(*place) for _, place in welcome[1]]
-        time.sleep(_ASK_EVERY_S)
+        time.sleep(0.02)
     missing = ", ".join(str(number) for number in range(size) if number not in _hellos(store, size))
     who = f"worker {missing}" if missing else "a worker"
     raise RunError(f"{who} did not start within {timeout_s:g} s", "give more with --start-timeout")
@@ -146,7 +143,7 @@ def lost_hosts(places: Sequence[Place], rank: int, limit_s: float) -> list[str]:
     for address, place in others.items():
         probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         probe.setblocking(False)
-        said = probe.connect_ex((address, _CLOSED_PORT))
+        said = probe.connect_ex((address, 9))  # where nobody listens, which a host that is there says at once
         if said == errno.EINPROGRESS:
             asked[probe] = place
             continue

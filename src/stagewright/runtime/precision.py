@@ -12,13 +12,17 @@ from torch import Tensor
 from stagewright.runtime.settings import Settings
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_GROWTH, _BACKOFF = 2.0, 0.5
 
 
 def autocast(settings: Settings) -> AbstractContextManager[object]:
     """The context in which a forward runs."""
     dtype = AUTOCAST.get(settings.precision)
     return nullcontext() if dtype is None else torch.autocast(settings.device, dtype=dtype)
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows in autocast's format where the first stage takes them so; a feed may have made them in it already."""
+    return tensor.to(dtype) if dtype in AUTOCAST.values() and tensor.dtype == torch.float32 else tensor
 
 
 class LossScale:
@@ -57,7 +61,7 @@ class LossScale:
         """Moves the scale on after the agreement on a batch; `overflowed` is 1 or 0."""
         if self.is_on:
             scale, num_finite = (each.clone() for each in self._after[batch])
-            torch._amp_update_scale_(scale, num_finite, overflowed, _GROWTH, _BACKOFF, self.growth_steps)
+            torch._amp_update_scale_(scale, num_finite, overflowed, 2.0, 0.5, self.growth_steps)
             self._after[batch + 1] = (scale, num_finite)
             self._after.pop(batch - self._num_kept, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stagewright.errors import CheckpointError
+from stagewright.errors import CheckpointError, FileError
 from stagewright.runtime.run_folder import CHECKPOINTS, read_identity
 from stagewright.runtime.snapshot import optimizer_name, restore_random, restore_stage, wanted_keys
-from stagewright.runtime.storage import MANIFEST, NAME, Tensors, open_plain, read_manifest, read_tensors
+from stagewright.runtime.storage import MANIFEST, NAME, Tensors, open_plain, read_manifest, read_tensors, write_tensors
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, gather_json
 
@@ -146,3 +147,24 @@ def _named_tensors(folder: Path, manifest: dict[str, Any]) -> tuple[Tensors, dic
     }
     named.update({name: named[of] for name, of in manifest["aliases"].items()})
     return named, manifest
+
+
+def save_model(checkpoint: Path, out: Path) -> int:
+    """Writes the unsplit model, whole or not at all, and returns how many numbers it has.
+
+    A file that ends in .safetensors has every tensor once more under each of its names; .pt is what `torch.load` with
+    weights_only=True and `load_state_dict` take.
+    """
+    tensors, _ = whole_model(checkpoint)
+    part = out.with_name(f".{out.name}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix == ".safetensors":
+            write_tensors(part, tensors)
+        else:
+            torch.save(tensors, part)
+        os.replace(part, out)
+    except OSError as fault:
+        part.unlink(missing_ok=True)
+        raise FileError(f"{out}: {fault.strerror}", "give a path that can be written") from None
+    return sum(tensor.numel() for tensor in tensors.values())

@@ -46,7 +46,6 @@ _NO_FOLDER = "runs"
 """Where runs go for which no folder is named."""
 _MUST_FIT = ("model", "parameters")
 """What cannot change when a run goes on."""
-_LOCK_AGAIN_S = 0.2
 
 
 class RunFolder:
@@ -167,7 +166,7 @@ def _locked(path: Path, patience_s: float) -> int:
             break
         except BlockingIOError:
             if time.monotonic() < deadline:
-                time.sleep(_LOCK_AGAIN_S)
+                time.sleep(0.2)
                 continue
             holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
             os.close(lock)

@@ -21,12 +21,9 @@ from pathlib import Path
 from types import FrameType
 
 from stagewright.runtime.flight import STOP_FILE
-from stagewright.runtime.words import Words
-from stagewright.runtime.world import World
+from stagewright.runtime.world import Words, World
 from stagewright.schedule import Action
 
-_LOOK_EVERY_S = 0.2
-_LEAVE_S = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _GIVE_UP_S = 20.0
 """How long workers try to agree; one that is gone never answers."""
@@ -103,7 +100,7 @@ class Stopper:
             yield self
         finally:
             self._closed = True
-            self._thread.join(_LEAVE_S)  # it may be stuck in a store that is cut off
+            self._thread.join(2.0)  # it may be stuck in a store that is cut off
             if self._signals:
                 signal.set_wakeup_fd(fd)
             for number, handler in before.items():
@@ -122,7 +119,7 @@ class Stopper:
 
     def _wish(self) -> str | None:
         """Why the run should end, as soon as there is a reason."""
-        ready, _, _ = select.select([self._ears], [], [], _LOOK_EVERY_S)
+        ready, _, _ = select.select([self._ears], [], [], 0.2)
         for number in self._ears.recv(64) if ready else b"":
             if number in self._signals:
                 return signal.Signals(number).name

@@ -42,7 +42,6 @@ _DTYPES = {
 }  # fmt: skip
 """Number formats and what safetensors calls them."""
 _OF_NAME = {name: dtype for dtype, name in _DTYPES.items()}
-_CHUNK = 1 << 22
 
 
 # Writing
@@ -83,10 +82,8 @@ def write_hashed(path: Path, parts: Sequence[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in parts:
-            for start in range(0, len(part), _CHUNK):
-                piece = part[start : start + _CHUNK]
-                digest.update(piece)
-                file.write(piece)
+            digest.update(part)
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()

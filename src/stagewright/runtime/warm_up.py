@@ -17,9 +17,6 @@ from stagewright.runtime.replica import Replica
 from stagewright.runtime.weights import Versions
 from stagewright.runtime.worker import Worker
 
-_TIMES = 2
-"""The second time runs what the first cannot: adding to a gradient, to a sum, to a momentum."""
-
 
 def warm_up(worker: Worker) -> None:
     """On a card, runs every stage of a worker once."""
@@ -35,7 +32,7 @@ def run_everything_once(worker: Worker) -> None:
         sizes = {share.stop - share.start for share in map(here.share, numbers) if share is not None}
         buffers = [buffer.clone() for buffer in here.weights.modules[0].buffers()]
         for slot in range(len(here.weights.modules)):
-            for rows in sorted(sizes) * _TIMES:
+            for rows in sorted(sizes) * 2:  # the second time adds to gradients and sums
                 run = partial(_run_once, worker, here, slot, rows)
                 run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
@@ -86,7 +83,7 @@ def _update_once(weights: Versions, device: torch.device) -> None:
     weights.scheduler = None
     for group in weights.optimizer.param_groups:
         group["lr"] = 0.0
-    for _ in range(_TIMES):
+    for _ in range(2):  # the second time adds to a momentum
         weights.update(0, gradients)
     weights.num_updates, weights.scheduler = 0, scheduler
     weights.optimizer.state.clear()

@@ -13,20 +13,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+from stagewright.errors import RunError
+from stagewright.runtime.confession import confess, write_confession
+from stagewright.runtime.diagnosis import verdict
 from stagewright.runtime.flight import Flight
-from stagewright.runtime.words import Words
+from stagewright.runtime.meeting import Place, lost_hosts
+from stagewright.runtime.world import Words
+from stagewright.schedule import Schedule
 
-T = TypeVar("T")
-_BUSY_PART = 1 / 8
-"""The part of the timeout in which a worker that is busy must have been heard of."""
-_LAST_PART = 1 / 4
-"""The part of the timeout that a worker may take to end once it has failed."""
-_LAST_WORDS_S = 1.0
-"""How long the last words may take: they go to a disk that may be cut off too."""
+_T = TypeVar("_T")
 
 
 class Watchdog:
@@ -66,7 +67,7 @@ class Watchdog:
     def end_soon(self) -> None:
         """Gives this process, which has failed, a last while to end by itself."""
         self._busy, self._last_words = 0, lambda: ""
-        self.get_on(self._timeout_s * _LAST_PART)
+        self.get_on(self._timeout_s / 4)
         self.words = self.flight = None
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ class Watchdog:
             if time.monotonic() - self._since > self._limit_s and not self._someone_is_busy():
                 self._end()
 
-    def _ask(self, ask: Callable[[Words], T]) -> T | None:
+    def _ask(self, ask: Callable[[Words], _T]) -> _T | None:
         """What the store answers in time: it may be cut off, and then it never does."""
         words = self.words
         return _in_time(lambda: ask(words), self._timeout_s / 20) if words is not None else None
@@ -99,7 +100,7 @@ class Watchdog:
         before = self._ask(lambda words: [words.get(key) for key in others])
         if before is None or self._busy or not any(before):
             return False
-        time.sleep(self._timeout_s * _BUSY_PART)
+        time.sleep(self._timeout_s / 8)  # one that is busy is heard of in that time
         after = self._ask(lambda words: [words.get(key) for key in others])
         if after is None or after == before:
             return False
@@ -107,7 +108,7 @@ class Watchdog:
         return True
 
     def _end(self) -> None:
-        text = _in_time(self._last_words, _LAST_WORDS_S)
+        text = _in_time(self._last_words, 1.0)  # they go to a disk that may be cut off too
         if text:
             with suppress(OSError, ValueError):
                 print(text, file=sys.stderr, flush=True)
@@ -126,7 +127,7 @@ def watchdog(timeout_s: float, start_s: float, last_words: Callable[[], str], *,
     dog.close()
 
 
-def _in_time(do: Callable[[], T], limit_s: float) -> T | None:
+def _in_time(do: Callable[[], _T], limit_s: float) -> _T | None:
     """What a function gives within so many seconds; it goes on alone when it takes longer."""
     made: list[Any] = []
 
@@ -138,3 +139,37 @@ def _in_time(do: Callable[[], T], limit_s: float) -> T | None:
     thread.start()
     thread.join(limit_s)
     return made[0] if made else None
+
+
+@dataclass
+class LastWords:
+    """What a worker says at its end, as far as it has come to know where it is."""
+
+    schedule: Schedule
+    timeout_s: float
+    worker: int
+    folder: Path | None = None
+    places: Sequence[Place] = ()
+    is_said: bool = False
+
+    def of(self, fault: BaseException) -> BaseException:
+        """Writes down why this worker ends, once; returns the fault, or in its place what is known of another's."""
+        if self.is_said or self.folder is None:
+            return fault
+        self.is_said = True
+        told = confess(self.folder, self.worker, fault, self._waited)
+        return fault if told is None else RunError(*told)
+
+    def when_stuck(self) -> str:
+        """Writes down and returns what there is to say when nothing gets on."""
+        what, lost = self._waited()
+        if self.folder is not None and not self.is_said:
+            write_confession(self.folder, self.worker, what, is_own=False, lost=lost)
+        return f"error: {what}"
+
+    def _waited(self) -> tuple[str, list[str]]:
+        """For whom this worker waited, and which hosts do not answer."""
+        lost = lost_hosts(self.places, self.worker, min(0.5, self.timeout_s / 20)) if self.places else []
+        folder = self.folder
+        said = verdict(self.schedule, folder, self.worker, self.timeout_s) if folder else "the workers did not start"
+        return (f"host {', '.join(lost)} does not answer; {said}" if lost else said), lost

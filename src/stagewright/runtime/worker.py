@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,8 @@ from stagewright.runtime.dtypes import infer_dtypes
 from stagewright.runtime.feed import Feed, OnDevice, check_labels, check_rows
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.numbers import Watch
-from stagewright.runtime.precision import AUTOCAST, LossScale, Verdict, agree, sum_of_squares
+from stagewright.runtime.order import receives_ahead, together
+from stagewright.runtime.precision import LossScale, Verdict, agree, rounded, sum_of_squares
 from stagewright.runtime.replica import Outbox, Replica, make_replicas, rows_of
 from stagewright.runtime.selfcheck import SelfCheck
 from stagewright.runtime.settings import Settings
@@ -32,8 +31,6 @@ from stagewright.schedule import COMPUTE, RECEIVES, TRANSFERS, Action, Kind, Sch
 
 _Metric = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(predictions, targets) of some rows → sums over these rows, one a figure."""
-
-_LAST_HALF = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
 
 
 class Worker:
@@ -123,7 +120,7 @@ class Worker:
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches, in the order's own sequence."""
         order = self.order(num_batches, first_batch)
-        for actions in _receives_ahead(together(order), self.transport.lookahead):
+        for actions in receives_ahead(together(order), self.transport.lookahead):
             self.act(actions)
         self.catch_up()
 
@@ -284,7 +281,7 @@ class Worker:
         if here.stage == 0:
             given = self.feed.inputs(key[0], share.start, share.stop)
             check_rows("inputs", given, here.runner.inputs, key[0], share.start, share.stop)
-            return [_as_settled(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
+            return [rounded(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
         before = self.replicas.get(here.stage - 1)
         return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
 
@@ -424,34 +421,3 @@ class Worker:
                 tied.close()
             for deferred in here.deferred:
                 deferred.close()
-
-
-def _as_settled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in autocast's format where the first stage takes them so; a feed may have made them in it already."""
-    return tensor.to(dtype) if dtype in AUTOCAST.values() and tensor.dtype == torch.float32 else tensor
-
-
-def together(order: Iterable[Action]) -> Iterator[list[Action]]:
-    """The actions one by one, but neighbouring transfers of one microbatch in one piece."""
-
-    def same(action: Action) -> object:
-        return action[:4] if action.kind in TRANSFERS else object()
-
-    for _, group in groupby(order, key=same):
-        yield list(group)
-
-
-def _receives_ahead(steps: Iterator[list[Action]], num_computes: int) -> Iterator[list[Action]]:
-    """The same steps, with each receive drawn forward past that many compute actions."""
-    window: deque[list[Action]] = deque()
-    ahead = 0
-    for step in steps:
-        if step[0].kind in RECEIVES:
-            yield step
-            continue
-        window.append(step)
-        ahead += step[0].kind in COMPUTE
-        while ahead > num_computes:
-            ahead -= window[0][0].kind in COMPUTE
-            yield window.popleft()
-    yield from window

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import sys
@@ -24,8 +26,6 @@ from stagewright.profiling.heap import keep_freed_memory
 from stagewright.runtime.meeting import Place, choose_interface, meet
 from stagewright.runtime.mps import become_a_host
 from stagewright.runtime.settings import Settings
-
-_SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,31 @@ class World:
         return self._groups[key]
 
 
+class Words:
+    """What workers tell one another over the store, signed with the run's secret.
+
+    The store of torchrun takes and gives anything to anyone who reaches its port: what this run's workers did not sign
+    is left aside.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        self._store, self._secret = store, secret
+
+    def put(self, key: str, text: str) -> None:
+        """Leaves a word under a key."""
+        self._store.set(key, f"{self._sign(key, text)} {text}")
+
+    def get(self, key: str) -> str | None:
+        """The word under a key; None where there is none that this run's workers left."""
+        if not self._store.check([key]):
+            return None
+        sign, _, text = self._store.get(key).decode("utf-8", errors="replace").partition(" ")
+        return text if hmac.compare_digest(sign.encode(), self._sign(key, text).encode()) else None
+
+    def _sign(self, key: str, text: str) -> str:
+        return hmac.new(self._secret, f"{key} {text}".encode(), hashlib.sha256).hexdigest()
+
+
 @contextmanager
 def open_world(settings: Settings) -> Iterator[World]:
     """This process as one of the workers that the launcher named in the environment; closed again at the end."""
@@ -76,7 +101,7 @@ def open_world(settings: Settings) -> Iterator[World]:
         keep_freed_memory()
     else:
         # Python lets a thread run for 5 ms before another may: too long for those that pass rows on to a card.
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(0.0005)
     # Whoever does not get on is ended by its watchdog; a wait for one that saves may take as long as saving may.
     timeout = timedelta(seconds=settings.timeout_s + settings.save_timeout_s)
     if size == 1:

@@ -21,8 +21,8 @@ from stagewright.planning.options import spelled
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.hosts import PORT, Hosts, OverSsh, host_commands
-from stagewright.runtime.launch import expand_hosts, is_main, is_worker
+from stagewright.runtime.hosts import OverSsh, host_commands
+from stagewright.runtime.launch import PORT, Hosts, expand_hosts, is_main, is_worker
 from stagewright.runtime.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
 from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.settings import Settings
@@ -46,7 +46,7 @@ _EVALUATION_BATCHES = 10
 
 
 def run_command(
-    config: Config, console: Console, *, cluster: Cluster | None = None, hosts: Hosts | None = None,
+    config: Config, console: Console, *, cluster: Cluster | None = None, hosts: Hosts | OverSsh | None = None,
     source: Source = "measured", dry_run: bool = False,
 ) -> Record | None:  # fmt: skip
     """Trains as the configuration says; None where there is nothing to record (a dry run, no step left).

@@ -21,7 +21,6 @@ from stagewright.policy import RULES
 from stagewright.record import Record, Source
 from stagewright.runtime.dtypes import fed_inputs
 from stagewright.runtime.dynamic import run_dynamic
-from stagewright.runtime.ending import LastWords
 from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
 from stagewright.runtime.flight import SCHEDULE_FILE, Flight
 from stagewright.runtime.joining import Joined, Take, joined
@@ -31,11 +30,10 @@ from stagewright.runtime.run_folder import RECORD, read_secret
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
-from stagewright.runtime.watchdog import Watchdog, watchdog
+from stagewright.runtime.watchdog import LastWords, Watchdog, watchdog
 from stagewright.runtime.weights import OptimizerMaker
-from stagewright.runtime.words import Words
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import World, open_world
+from stagewright.runtime.world import Words, World, open_world
 from stagewright.schedule import Schedule
 from stagewright.training.display import nothing_left
 from stagewright.training.gathering import gather

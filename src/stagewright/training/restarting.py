@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +14,12 @@ from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.record import Record
 from stagewright.runtime.flight import SCHEDULE_FILE
-from stagewright.runtime.hosts import Hosts, OverSsh, launch_in
-from stagewright.runtime.launch import SCHEDULE, launch, this_command, worker_environment
+from stagewright.runtime.hosts import OverSsh, launch_over_ssh
+from stagewright.runtime.launch import SCHEDULE, Hosts, launch, this_command, worker_environment
 from stagewright.runtime.meeting import RESTARTED
 from stagewright.runtime.mps import shared_cards
 from stagewright.runtime.run_folder import RECORD
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stem import Stem
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.training.display import Display
@@ -41,34 +39,24 @@ class Starter:
     settings: Settings
     command: Sequence[str] | None
     """A worker's command line; this process's own by default."""
-    hosts: Hosts | None
+    hosts: Hosts | OverSsh | None
     share: int
-    stem: Stem
 
     def start(self, plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         """Runs the workers until all have ended well; raises with the first cause where one has not."""
         limit_s, cards = self.settings.timeout_s, _workers_a_card(plan, self.settings, self.share)
+        command = self.command or this_command()
         with shared_cards(1 if is_remote(self.hosts) else cards, self.settings.transport) as shared:
             own = {**environment, **shared}
-            words = self.command or this_command()
-            if self.hosts is None:
-                launch(words, plan, folder, own, stem=self.stem, timeout_s=limit_s)
+            if isinstance(self.hosts, OverSsh):
+                launch_over_ssh(self.hosts, command[1:], plan, folder, own, limit_s)
             else:
-                launch_in(self.hosts, words[1:], plan, folder, own, limit_s)
+                launch(command, plan, folder, own, hosts=self.hosts, timeout_s=limit_s)
 
 
-def is_remote(hosts: Hosts | None) -> bool:
+def is_remote(hosts: Hosts | OverSsh | None) -> bool:
     """Whether workers run on other machines than this one."""
     return isinstance(hosts, OverSsh)
-
-
-@contextmanager
-def starting(
-    settings: Settings, command: Sequence[str] | None, hosts: Hosts | None, share: int, kept: Stem | None
-) -> Iterator[Starter]:
-    """What starts workers, with a stem of its own where none is kept."""
-    with nullcontext(kept) if kept is not None else Stem() as stem:
-        yield Starter(settings, command, hosts, share, stem)
 
 
 def start_workers(schedule: Schedule, job: Job, folder: Path, console: Console, starter: Starter) -> Record:

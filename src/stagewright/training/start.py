@@ -16,13 +16,13 @@ from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.hosts import Hosts
-from stagewright.runtime.launch import RUN_FOLDER, SCHEDULE, is_worker, stop_on_signals
+from stagewright.runtime.hosts import OverSsh
+from stagewright.runtime.launch import RUN_FOLDER, SCHEDULE, Hosts, is_worker, stop_on_signals
 from stagewright.runtime.preflight import check_before_launch
+from stagewright.runtime.process import follow_parent
 from stagewright.runtime.resuming import give_back
 from stagewright.runtime.run_folder import RunFolder, fingerprint, held
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stem import Stem, follow_parent
 from stagewright.schedule import Schedule
 from stagewright.training.checks import check_device
 from stagewright.training.config import CONFIG_FILE, Config
@@ -30,7 +30,7 @@ from stagewright.training.job import Job
 from stagewright.training.loop import MakeOptimizer, Rows, work
 from stagewright.training.optimizers import OPTIMIZERS
 from stagewright.training.recipes import Recipe
-from stagewright.training.restarting import is_remote, start_workers, starting
+from stagewright.training.restarting import Starter, is_remote, start_workers
 from stagewright.training.sinks import check_sinks
 
 
@@ -48,10 +48,9 @@ def train(
     folder: str | Path | None = None,
     console: Console | None = None,
     command: Sequence[str] | None = None,
-    hosts: Hosts | None = None,
+    hosts: Hosts | OverSsh | None = None,
     config: Config | None = None,
     share: int = 1,
-    stem: Stem | None = None,
 ) -> Record:
     """Trains a model by a schedule, and returns the record of it.
 
@@ -61,8 +60,7 @@ def train(
     targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
     to an optimizer. With `hosts` the workers are started there, each host with those of its own devices. With a
     `config`, which the run's folder keeps, workers read that instead of running the script.
-    `share` workers fit on a card, even where the plan has fewer. With a `stem` that is kept from run to run, workers of
-    the later ones are there at once.
+    `share` workers fit on a card, even where the plan has fewer.
     """
     job, settings = job or Job(), settings or Settings()
     schedule = _schedule_now(schedule)
@@ -89,8 +87,8 @@ def train(
             return work(lambda again: nullcontext(run), shown, *rest)
         if config is not None:
             command = [sys.executable, "-m", "stagewright", *config.words(run.path)]
-        with starting(settings, command, hosts, share, stem) as starter:
-            record = start_workers(schedule, job, run.path, console or Console(), starter)
+        starter = Starter(settings, command, hosts, share)
+        record = start_workers(schedule, job, run.path, console or Console(), starter)
         give_back(model.model, run.path)
         return record
 

@@ -1,4 +1,4 @@
-"""Workers that are forked of a stem are as if started on their own, and never outlive who asked for them."""
+"""Workers that are forked are as if they were started on their own, and never outlive who started them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 import stagewright
+from stagewright.bench.watch import descendants
 from stagewright.errors import RunError
-from stagewright.runtime.agent import run_agent
-from stagewright.runtime.stem import Stem, state_of
-from tests.runtime.running import ROOT
+from tests.runtime.running import ROOT, run_here
 
 SCRIPT = """
 import json, os, random, signal, sys, threading, time
@@ -40,9 +39,9 @@ elif what == "raise":
     raise OSError("the disk is on fire")
 elif what == "stop":
     os.kill(os.getpid(), signal.SIGSTOP)
-elif what == "stem":
-    os.kill(os.getppid(), signal.SIGKILL)
-time.sleep(60 if what in ("stop", "stem") or sys.argv[1] in ("stop", "wait") else 0)
+elif what == "server":
+    os.kill(os.getppid(), signal.SIGSTOP if sys.argv[2:] == ["stop"] else signal.SIGKILL)
+time.sleep(60 if what in ("stop", "server") or sys.argv[1] in ("stop", "wait") else 0)
 """
 
 
@@ -56,8 +55,7 @@ def script(tmp_path: Path) -> Path:
 def run(script: Path, *words: str, timeout_s: float = 60, **environment: str) -> dict[int, int]:
     """Runs two workers and returns the exit status of those that failed."""
     command = [sys.executable, str(script), *words]
-    with Stem() as stem:
-        return run_agent(stem, command, 2, script.parent / "logs", {"OWN": "a value", **environment}, timeout_s)
+    return run_here(command, 2, script.parent / "logs", {"OWN": "a value", **environment}, timeout_s)
 
 
 def said(script: Path, worker: int) -> str:
@@ -101,33 +99,39 @@ def test_how_a_worker_failed_is_told_and_the_others_end(script: Path, what: str,
 
 
 @pytest.mark.timeout(90)
-def test_a_stem_that_is_killed_takes_its_workers_along_and_is_started_again(script: Path) -> None:
-    command, environment = [sys.executable, str(script), "stem"], {"OWN": "", "STAGEWRIGHT_FORK": "no"}
-    with Stem() as stem:
-        for _ in range(2):
-            with pytest.raises(RunError, match="the process that workers are forked of ended with signal 9"):
-                run_agent(stem, command, 2, script.parent / "logs", environment, 60)
-    assert left(script) == []
+def test_a_fork_server_that_is_killed_takes_its_workers_along_and_is_started_again(script: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(RunError, match="the process that workers are forked of ended with signal 9"):
+            run(script, "server", STAGEWRIGHT_FORK="no")
+    assert wait_for(lambda: left(script) == [])
+
+
+@pytest.mark.timeout(90)
+def test_a_fork_server_that_is_stopped_is_ended(script: Path) -> None:
+    with pytest.raises(RunError, match="the process that workers are forked of ended with signal 9"):
+        run(script, "server", "stop", timeout_s=1.0, STAGEWRIGHT_FORK="no")
+    assert wait_for(lambda: left(script) == [])
 
 
 @pytest.mark.timeout(90)
 def test_nothing_outlives_the_launcher(script: Path) -> None:
+    """Neither its workers, though they hold the pipe by which Python's fork server knows that it is in use."""
     code = f"""if True:
-        from pathlib import Path
-        from stagewright.runtime.agent import run_agent
-        from stagewright.runtime.stem import Stem
         import sys
-        run_agent(Stem(), [sys.executable, {str(script)!r}, "wait"], 2, Path({str(script.parent / "logs")!r}),
-                  {{"OWN": "", "STAGEWRIGHT_FORK": "no"}}, 60)
+        from pathlib import Path
+        from tests.runtime.running import run_here
+        environment = {{"OWN": "", "STAGEWRIGHT_FORK": "no"}}
+        run_here([sys.executable, {str(script)!r}, "wait"], 2, Path({str(script.parent / "logs")!r}), environment, 60)
     """
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     try:
-        assert wait_for(lambda: len(list(script.parent.glob("logs/worker-*.log"))) == 2)
-        assert len(left(script)) >= 3
+        assert wait_for(lambda: len(left(script)) == 2)
+        family = descendants(launcher.pid)
+        assert len(family) >= 3
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-    assert wait_for(lambda: left(script) == [])
+    assert wait_for(lambda: not any(is_there(each) for each in family))
 
 
 def wait_for(is_so: Callable[[], bool], timeout_s: float = 30.0) -> bool:
@@ -148,6 +152,11 @@ def left(script: Path) -> list[int]:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
         except OSError:
             continue
-        if str(script).encode() in words and state_of(int(entry.name)) not in ("", "Z"):
+        if str(script).encode() in words and is_there(int(entry.name)):
             found.append(int(entry.name))
     return found
+
+
+def is_there(process: int) -> bool:
+    """Whether a process has not ended."""
+    return Path(f"/proc/{process}/exe").exists()
