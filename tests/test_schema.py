@@ -96,7 +96,7 @@ SMALL: dict[type[Saved], Saved] = {
     Profile: small_profile(),
     Plan: small_plan(),
     Schedule: Schedule(
-        plan=small_plan(), orders=tuple(map(parse_order, ("F0.0+1 SF0.0>2+1 B0.0 U0", "V0 D0-1", "RF1.0<0 A")))
+        plan=small_plan(), orders=tuple(map(parse_order, ("F0.0+1 SF0.0>2+1 B0.0 U0", "U0-1", "RF1.0<0 A")))
     ),
     Record: small_record(),
 }

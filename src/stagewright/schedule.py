@@ -21,18 +21,14 @@ What the kinds mean, for the worker whose order holds them:
                 soon as the batch's last backward of the stage has its gradients; G stands where that backward is over
     A           all workers agree: on overflow, and on the norm of all gradients; before every update of the batch
     U           wait for the stage's reductions, then the optimizer step: version n + 1 comes from version n
-    V           from here on, new forwards of the stage use the version that `U` of the same batch made
-    D           no backward needs the version that this batch used any more, unless the next batch uses it too, as the
-                first K batches use the initial weights. It may come before the U that follows upon that version, which
-                then need not keep a copy
 
 F and B wait for what they need: receipts, and the stage before or after on the same worker (no transfer then).
-Transfers between one pair of workers are issued in the same order at both ends. Stages with one version have no V and
-no D, stages with one replica no G.
+Which version a forward or backward uses follows from its batch: n uses that of updates 0 … n − K.
+Transfers between one pair of workers are issued in the same order at both ends. Stages with one replica have no G.
 
 An order is written as a line, `F0.3` being forward of microbatch 3 in stage 0:
 
-    F0.0+1 SF0.0>3+1 RB1.0<3 B0.0 G0/0 D0 U0 V0
+    F0.0+1 SF0.0>3+1 RB1.0<3 B0.0 G0/0 U0
 """
 
 from __future__ import annotations
@@ -64,8 +60,6 @@ class Kind(StrEnum):
     REDUCE = "G"
     AGREE = "A"
     UPDATE = "U"
-    SWITCH = "V"
-    RELEASE = "D"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -120,7 +114,7 @@ class Action(NamedTuple):
 
 
 _ACTION_TEXT = re.compile(
-    r"(?P<kind>SF|RF|SB|RB|[FBIWGAUVD])(?P<stage>\d{1,6})?(?:\.(?P<microbatch>\d{1,6}))?"
+    r"(?P<kind>SF|RF|SB|RB|[FBIWGAU])(?P<stage>\d{1,6})?(?:\.(?P<microbatch>\d{1,6}))?"
     r"(?:(?P<arrow>[<>])(?P<peer>\d{1,6})|/(?P<bucket>\d{1,6}))?(?P<batch>[+-]\d{1,6})?",
     re.ASCII,
 )

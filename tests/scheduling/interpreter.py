@@ -13,7 +13,7 @@ import re
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-PATTERN = re.compile(r"(SF|RF|SB|RB|[FBIWGAUVD])(\d+)?(?:\.(\d+))?(?:[<>/](\d+))?([+-]\d+)?")
+PATTERN = re.compile(r"(SF|RF|SB|RB|[FBIWGAU])(\d+)?(?:\.(\d+))?(?:[<>/](\d+))?([+-]\d+)?")
 
 
 class FaultError(Exception):
@@ -80,9 +80,8 @@ class Worker:
     at: int = 0
     values: dict = field(default_factory=dict)  # (kind, stage, batch, microbatch) -> {row: symbol}
     receipts: dict = field(default_factory=lambda: defaultdict(list))  # the same key -> slots to be filled
-    version: dict = field(default_factory=dict)  # stage -> version that new forwards use
     newest: dict = field(default_factory=dict)  # stage -> number of updates
-    kept: dict = field(default_factory=dict)  # stage -> versions that have not been released
+    kept: dict = field(default_factory=dict)  # stage -> the K newest versions
     sums: dict = field(default_factory=lambda: defaultdict(list))  # (stage, batch) -> contributions
     held: dict = field(default_factory=lambda: defaultdict(int))
     most_held: dict = field(default_factory=lambda: defaultdict(int))
@@ -95,7 +94,7 @@ class Interpreter:
         self.workers = [Worker(list(self.unroll(order, num_batches))) for order in problem.orders]
         for stage, workers in enumerate(problem.workers):
             for one in workers:
-                self.workers[one].version[stage] = self.workers[one].newest[stage] = 0
+                self.workers[one].newest[stage] = 0
                 self.workers[one].kept[stage] = {0}
         self.mail = defaultdict(deque)  # (source, target) -> messages
         self.asked = defaultdict(deque)  # (source, target) -> slots
@@ -157,14 +156,6 @@ class Interpreter:
             return len(self.agreed[batch]) == len(self.workers)
         elif kind == "U":
             return self.update(me, worker, stage, batch)
-        elif kind == "V":
-            if worker.newest[stage] < batch + 1:
-                raise FaultError(f"V{stage} of batch {batch} before its update")
-            worker.version[stage] = batch + 1
-        elif kind == "D":
-            used = max(0, batch - self.problem.versions[stage] + 1)
-            if max(0, batch + 1 - self.problem.versions[stage] + 1) > used:
-                worker.kept[stage].discard(used)
         return True
 
     def arrived(self, worker, kind, stage, batch, number) -> dict | None:
@@ -189,9 +180,9 @@ class Interpreter:
             if inputs is None:
                 return False
             inputs = {**worker.values.get(("F", stage - 1, batch, number), {}), **inputs}
-        version, output = worker.version[stage], {}
+        version, output = max(0, batch - self.problem.versions[stage] + 1), {}
         if version not in worker.kept[stage]:
-            raise FaultError(f"F{stage}.{number} of batch {batch} uses version {version}, which is gone")
+            raise FaultError(f"F{stage}.{number} of batch {batch} uses version {version}, which is gone or not made yet")
         for row in self.mine(me, stage, number):
             if stage and row not in inputs:
                 raise FaultError(f"F{stage}.{number} of batch {batch} lacks row {row}")
@@ -295,9 +286,7 @@ class Interpreter:
             raise FaultError(f"U{stage} of batch {batch} after {worker.newest[stage]} updates")
         worker.newest[stage] = batch + 1
         worker.kept[stage].add(batch + 1)
-        if self.problem.versions[stage] == 1:
-            worker.version[stage] = batch + 1
-            worker.kept[stage] = {batch + 1}
+        worker.kept[stage] = set(sorted(worker.kept[stage])[-self.problem.versions[stage] :])
         self.updates[stage, batch, me] = sorted(total)
         return True
 

@@ -30,7 +30,7 @@ class Family(NamedTuple):
 FAMILIES = (
     Family("forward", ("F",), "#2f7fd0"),
     Family("backward", ("B", "I", "W"), "#f08a24"),
-    Family("update", ("U", "V", "D"), "#b3368f"),
+    Family("update", ("U",), "#b3368f"),
     Family("transfer", ("SF", "RF", "SB", "RB"), "#0f9d7a"),
     Family("reduction", ("G", "A"), "#7a5c2e"),
     Family("loading", ("data",), "#8e8e99"),
@@ -49,8 +49,6 @@ WORDS: Mapping[str, str] = {
     "G": "reducing gradients",
     "A": "agreement of all workers",
     "U": "update of the weights",
-    "V": "switch to the new weights",
-    "D": "release of old weights",
     "data": "loading data",
 }
 """What each kind of action is called when a person asks."""

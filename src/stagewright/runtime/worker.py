@@ -95,8 +95,6 @@ class Worker:
             Kind.REDUCE: self.reduce,
             Kind.AGREE: self.agree,
             Kind.UPDATE: self.update,
-            Kind.SWITCH: self.nothing,
-            Kind.RELEASE: self.nothing,
         }
 
     def for_evaluation(self, schedule: Schedule, feed: Feed) -> Worker:
@@ -408,9 +406,6 @@ class Worker:
             del self.verdicts[batch]
         if self.on_update is not None:
             self.on_update(batch)
-
-    def nothing(self, action: Action) -> None:
-        """Versions live in slots that batches take in turn: there is nothing to switch or to release."""
 
     def close(self) -> None:
         """Waits until everything sent has left, and ends what runs in the background."""

@@ -120,9 +120,6 @@ def _expected(schedule: Schedule, worker: int, owned: _Ownership, places: dict[_
         if plan.replicas[stage] > 1:
             yield from ((Kind.REDUCE, stage, -1, bucket) for bucket in range(plan.stages[stage].num_buckets))
         yield Kind.UPDATE, stage, -1, -1
-        if plan.versions[stage] > 1:
-            yield Kind.SWITCH, stage, -1, -1
-            yield Kind.RELEASE, stage, -1, -1
     if schedule.agree:
         yield Kind.AGREE, -1, -1, -1
 
@@ -199,7 +196,7 @@ class _Rules:
             self.before((Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward)
 
     def batch(self, stage: int, lasts: list[_Key], firsts: list[_Key]) -> None:
-        """The rules of a whole batch: reductions after backward, the update after them, and versions as promised."""
+        """The rules of a whole batch: reductions after backward, the update after them, and K batches later the forwards."""
         before, plan = self.before, self.schedule.plan
         update: _Key = (Kind.UPDATE, stage, -1, -1)
         agreement: list[_Key] = [(Kind.AGREE, -1, -1, -1)] if self.schedule.agree else []
@@ -215,24 +212,8 @@ class _Rules:
                 before(last, key)
         for key in agreement:
             before(key, update)
-        self.versions(stage, lasts, firsts)
-
-    def versions(self, stage: int, lasts: list[_Key], firsts: list[_Key]) -> None:
-        """Batch n sees the updates up to n − K and none after, and no more than K versions are kept."""
-        before, num_versions = self.before, self.schedule.plan.versions[stage]
-        update: _Key = (Kind.UPDATE, stage, -1, -1)
         for forward in firsts:
-            before(update, forward, num_versions)
-        if num_versions == 1:
-            return
-        switch, release = (Kind.SWITCH, stage, -1, -1), (Kind.RELEASE, stage, -1, -1)
-        before(update, switch)
-        before(release, update)
-        for forward in firsts:
-            before(switch, forward, num_versions)
-            before(forward, switch, 1 - num_versions)
-        for last in lasts:
-            before(last, release)
+            before(update, forward, plan.versions[stage])
 
 
 def _check_held(schedule: Schedule, worker: int) -> None:

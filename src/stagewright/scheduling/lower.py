@@ -1,4 +1,4 @@
-"""Compute in order → every action of every worker: receipts, sends, reductions, agreement, updates, versions.
+"""Compute in order → every action of every worker: receipts, sends, reductions, agreement, updates.
 
 Everything is put in order by its ideal time. A transfer has the time at which its source is ready, at both ends, and
 ties are broken by the same key at both ends: so two workers issue what passes between them in the same sequence, and
@@ -20,14 +20,12 @@ _RANKS = {
     Kind.SEND_BACKWARD: 0,
     Kind.RECEIVE_BACKWARD: 0,
     Kind.REDUCE: 1,
-    Kind.RELEASE: 2,
-    Kind.AGREE: 3,
-    Kind.UPDATE: 4,
-    Kind.SWITCH: 5,
-    Kind.FORWARD: 6,
-    Kind.BACKWARD: 6,
-    Kind.BACKWARD_INPUT: 6,
-    Kind.BACKWARD_WEIGHT: 6,
+    Kind.AGREE: 2,
+    Kind.UPDATE: 3,
+    Kind.FORWARD: 4,
+    Kind.BACKWARD: 4,
+    Kind.BACKWARD_INPUT: 4,
+    Kind.BACKWARD_WEIGHT: 4,
 }
 """What comes first of things that happen at the same time on one worker."""
 
@@ -62,13 +60,10 @@ def lower(plan: Plan, routes: Routes, timing: Timing, agree: bool = False) -> tu
 
 
 def _add_compute(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> None:
-    """Adds forwards, backwards and updates, with the switch of versions after an update where there are several."""
-    workers, versions = plan.workers, plan.versions
+    """Adds forwards, backwards and updates."""
     for start, _, kind, stage, replica, number in timing.timed:
-        entries = lists[workers[stage][replica]]
-        entries.append(_Entry(start, _RANKS[kind], True, stage, number, -1, -1, kind, -1))
-        if kind is Kind.UPDATE and versions[stage] > 1:
-            entries.append(_whole_batch(Kind.SWITCH, start, stage))
+        entry = _Entry(start, _RANKS[kind], True, stage, number, -1, -1, kind, -1)
+        lists[plan.workers[stage][replica]].append(entry)
 
 
 def _add_transfers(lists: list[list[_Entry]], plan: Plan, routes: Routes, timing: Timing) -> None:
@@ -92,7 +87,7 @@ def _add_transfers(lists: list[list[_Entry]], plan: Plan, routes: Routes, timing
 
 
 def _add_reductions(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> None:
-    """Adds the reductions after each replica's last backward, and the release of the version it used.
+    """Adds the reductions after each replica's last backward.
 
     A worker with several stages reduces them in the order in which all of their replicas are done, which is the same
     order on every worker that shares two of them.
@@ -100,16 +95,13 @@ def _add_reductions(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> No
     last = _last_backwards(plan, timing.timed)
     stages_of = [sum(worker in stage for stage in plan.workers) for worker in range(len(plan.devices))]
     for number, stage in enumerate(plan.stages):
+        if len(stage.devices) == 1:
+            continue
         done = max(last[number])
         for replica, worker in enumerate(plan.workers[number]):
             own = last[number][replica]
             time = done if own == NEVER or stages_of[worker] > 1 else own
-            if len(stage.devices) > 1:
-                lists[worker] += (
-                    _whole_batch(Kind.REDUCE, time, number, bucket) for bucket in range(stage.num_buckets)
-                )
-            if stage.versions > 1:
-                lists[worker].append(_whole_batch(Kind.RELEASE, time, number))
+            lists[worker] += (_whole_batch(Kind.REDUCE, time, number, bucket) for bucket in range(stage.num_buckets))
 
 
 def _last_backwards(plan: Plan, timed: list[Timed]) -> list[list[int]]:

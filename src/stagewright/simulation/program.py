@@ -26,8 +26,6 @@ _CODES = {
     "G": GATHER,
     "A": AGREE,
     "U": UPDATE,
-    "V": _NOTHING,
-    "D": _NOTHING,
 }
 DATA = -2
 """The channel of a forward of the first stage: it waits for data."""
