@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import Field
 
@@ -131,7 +133,7 @@ class Plan(Saved):
         return tuple(sum(id.host == host for id in self.devices) for host in range(num_hosts))
 
     def shares(self, stage: int, microbatch: int, rows: int | None = None) -> tuple[Share, ...]:
-        """Which replica of a stage handles which rows of a microbatch; replicas without rows are left out.
+        """Which replica of a stage handles which rows of a microbatch, in the order of rows; none without rows.
 
         `rows` is the size of the batch where it differs from the plan's (the last one of an epoch, evaluation).
         """
@@ -144,6 +146,40 @@ class Plan(Saved):
         edges = split_edges(stop - start, self.stages[stage].row_weights or (1.0,) * num_replicas)
         pairs = enumerate(zip(edges, edges[1:]))
         return tuple(Share(replica, start + low, start + high) for replica, (low, high) in pairs if low < high)
+
+    def transfers(self, boundary: int, microbatch: int) -> list[tuple[int, int, int, int]]:
+        """(replica of stage `boundary`, replica of the next stage, first row, end) wherever rows pass between them."""
+        return overlaps(self.shares(boundary, microbatch), self.shares(boundary + 1, microbatch))
+
+    @cached_property
+    def patterns(self) -> tuple[tuple[int, int], ...]:
+        """For each microbatch (its rows, its place in the turns of the replicas): equal ones are shared out alike."""
+        cycle = math.lcm(*self.replicas) if self.route == "rotate" else 1
+        edges = (microbatch_rows(self.batch, self.num_microbatches, n) for n in range(self.num_microbatches))
+        return tuple((stop - start, number % cycle) for number, (start, stop) in enumerate(edges))
+
+
+_Who = TypeVar("_Who")
+_Edge = TypeVar("_Edge", int, float)
+
+
+def overlaps(
+    sources: Sequence[tuple[_Who, _Edge, _Edge]], targets: Sequence[tuple[_Who, _Edge, _Edge]]
+) -> list[tuple[_Who, _Who, _Edge, _Edge]]:
+    """The rows that each pair of shares (who, first row, end) has in common; both lists are in the order of the rows.
+
+    stage 0, two replicas   │ rows 0 1 2 │ rows 3 4 5 │
+    stage 1, three replicas │ rows 0 1 │ 2 3 │ 4 5 │        0 → 0, 0 → 1, 1 → 1, 1 → 2: each row once
+    """
+    found: list[tuple[_Who, _Who, _Edge, _Edge]] = []
+    left = right = 0
+    while left < len(sources) and right < len(targets):
+        source, low, high = sources[left]
+        target, first, last = targets[right]
+        if max(low, first) < min(high, last):
+            found.append((source, target, max(low, first), min(high, last)))
+        left, right = left + (high <= last), right + (last <= high)
+    return found
 
 
 def microbatch_rows(rows: int, num_microbatches: int, microbatch: int) -> tuple[int, int]:

@@ -9,10 +9,10 @@ import pytest
 
 from stagewright.cluster import Cluster, Device, Host, Link, find_cluster, make_cluster
 from stagewright.cost import Costs
-from stagewright.plan import Plan
+from stagewright.plan import Plan, overlaps
 from stagewright.planning import PlanOptions, fixed_plan
 from stagewright.planning.estimate import estimate
-from stagewright.planning.groups import find_twins, overlaps
+from stagewright.planning.groups import find_twins
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_profile
 
 ROOMY = Device(kind="cpu", memory_bytes=64 * GIB)
@@ -148,8 +148,9 @@ def test_more_of_anything_never_makes_the_estimate_smaller() -> None:
 def test_rows_go_to_the_replica_that_has_their_place() -> None:
     ids = make_cluster(5).device_ids
     thirds, halves = (0.0, 1 / 3, 2 / 3, 1.0), (0.0, 0.5, 1.0)
-    moves = overlaps(ids[:3], ids[3:], thirds, halves)
-    assert [(str(a), str(b), round(c, 3)) for a, b, c in moves] == [
+    sources, targets = (list(zip(*each)) for each in ((ids, thirds, thirds[1:]), (ids[3:], halves, halves[1:])))
+    moves = overlaps(sources, targets)
+    assert [(str(a), str(b), round(stop - start, 3)) for a, b, start, stop in moves] == [
         ("0:0", "0:3", 0.333),
         ("0:1", "0:3", 0.167),
         ("0:1", "0:4", 0.167),

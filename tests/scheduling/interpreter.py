@@ -182,7 +182,9 @@ class Interpreter:
             inputs = {**worker.values.get(("F", stage - 1, batch, number), {}), **inputs}
         version, output = max(0, batch - self.problem.versions[stage] + 1), {}
         if version not in worker.kept[stage]:
-            raise FaultError(f"F{stage}.{number} of batch {batch} uses version {version}, which is gone or not made yet")
+            raise FaultError(
+                f"F{stage}.{number} of batch {batch} uses version {version}, which is gone or not made yet"
+            )
         for row in self.mine(me, stage, number):
             if stage and row not in inputs:
                 raise FaultError(f"F{stage}.{number} of batch {batch} lacks row {row}")

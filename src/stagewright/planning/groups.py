@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stagewright.cluster import Device, DeviceId
 from stagewright.cost import Costs, Handled, handled_by_each
-from stagewright.plan import DEFAULT_POLICY, Policy, Route, parse_staleness, split_edges
+from stagewright.plan import DEFAULT_POLICY, Policy, Route, overlaps, parse_staleness, split_edges
 
 FLUSHED = "0"
 """The staleness of exact training."""
@@ -137,7 +137,8 @@ class Shared:
         """Latency, and seconds a byte of a microbatch and of a batch, where replicas hold shares of the rows."""
         key = (sources, targets, left.edges, right.edges)
         if key not in self._rates:
-            moves = overlaps(sources, targets, left.edges, right.edges)
+            parts = (list(zip(ids, each.edges, each.edges[1:])) for ids, each in ((sources, left), (targets, right)))
+            moves = [(source, target, stop - start) for source, target, start, stop in overlaps(*parts)]
             latency = self.costs.exchange_s((source, target, 0.0) for source, target, _ in moves)
             unit = self.costs.exchange_s(moves) - latency
             self._rates[key] = (latency, unit, unit)
@@ -157,20 +158,6 @@ class Shared:
             every = wires.exchange_s((*pair, 1 / count) for pair in pairs) - latency
             self._rates[key] = (latency, slowest, every)
         return self._rates[key]
-
-
-def overlaps(
-    sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...], left: tuple[float, ...], right: tuple[float, ...]
-) -> list[tuple[DeviceId, DeviceId, float]]:
-    """For one byte of a split microbatch, which replica sends which share of it to which."""
-    moves: list[tuple[DeviceId, DeviceId, float]] = []
-    here = there = 0
-    while here < len(sources) and there < len(targets):
-        low, high = max(left[here], right[there]), min(left[here + 1], right[there + 1])
-        if high > low:
-            moves.append((sources[here], targets[there], high - low))
-        here, there = here + (left[here + 1] <= high), there + (right[there + 1] <= high)
-    return moves
 
 
 class Twins:

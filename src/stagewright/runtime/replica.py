@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
-from stagewright.plan import Plan, Share
+from stagewright.plan import Plan, Share, overlaps
 from stagewright.policy import RULES
 from stagewright.runtime.all_reduce import make_all_reduce
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
@@ -126,18 +126,12 @@ class Replica:
         """
         found, mine = self._partners.get((other, microbatch)), self.share(microbatch)
         if found is None and mine is not None:
-            workers, shares = self.plan.workers[other], self.plan.shares(other, microbatch)
-            common = {workers[share.replica]: _overlap(mine, share) for share in shares}
+            common = overlaps([mine], self.plan.shares(other, microbatch))
             found = self._partners[other, microbatch] = {
-                worker: (rows[0] - mine.start, rows[1] - mine.start) for worker, rows in common.items() if rows
+                self.plan.workers[other][replica]: (start - mine.start, stop - mine.start)
+                for _, replica, start, stop in common
             }
         return found or {}
-
-
-def _overlap(one: Share, other: Share) -> tuple[int, int] | None:
-    """The rows that two shares have in common, or None."""
-    start, stop = max(one.start, other.start), min(one.stop, other.stop)
-    return (start, stop) if start < stop else None
 
 
 def make_replicas(

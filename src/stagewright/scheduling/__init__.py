@@ -2,8 +2,6 @@
 
     make_schedule(plan, policy="1f1b", staleness="ssp", …) → Schedule     `.plan` carries what was overridden
     check_schedule(schedule)                                             raises a ScheduleError, or all is well
-    transfers(plan, boundary, microbatch)       which rows pass between which replicas
-    rows_between(…), action_rows(…)             the rows of one transfer, of one action
 
 The files, in the order of the passes: routing; orders, timing (by rule) and greedy (by trying); lower; check, ideal.
 windows cuts an order for those who run it dynamically.
@@ -22,10 +20,10 @@ from stagewright.scheduling.check import check_batches, check_schedule
 from stagewright.scheduling.greedy import time_greedily
 from stagewright.scheduling.lower import lower
 from stagewright.scheduling.orders import steps
-from stagewright.scheduling.routing import Routes, action_rows, make_routes, rows_between, transfers
+from stagewright.scheduling.routing import Routes, make_routes
 from stagewright.scheduling.timing import Costs, Timing, time_steps
 
-__all__ = ["action_rows", "check_schedule", "make_schedule", "rows_between", "transfers"]
+__all__ = ["check_schedule", "make_schedule"]
 
 
 def make_schedule(

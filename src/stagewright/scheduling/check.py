@@ -15,9 +15,10 @@ from itertools import combinations
 from typing import NamedTuple, NoReturn
 
 from stagewright.errors import ScheduleError
-from stagewright.plan import Plan, microbatch_rows
+from stagewright.plan import Plan
 from stagewright.schedule import SENDS, TRANSFERS, Action, Kind, Schedule, format_order
 from stagewright.scheduling.ideal import run_ideally
+from stagewright.scheduling.routing import make_routes
 
 _Key = tuple[Kind, int, int, int]
 """An action without its batch: kind, stage, microbatch, peer."""
@@ -48,44 +49,31 @@ def check_batches(plan: Plan, num_batches: int) -> None:
         )
 
 
-class _Work(NamedTuple):
-    """What one worker has to do with one microbatch of a stage, and with whom."""
+class _Partners(NamedTuple):
+    """With whom one worker exchanges the rows of one microbatch of a stage."""
 
     before: tuple[int, ...]
     """The workers that hold its rows in the stage before; itself, where the rows stay."""
     after: tuple[int, ...]
 
 
-_Ownership = list[dict[int, list[tuple[int, _Work]]]]
+_Ownership = list[dict[int, list[tuple[int, _Partners]]]]
 """[worker][stage]: the microbatches that the worker handles there."""
 
 
 def _ownership(plan: Plan) -> _Ownership:
-    """Who has to do what, from the shares alone."""
-    owned: _Ownership = [{} for _ in plan.devices]
+    """Who has to do what, from the routes alone."""
+    routes = make_routes(plan)
+    owned: _Ownership = [{stage: [] for stage in stages} for stages in plan.stages_of]
     for stage, workers in enumerate(plan.workers):
-        for worker in workers:
-            owned[worker][stage] = []
-        known: dict[tuple[int, int], list[tuple[int, _Work]]] = {}
-        for number in range(plan.num_microbatches):
-            start, stop = microbatch_rows(plan.batch, plan.num_microbatches, number)
-            like = (stop - start, number if plan.route == "rotate" else 0)
-            if like not in known:
-                known[like] = list(_stage_work(plan, stage, number))
-            for worker, work in known[like]:
-                owned[worker][stage].append((number, work))
+        for number, shares in enumerate(routes.own[stage]):
+            for replica, _ in shares:
+                before = routes.sources[stage - 1][number][replica] if stage else ()
+                after = routes.targets[stage][number][replica] if stage + 1 < len(plan.stages) else ()
+                held_before = tuple(plan.workers[stage - 1][one] for one in before)
+                held_after = tuple(plan.workers[stage + 1][one] for one in after)
+                owned[workers[replica]][stage].append((number, _Partners(held_before, held_after)))
     return owned
-
-
-def _stage_work(plan: Plan, stage: int, microbatch: int) -> Iterator[tuple[int, _Work]]:
-    """The workers of a stage that get rows of a microbatch, and those that hold the same rows next door."""
-    for share in plan.shares(stage, microbatch):
-        sides = []
-        for other in (stage - 1, stage + 1):
-            there = plan.shares(other, microbatch) if 0 <= other < len(plan.stages) else ()
-            met = (one for one in there if one.start < share.stop and share.start < one.stop)
-            sides.append(tuple(plan.workers[other][one.replica] for one in met))
-        yield plan.workers[stage][share.replica], _Work(*sides)
 
 
 def _check_actions(schedule: Schedule, worker: int, owned: _Ownership) -> dict[_Key, int]:
@@ -124,7 +112,7 @@ def _expected(schedule: Schedule, worker: int, owned: _Ownership, places: dict[_
         yield Kind.AGREE, -1, -1, -1
 
 
-def _transfer_keys(worker: int, stage: int, number: int, work: _Work) -> Iterator[_Key]:
+def _transfer_keys(worker: int, stage: int, number: int, work: _Partners) -> Iterator[_Key]:
     """What the worker sends and receives for a microbatch of a stage."""
     for peer in work.before:
         if peer != worker:
@@ -163,7 +151,7 @@ class _Rules:
                 f"of batch n it must come after {_action(first)}{whose}, but stands before it",
             )
 
-    def microbatch(self, stage: int, number: int, work: _Work) -> _Key:
+    def microbatch(self, stage: int, number: int, work: _Partners) -> _Key:
         """The rules of one microbatch; its last action that makes gradients."""
         forward, backward, last = ((kind, stage, number, -1) for kind in (_FORWARD, _BACKWARD, _WEIGHT))
         if backward in self.places:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from stagewright.plan import Plan
 from stagewright.policy import lanes
 from stagewright.schedule import COMPUTE, TRANSFERS, Action, Kind, Schedule
-from stagewright.scheduling.routing import action_rows
 from stagewright.scheduling.timing import Costs, unit_costs
 
 
@@ -131,7 +130,8 @@ class _Bench:
         """What an action takes, by the given costs or by unit ones."""
         if self.costs is None:
             return unit_costs(action.kind, action.stage, 0)
-        start, stop = action_rows(self.plan, worker, action)
+        mine, shares = self.plan.workers[action.stage].index(worker), self.plan.shares(action.stage, action.microbatch)
+        start, stop = next(((low, high) for replica, low, high in shares if replica == mine), (0, 0))
         return self.costs(action.kind, action.stage, stop - start)
 
     def span(self, worker: int, start: float, duration: float, action: Action) -> None:

@@ -17,7 +17,7 @@ from stagewright.errors import ScheduleError
 from stagewright.plan import Plan
 from stagewright.schedule import COMPUTE, TRANSFERS, Action, Kind, Schedule
 from stagewright.scheduling.lower import lower
-from stagewright.scheduling.routing import make_routes, transfers
+from stagewright.scheduling.routing import make_routes
 from stagewright.scheduling.sketch import placed_plan
 from stagewright.scheduling.timing import Timed, Timing, unit_costs
 
@@ -54,8 +54,8 @@ def _one_pipeline(plan: Plan) -> list[int]:
             f"the CSV format knows one worker a stage, but the plan has {plan.replicas} with route {plan.route}", todo
         )
     homes = {(worker, replica) for workers in plan.workers for replica, worker in enumerate(workers)}
-    passing = (part for stage in range(len(plan.stages) - 1) for part in transfers(plan, stage, 0))
-    if len(homes) > len(plan.devices) or any(part.source != part.target for part in passing):
+    passing = (part for stage in range(len(plan.stages) - 1) for part in plan.transfers(stage, 0))
+    if len(homes) > len(plan.devices) or any(source != target for source, target, _, _ in passing):
         raise ScheduleError(f"placement {plan.placement} does not fall into pipelines side by side", todo)
     return list(dict.fromkeys(workers[0] for workers in plan.workers))
 

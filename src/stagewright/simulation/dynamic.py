@@ -126,12 +126,11 @@ class Chooser:
 
     def is_near(self, stage: int, other: int, microbatch: int) -> bool:
         """Whether this worker itself makes rows in the other stage that it needs in this one."""
-        number, workers = self.worker.number, self.plan.workers
-        if not 0 <= other < len(workers) or number not in workers[other]:
+        first, workers, me = min(stage, other), self.plan.workers, self.worker.number
+        if not 0 <= other < len(workers) or me not in workers[other]:
             return False
-        shares = [(workers[at], self.plan.shares(at, microbatch)) for at in (stage, other)]
-        own = [(one.start, one.stop) for among, some in shares for one in some if among[one.replica] == number]
-        return len(own) == 2 and max(own[0][0], own[1][0]) < min(own[0][1], own[1][1])
+        parts = self.plan.transfers(first, microbatch)
+        return any(workers[first][left] == workers[first + 1][right] == me for left, right, _, _ in parts)
 
     def start(self, unit: Unit[_Placed]) -> None:
         """Runs a unit that can run."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from stagewright.cluster import Cluster, Device
 from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.errors import SimulationError
-from stagewright.plan import Plan, microbatch_rows
+from stagewright.plan import Plan, overlaps
 from stagewright.policy import RULES
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
@@ -153,7 +152,6 @@ class _Compiler:
         self.schedule, self.plan, self.costs = schedule, schedule.plan, costs
         self.bounds = stage_layers(self.plan, costs.profile)
         self.devices = [costs.cluster.device(id) for id in self.plan.devices]
-        self.patterns = _patterns(self.plan)
         self.is_dynamic = RULES[self.plan.policy].by_arrival
         self.slot_bytes: list[float] = []
         self.first_slots: dict[tuple[int, int, bool], int] = {}
@@ -195,12 +193,12 @@ class _Compiler:
 
     def worker_ops(self, worker: int, order: Order) -> list[PlainOp]:
         """The op of each action of one worker's turn."""
-        known: dict[tuple[str, int, int, int], PlainOp] = {}
+        known: dict[tuple[str, int, int, tuple[int, int]], PlainOp] = {}
         ops: list[PlainOp] = []
-        add, numbers, slot_bytes = ops.append, self.patterns, self.slot_bytes
+        add, patterns, slot_bytes = ops.append, self.plan.patterns, self.slot_bytes
         for action in order:
             kind, stage, _, microbatch, peer = action
-            key = (kind._value_, stage, peer, numbers[microbatch])
+            key = (kind._value_, stage, peer, patterns[microbatch])
             op = known.get(key)
             if op is None:
                 op = known[key] = self.op(worker, action)[:]
@@ -360,7 +358,7 @@ class _Compiler:
         """Bytes of the rows that both ends of a transfer handle, over the boundary after the stage or before it."""
         mine = self.rows(stage, action.microbatch, worker)
         theirs = self.rows(stage + (1 if after else -1), action.microbatch, action.peer)
-        rows = max(min(mine[1], theirs[1]) - max(mine[0], theirs[0]), 0)
+        rows = sum(stop - start for *_, start, stop in overlaps([(0, *mine)], [(0, *theirs)]))
         return rows * self.costs.crossings[self.bounds[stage][1 if after else 0]]
 
     def reduction(self, stage: int) -> _Reduction:
@@ -375,11 +373,3 @@ class _Compiler:
             return 0.0
         way = self.costs.wires.collective(self.plan.devices, 0.0)
         return 0.0 if way is None else way.latency_s
-
-
-def _patterns(plan: Plan) -> list[int]:
-    """For each microbatch a number that those share whose rows are shared out alike: of one size, and of one turn."""
-    cycle = math.lcm(*plan.replicas) if plan.route == "rotate" else 1
-    edges = (microbatch_rows(plan.batch, plan.num_microbatches, number) for number in range(plan.num_microbatches))
-    kinds: dict[tuple[int, int], int] = {}
-    return [kinds.setdefault((stop - start, number % cycle), len(kinds)) for number, (start, stop) in enumerate(edges)]
