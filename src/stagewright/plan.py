@@ -132,12 +132,9 @@ class Plan(Saved):
         """For each of the hosts how many workers run there."""
         return tuple(sum(id.host == host for id in self.devices) for host in range(num_hosts))
 
-    def shares(self, stage: int, microbatch: int, rows: int | None = None) -> tuple[Share, ...]:
-        """Which replica of a stage handles which rows of a microbatch, in the order of rows; none without rows.
-
-        `rows` is the size of the batch where it differs from the plan's (the last one of an epoch, evaluation).
-        """
-        start, stop = microbatch_rows(self.batch if rows is None else rows, self.num_microbatches, microbatch)
+    def shares(self, stage: int, microbatch: int) -> tuple[Share, ...]:
+        """Which replica of a stage handles which rows of a microbatch, in the order of rows; none without rows."""
+        start, stop = microbatch_rows(self.batch, self.num_microbatches, microbatch)
         num_replicas = self.replicas[stage]
         if start == stop:
             return ()

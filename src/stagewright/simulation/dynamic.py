@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING
 
-from stagewright.policy import holds
 from stagewright.schedule import Action
-from stagewright.scheduling.windows import AHEAD, Key, Unit, windows
+from stagewright.scheduling.windows import Chooser, Key, Unit, windows
 from stagewright.simulation.program import (
     CHANNEL,
     CODE,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _Placed = tuple[PlainOp, Action, int]
 """An op, its action and its batch."""
-_Streams = dict[tuple[int, bool], deque[Unit[_Placed]]]
 
 
 def _slot_of(unit: Unit[_Placed]) -> int:
@@ -35,17 +33,14 @@ def _slot_of(unit: Unit[_Placed]) -> int:
     return first + action.microbatch if first >= 0 else -1
 
 
-class Chooser:
-    """What a worker with a dynamic order does next."""
+class DynamicWorker:
+    """A worker that runs what the chooser picks."""
 
     def __init__(self, engine: Engine, worker: Worker) -> None:
         self.engine, self.worker, self.plan = engine, worker, engine.program.plan
-        self.limits = holds(self.plan)
-        self.held = [0] * len(self.plan.stages)
+        self.chooser: Chooser[_Placed] = Chooser(self.plan)
         self.windows = windows(self.unrolled(), lambda placed: placed[1:])
-        self.streams: _Streams = {}
         self.rest: deque[_Placed] = deque()
-        self.posted: set[Key] = set()
         self.finished: set[Key] = set()
         self.current: Unit[_Placed] | None = None
         self.busy_s = 0.0
@@ -63,10 +58,11 @@ class Chooser:
         if self.engine.now_s < self.busy_s or self.worker.wait is not None:
             return
         self.finish()
-        while any(self.streams.values()) or self.rest or self.open():
-            if any(self.streams.values()):
-                self.post()
-                unit = next((unit for unit in self.heads() if self.can_run(unit)), None)
+        while self.chooser.heads() or self.rest or self.open():
+            if self.chooser.heads():
+                for placed in self.chooser.receives():
+                    self.engine.issue(*placed)
+                unit = self.chooser.choose(self.has_rows)
                 if unit is not None:
                     self.start(unit)
                 return
@@ -87,32 +83,12 @@ class Chooser:
         self.rest = deque(found.rest)
         for placed in found.late:
             self.engine.issue(*placed)
-        for unit in found.units.values():
-            self.streams.setdefault((unit.key[0], unit.key[3]), deque()).append(unit)
+        self.chooser.open(found.units.values())
         return True
 
-    def heads(self) -> Iterator[Unit[_Placed]]:
-        """The first unit of each stream: backward first, and the latest stage first, which frees the most."""
-        for key in sorted(self.streams, key=lambda key: (key[1], -key[0])):
-            if self.streams[key]:
-                yield self.streams[key][0]
-
-    def post(self) -> None:
-        """Issues the receipts of the first units of every stream."""
-        for stream in self.streams.values():
-            for unit in list(stream)[:AHEAD]:
-                if unit.key not in self.posted:
-                    self.posted.add(unit.key)
-                    for placed in unit.receives:
-                        self.engine.issue(*placed)
-
-    def can_run(self, unit: Unit[_Placed]) -> bool:
-        """Whether a unit has its rows and, going forward, a place to hold them."""
+    def has_rows(self, unit: Unit[_Placed]) -> bool:
+        """Whether a unit's rows are there."""
         stage, batch, microbatch, is_forward = unit.key
-        if is_forward and self.held[stage] >= self.limits[stage]:
-            return False
-        if not is_forward and (stage, batch, microbatch, True) not in self.finished:
-            return False
         near = (stage + (-1 if is_forward else 1), batch, microbatch, is_forward)
         if self.is_near(stage, near[0], microbatch) and near not in self.finished:
             return False
@@ -134,7 +110,6 @@ class Chooser:
 
     def start(self, unit: Unit[_Placed]) -> None:
         """Runs a unit that can run."""
-        self.streams[unit.key[0], unit.key[3]].popleft()
         # An op that receives nothing has no slot; with its batch added, it would name another one's.
         (op, _, batch), own = unit.compute, _slot_of(unit)
         slot = own + batch * self.engine.num_slots if own >= 0 else None
@@ -142,7 +117,6 @@ class Chooser:
         if op[CHANNEL] != DATA:
             # It waited for rows only if they came after the device was free.
             self.worker.cause = ("transfer", landed[1]) if landed and landed[0] > self.busy_s else None
-        self.held[unit.key[0]] += unit.key[3]
         self.current = unit
         self.occupy(*unit.compute)
 
@@ -157,11 +131,11 @@ class Chooser:
         unit, self.current = self.current, None
         if unit is not None:
             self.finished.add(unit.key)
-            self.held[unit.key[0]] -= not unit.key[3]
+            self.chooser.finish(unit)
             for placed in unit.sends:
                 self.engine.issue(*placed)
 
     def head(self) -> tuple[Action, int]:
         """What it waits before, and of which batch."""
         rest = self.rest[0][1:] if self.rest else (self.worker.order[0], 0)
-        return next((unit.compute[1:] for unit in self.heads()), rest)
+        return next((unit.compute[1:] for unit in self.chooser.heads()), rest)

@@ -20,7 +20,7 @@ from itertools import count
 from stagewright.errors import SimulationError
 from stagewright.policy import RULES
 from stagewright.schedule import Action, Order
-from stagewright.simulation.dynamic import Chooser
+from stagewright.simulation.dynamic import DynamicWorker
 from stagewright.simulation.loading import Loader
 from stagewright.simulation.log import Cause, Log, PlainDone, PlainMoved, Reduced
 from stagewright.simulation.network import Flow, Network
@@ -50,7 +50,7 @@ SAME_MOMENT = 1e-12
 class Worker:
     """A worker's list, what it did, what it waits for, and what ended its last wait."""
 
-    __slots__ = ("cause", "chooser", "done", "go_on", "head", "is_over", "number", "ops", "order", "shared", "wait")
+    __slots__ = ("cause", "done", "dynamic", "go_on", "head", "is_over", "number", "ops", "order", "shared", "wait")
 
     def __init__(self, number: int, order: Order, ops: list[PlainOp]) -> None:
         self.number, self.order, self.ops = number, order, ops
@@ -60,7 +60,7 @@ class Worker:
         self.head: tuple[Action, int]
         """The action, and its batch, that the last wait was before."""
         self.cause: Cause | None = None
-        self.chooser: Chooser | None = None
+        self.dynamic: DynamicWorker | None = None
         self.shared: Shared | None = None
         self.done: list[PlainDone] = []
 
@@ -143,8 +143,8 @@ class Engine:
     def bring_to_life(self, worker: Worker) -> None:
         """Decides what it means that a worker goes on."""
         if RULES[self.program.plan.policy].by_arrival:
-            worker.chooser = Chooser(self, worker)
-            worker.go_on = worker.chooser.step
+            worker.dynamic = DynamicWorker(self, worker)
+            worker.go_on = worker.dynamic.step
         else:
             worker.go_on = self.life(worker).__next__
 
@@ -170,7 +170,7 @@ class Engine:
         for flow in self.network.flows:
             flow.load = None
         for worker in self.workers:
-            worker.go_on, worker.chooser, worker.shared = nothing, None, None
+            worker.go_on, worker.dynamic, worker.shared = nothing, None, None
 
     # events
 
@@ -394,7 +394,7 @@ class Engine:
             self.at(stop_s, target.go_on)
         else:
             self.landing[key] = (stop_s, number)
-            if target.chooser is not None:
+            if target.dynamic is not None:
                 self.at(stop_s, target.go_on)
 
     # reductions
@@ -437,7 +437,7 @@ class Engine:
 
     def stuck(self, worker: Worker) -> tuple[str, str]:
         """Which worker waits for what, when nothing can happen any more."""
-        action, batch = worker.head if worker.chooser is None else worker.chooser.head()
+        action, batch = worker.head if worker.dynamic is None else worker.dynamic.head()
         return (
             f"worker {worker.number} waits for ever before {action._replace(batch=0)} of batch "
             f"{batch}, at {self.now_s:.6f} s: what it needs is never sent or reduced",

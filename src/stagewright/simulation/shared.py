@@ -60,8 +60,8 @@ class Shared:
             self.next_piece()
             return
         worker.done.append((op, action, self.batch, self.start_s, engine.now_s, self.cause, self.order))
-        if worker.chooser is not None:
-            worker.chooser.busy_s = engine.now_s
+        if worker.dynamic is not None:
+            worker.dynamic.busy_s = engine.now_s
         engine.at(engine.now_s, worker.go_on)
 
 
