@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stagewright.cost import backward_s, forward_s
+from stagewright.cost import layer_seconds
 from stagewright.errors import PlanError
 from stagewright.profile import Profile
 
@@ -73,7 +73,7 @@ def _reads(profile: Profile) -> list[int]:
 def _sums(profile: Profile, reads: Sequence[int], masks: Sequence[int]) -> Cuts:
     rows = profile.batch_sizes[-1]
     count = len(profile.layers)
-    seconds = [forward_s(profile, n, n + 1, rows) + backward_s(profile, n, n + 1, rows) for n in range(count)]
+    seconds = layer_seconds(profile, rows)
     inside = np.array([[mask >> n & 1 for n in range(count)] for mask in masks], dtype=float)
     readers = [sum(1 << n for n in range(count) if reads[n] >> place & 1) for place in range(count)]
     crosses = np.array([[bool(mask >> n & 1 and readers[n] & ~mask) for n in range(count)] for mask in masks])

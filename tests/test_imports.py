@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("record",),
     ("schedule", "cost"),
     ("policy",),
-    ("plan", "wires"),
+    ("plan", "network"),
     ("profile", "cluster"),
     ("schema",),
     ("errors",),

@@ -1,4 +1,4 @@
-"""Profile × cluster → seconds and bytes: the only formulas of the project, those of wires and cores in `wires`.
+"""Profile × cluster → seconds and bytes: the only formulas of the project, those of links and cores in `network`.
 
 The planner's bounds, the simulator's durations and the reports' limits all come from here. docs/cost-model.md
 explains each of them. `Costs` answers for any run of layers from sums that are made once:
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from stagewright.cluster import Cluster, Device, DeviceId, plain_kind
 from stagewright.errors import ProfileError
+from stagewright.network import Network
 from stagewright.plan import Policy, Route
 from stagewright.policy import RULES
 from stagewright.profile import LayerProfile, Profile
-from stagewright.wires import Wires
 
 _BUCKET_BYTES = 16 << 20
 """Gradients are reduced in pieces of at most about this size, so that the first can start while backward still runs."""
@@ -71,14 +71,13 @@ def interpolate(sizes: Sequence[int], seconds: Sequence[float], rows: float) -> 
     return max(seconds[upper - 1] + slope * (rows - low), least)
 
 
-def forward_s(profile: Profile, first: int, last: int, rows: float) -> float:
-    """Forward of the layers first … last − 1 on `rows` rows, without sums made before."""
-    return sum(interpolate(profile.batch_sizes, layer.forward_s, rows) for layer in profile.layers[first:last])
-
-
-def backward_s(profile: Profile, first: int, last: int, rows: float) -> float:
-    """Backward of the layers first … last − 1 on `rows` rows, without sums made before."""
-    return sum(interpolate(profile.batch_sizes, layer.backward_s, rows) for layer in profile.layers[first:last])
+def layer_seconds(profile: Profile, rows: float) -> tuple[float, ...]:
+    """Forward and backward of each layer on `rows` rows."""
+    pairs = (
+        (interpolate(profile.batch_sizes, each, rows) for each in (one.forward_s, one.backward_s))
+        for one in profile.layers
+    )
+    return tuple(map(sum, pairs))
 
 
 def _weight_s(profile: Profile, layer: LayerProfile, rows: float) -> float:
@@ -89,13 +88,8 @@ def _weight_s(profile: Profile, layer: LayerProfile, rows: float) -> float:
     return min(interpolate(profile.batch_sizes, layer.weight_s, rows), whole)
 
 
-def crossing_bytes(profile: Profile, cut: int) -> float:
-    """Bytes a row of everything that is made before layer `cut` and read at or after it."""
-    return crossings(profile)[cut]
-
-
 def crossings(profile: Profile) -> tuple[float, ...]:
-    """`crossing_bytes` of every cut, from 0 (the model's input) to the number of layers (nothing)."""
+    """Bytes a row of what is made before each cut and read after it, from 0 (the model's input) to the end (none)."""
     last_reader = _last_readers(profile)
     change = [0.0] * (len(profile.layers) + 2)
     for number, layer in enumerate(profile.layers):
@@ -193,7 +187,7 @@ class Costs:
     def __init__(self, profile: Profile, cluster: Cluster, *, state_copies: int = _STATE_COPIES) -> None:
         _check_kind(profile, cluster)
         self.profile, self.cluster, self.state_copies = profile, cluster, state_copies
-        self.wires = Wires(cluster)
+        self.network = Network(cluster)
         self.crossings = crossings(profile)
         layers = profile.layers
         self._parameters = _sums([layer.parameter_bytes for layer in layers])
@@ -207,7 +201,7 @@ class Costs:
 
     def speed(self, id: DeviceId, computing: Sequence[DeviceId]) -> float:
         """A device's speed while some compute; only cores that hosts share make that differ."""
-        return self.cluster.device(id).speed * self.wires.cores.crowded(id, computing)
+        return self.cluster.device(id).speed * self.network.cores.crowded(id, computing)
 
     def row_sums(self, rows: float, handled: Handled = _ONE) -> _RowSums:
         """Sums of all layers' seconds at this number of rows, made at the first call."""
@@ -316,19 +310,15 @@ class Costs:
             self._buckets[key] = tuple(lows)
         return self._buckets[key]
 
-    # wires
+    # links
 
     def transfer_s(self, num_bytes: float, source: DeviceId, target: DeviceId) -> float:
         """One transfer alone on its path: Σ latency + bytes / slowest link."""
-        return self.wires.latency_s(source, target) + num_bytes / self.wires.rate(source, target)
-
-    def exchange_s(self, moves: Iterable[tuple[DeviceId, DeviceId, float]]) -> float:
-        """Transfers that start together and share links."""
-        return self.wires.exchange_s(moves)
+        return self.network.latency_s(source, target) + num_bytes / self.network.rate(source, target)
 
     def reduce_s(self, num_bytes: float, devices: Sequence[DeviceId], num_buckets: int = 1) -> float:
         """An all-reduce among devices, alone on the wires, in buckets one after the other."""
-        way = self.wires.collective(devices, num_bytes / num_buckets)
+        way = self.network.collective(devices, num_bytes / num_buckets)
         return 0.0 if way is None else num_buckets * way.seconds(num_bytes / num_buckets)
 
     # bytes

@@ -145,11 +145,6 @@ def _checked_order(value: object) -> Order:
     raise ValueError("a line of actions such as 'F0.0 B0.0 U0'")
 
 
-def _version_of(batch: int, versions: int) -> int:
-    """How many updates the weights have seen that a batch uses: those of batches 0 … batch − versions."""
-    return max(0, batch - versions + 1)
-
-
 @schema(error=ScheduleError)
 class Schedule(Saved):
     """A plan and, for each worker, the actions of one turn."""

@@ -6,10 +6,10 @@ import pytest
 
 from stagewright.cluster import Cluster, Device, DeviceId, find_cluster, ready_made_clusters
 from stagewright.errors import ClusterError
+from stagewright.network import Network
 from stagewright.profiling.drawing import draw_cluster
 from stagewright.profiling.kinds import find_kind
 from stagewright.profiling.topology import num_threads, parse_table, read_topology, with_rates
-from stagewright.wires import Wires
 from tests.planning.cases import SHARED
 
 CARD = Device(kind="card", memory_bytes=1 << 30)
@@ -152,7 +152,7 @@ def test_ready_made_files_have_the_wires_of_the_reference(
 
 def test_a_ring_over_the_eight_titan_v_runs_at_3_5_gigabytes_a_second() -> None:
     cluster = find_cluster("titan-v-8")
-    ring = Wires(cluster).collective(cluster.device_ids, 1e9)
+    ring = Network(cluster).collective(cluster.device_ids, 1e9)
     assert ring is not None
     # Published as about 3.5 GB/s; the shipped file has what the published runs were fitted to.
     assert ring.bytes_per_s == pytest.approx(3.54e9)
@@ -160,7 +160,7 @@ def test_a_ring_over_the_eight_titan_v_runs_at_3_5_gigabytes_a_second() -> None:
 
 def test_a_ring_over_a_v100_host_stays_on_nvlink() -> None:
     cluster = find_cluster("v100-sxm2-8x4")
-    wires = Wires(cluster)
+    wires = Network(cluster)
     order = wires.ring_order(cluster.device_ids[:8])
     kinds = [path(cluster, str(a), str(b)) for a, b in zip(order, (*order[1:], order[0]))]
     assert all(len(each) == 1 and each[0].startswith("NV") for each in kinds)

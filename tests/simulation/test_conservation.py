@@ -75,15 +75,15 @@ def test_no_device_computes_two_things_at_once(case):
 def test_no_link_ever_carries_more_than_its_rate(case):
     made, figures, cluster = case
     engine = Engine(make_program(make_schedule(made), figures, cluster), 2)
-    settle, rates = engine.network.settle, engine.network.rates
+    settle, rates = engine.traffic.settle, engine.traffic.rates
 
     def watched(now_s: float) -> None:
         settle(now_s)
-        assert all(used <= rate * SLACK for used, rate in zip(engine.network.used(), rates))
+        assert all(used <= rate * SLACK for used, rate in zip(engine.traffic.used(), rates))
 
-    engine.network.settle = watched  # type: ignore[method-assign]
+    engine.traffic.settle = watched  # type: ignore[method-assign]
     engine.run()
-    assert not any(engine.network.used())
+    assert not any(engine.traffic.used())
 
 
 @settings(max_examples=60, deadline=None)

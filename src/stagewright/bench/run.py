@@ -21,7 +21,7 @@ from stagewright.report.figures import size
 from stagewright.runtime.process import check_server, start_process
 from stagewright.schema import dump_json
 from stagewright.simulation.run import IMAGENET_IMAGES
-from stagewright.simulation.setting import Setting
+from stagewright.simulation.setting import Scenario
 
 _PATIENCE_S = 10.0
 """How long a run that is told to end may take to do so."""
@@ -69,7 +69,7 @@ def _simulate(task: Task, place: Place, session: Session) -> Record | Failure:
     """The simulation of a case, here and now: it has no start-up to share with others."""
     assert task.cluster is not None
     case, log = task.case, place.path(".log")
-    setting = Setting(
+    setting = Scenario(
         model=case.model, precision=case.precision, data=case.data, epoch_images=case.epoch_images or IMAGENET_IMAGES
     )
     options = replace(case.plan, placement=case.placement)

@@ -17,7 +17,7 @@ from stagewright.errors import UsageError
 from stagewright.profile import Profile
 from stagewright.simulation.calibration import (
     Fit,
-    Kind,
+    FittedKind,
     Outcome,
     fit_cluster,
     keep_unfitted,
@@ -86,7 +86,7 @@ class AnalyticBench:
     def __init__(self) -> None:
         self._models: dict[str, Any] = {}
         self._profiles: dict[object, Profile] = {}
-        self._fits: dict[object, Kind] = {}
+        self._fits: dict[object, FittedKind] = {}
 
     def model(self, name: str) -> Any:
         """A model's shapes."""
@@ -97,14 +97,14 @@ class AnalyticBench:
             self._models[name] = build_model(name, device="meta")
         return self._models[name]
 
-    def kind(self, name: str) -> Kind:
+    def kind(self, name: str) -> FittedKind:
         """The kind in its file, with efficiencies as they are before any fit."""
         from stagewright.profiling.kinds import find_kind
 
         kind = find_kind(name)
-        return cast(Kind, replace(kind, efficiency={**kind.efficiency, **_PRIORS}))
+        return cast(FittedKind, replace(kind, efficiency={**kind.efficiency, **_PRIORS}))
 
-    def fit(self, kind: Kind, rows: Sequence[Row]) -> Kind:
+    def fit(self, kind: FittedKind, rows: Sequence[Row]) -> FittedKind:
         """The kind with efficiencies fitted to single-device rows."""
         from stagewright.profiling.calibrate import Measurement, calibrate_device
         from stagewright.profiling.kinds import DeviceKind
@@ -121,10 +121,10 @@ class AnalyticBench:
                 )
                 for row in rows
             ]
-            self._fits[key] = cast(Kind, calibrate_device(cast(DeviceKind, kind), figures))
+            self._fits[key] = cast(FittedKind, calibrate_device(cast(DeviceKind, kind), figures))
         return self._fits[key]
 
-    def profile(self, kind: Kind, row: Row) -> Profile:
+    def profile(self, kind: FittedKind, row: Row) -> Profile:
         """The profile of a row's model at the numbers of rows that its stages see."""
         from stagewright.profiling.analytic import make_analytic_profile
         from stagewright.profiling.kinds import DeviceKind

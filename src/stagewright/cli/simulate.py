@@ -24,10 +24,9 @@ from stagewright.record import DeviceUse, Record
 from stagewright.report import chrome_trace, timeline_svg
 from stagewright.report.figures import rate, seconds, size
 from stagewright.simulation import faster_links
-from stagewright.simulation.plot import plot_svg
 from stagewright.simulation.run import IMAGENET_IMAGES
-from stagewright.simulation.setting import Setting
-from stagewright.simulation.whatif import Point, knee, parse_counts, parse_factors
+from stagewright.simulation.setting import Scenario
+from stagewright.simulation.whatif import Point, knee, parse_counts, parse_factors, plot_svg
 
 _BAR = 40
 _GIB = 1 << 30
@@ -82,14 +81,14 @@ def simulate(
 
 def _setting_of(
     what: str, profile: Path | None, assume_kind: str | None, precision: str, data: str, epoch_images: int
-) -> Setting:
+) -> Scenario:
     """What is simulated: the plan in a file, or a model."""
     if data not in ("synthetic", "records"):
         raise UsageError(f"--data is {data!r}: expected synthetic or records")
     if precision not in ("fp32", "bf16", "fp16"):
         raise UsageError(f"--precision is {precision!r}: expected fp32, bf16 or fp16")
     plan = Plan.load(what) if Path(what).suffix in (".json", ".yaml", ".yml") else None
-    return Setting(
+    return Scenario(
         model=what if plan is None else plan.model, plan=plan, profile=_load_profile(profile, assume_kind),
         precision=cast(Precision, precision), data=data, epoch_images=epoch_images,
     )  # fmt: skip
@@ -104,7 +103,7 @@ def _load_profile(file: Path | None, assume_kind: str | None) -> Profile | None:
 
 
 def _sweep(
-    setting: Setting,
+    setting: Scenario,
     hardware: Cluster,
     fixed: PlanOptions,
     batch: str | None,

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from stagewright.cluster import DeviceId
 from stagewright.cost import Costs, num_buckets
 from stagewright.plan import Plan
-from stagewright.planning.groups import FLUSHED, Group, Setting, Shared, make_group
+from stagewright.planning.groups import FLUSHED, ClusterRates, Group, Setting, make_group
 from stagewright.policy import RULES, held_before, holds, outstanding
 
 
@@ -96,9 +96,9 @@ class Shortage(NamedTuple):
 class Estimator:
     """Seconds and bytes of stages under one setting, each worked out once."""
 
-    def __init__(self, costs: Costs, setting: Setting, shared: Shared | None = None) -> None:
+    def __init__(self, costs: Costs, setting: Setting, shared: ClusterRates | None = None) -> None:
         self.costs, self.setting, self.rule = costs, setting, RULES[setting.policy]
-        self.shared = shared or Shared(costs)
+        self.shared = shared or ClusterRates(costs)
         self.twins = self.shared.twins
         self.is_flushed = setting.staleness == FLUSHED
         self.shortage: Shortage | None = None
@@ -335,7 +335,7 @@ def setting_of(plan: Plan) -> Setting:
     )
 
 
-def estimate(plan: Plan, costs: Costs, shared: Shared | None = None) -> _Estimate:
+def estimate(plan: Plan, costs: Costs, shared: ClusterRates | None = None) -> _Estimate:
     """The plan's step time, and whether it fits: the same figures that the searches add up."""
     estimator = Estimator(costs, setting_of(plan), shared)
     edges, held, waiting = _stage_edges(plan, costs), holds(plan), outstanding(plan)

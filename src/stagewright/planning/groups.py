@@ -111,11 +111,11 @@ def make_group(
         handled=handled,
         evenness=setting.batch / (setting.num_microbatches * setting.rows),
         slowest=min(speeds),
-        core_share=costs.wires.cores.share(devices),
+        core_share=costs.network.cores.share(devices),
     )
 
 
-class Shared:
+class ClusterRates:
     """What estimators of one cluster share, whatever their settings: twins, and rates between groups of devices."""
 
     def __init__(self, costs: Costs) -> None:
@@ -139,8 +139,8 @@ class Shared:
         if key not in self._rates:
             parts = (list(zip(ids, each.edges, each.edges[1:])) for ids, each in ((sources, left), (targets, right)))
             moves = [(source, target, stop - start) for source, target, start, stop in overlaps(*parts)]
-            latency = self.costs.exchange_s((source, target, 0.0) for source, target, _ in moves)
-            unit = self.costs.exchange_s(moves) - latency
+            latency = self.costs.network.exchange_s((source, target, 0.0) for source, target, _ in moves)
+            unit = self.costs.network.exchange_s(moves) - latency
             self._rates[key] = (latency, unit, unit)
         return self._rates[key]
 
@@ -151,11 +151,11 @@ class Shared:
         count = min(num_microbatches, math.lcm(len(sources), len(targets)))
         key = (sources, targets, count)
         if key not in self._rates:
-            wires = self.costs.wires
+            network = self.costs.network
             pairs = [(sources[n % len(sources)], targets[n % len(targets)]) for n in range(count)]
-            latency = max(wires.latency_s(*pair) for pair in pairs)
-            slowest = max(1 / wires.rate(*pair) for pair in pairs)
-            every = wires.exchange_s((*pair, 1 / count) for pair in pairs) - latency
+            latency = max(network.latency_s(*pair) for pair in pairs)
+            slowest = max(1 / network.rate(*pair) for pair in pairs)
+            every = network.exchange_s((*pair, 1 / count) for pair in pairs) - latency
             self._rates[key] = (latency, slowest, every)
         return self._rates[key]
 

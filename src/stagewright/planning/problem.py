@@ -11,7 +11,7 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import DEFAULT_POLICY, ROUTES, Plan, Policy, Route
 from stagewright.planning.estimate import Estimator, Shortage
-from stagewright.planning.groups import FLUSHED, Setting, Shared
+from stagewright.planning.groups import FLUSHED, ClusterRates, Setting
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.quick import Candidate, joined, moved_cuts, moved_devices, swapped_devices
 from stagewright.planning.ratio import cut_by_names, cut_by_ratio, table_of
@@ -36,7 +36,7 @@ class Problem:
     """Whether all of them must be made."""
     groups: tuple[Devices, ...] | None
     """The devices of each stage, where a placement gives them."""
-    shared: Shared
+    shared: ClusterRates
     estimators: dict[Setting, Estimator]
 
     @property
@@ -172,7 +172,7 @@ def make_problem(costs: Costs, options: PlanOptions) -> Problem:
         raise PlanError(f"--microbatches is {options.num_microbatches}, but the batch has {batch} rows")
     cuts, every = _find_cuts(costs, options, batch)
     _check_stages(cuts, every, groups, options)
-    return Problem(costs, options, batch, cuts, every, groups, Shared(costs), {})
+    return Problem(costs, options, batch, cuts, every, groups, ClusterRates(costs), {})
 
 
 def _find_cuts(costs: Costs, options: PlanOptions, batch: int) -> tuple[tuple[int, ...], bool]:

@@ -150,7 +150,7 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
 def pipedream_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, after: Devices) -> np.ndarray:
     """The same with PipeDream's prices (see planning/pipedream.py), at the rate of the slowest wire."""
     costs, replicas = estimator.costs, len(devices)
-    batch, rate = float(estimator.setting.batch), min(costs.wires.rates, default=float("inf"))
+    batch, rate = float(estimator.setting.batch), min(costs.network.rates, default=float("inf"))
     sums = costs.row_sums(batch)
     compute = np.array([sums.forward[cut] + sums.backward[cut] for cut in cuts])
     weights = np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float)

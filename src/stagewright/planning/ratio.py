@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from stagewright.cost import backward_s, forward_s
+from stagewright.cost import layer_seconds
 from stagewright.errors import PlanError, UsageError
 from stagewright.planning.options import RatioOf
 from stagewright.profile import Profile
@@ -40,13 +40,12 @@ class LayerTable:
 def table_of(profile: Profile, rows: int | None = None) -> LayerTable:
     """The table of a profile, its seconds being forward and backward on so many rows (its largest batch)."""
     rows = rows or profile.batch_sizes[-1]
-    layers = range(len(profile.layers))
     return LayerTable(
         model=profile.model,
         names=profile.names,
         flops=tuple(layer.flops for layer in profile.layers),
         parameter_bytes=tuple(layer.parameter_bytes for layer in profile.layers),
-        seconds=tuple(forward_s(profile, n, n + 1, rows) + backward_s(profile, n, n + 1, rows) for n in layers),
+        seconds=layer_seconds(profile, rows),
     )
 
 

@@ -105,7 +105,7 @@ class Given:
 
 def device_orders(costs: Costs, devices: Sequence[DeviceId]) -> tuple[Devices, ...]:
     """Good orders for `Runs`: along the wires; and, where speeds or memories differ, by these."""
-    along = costs.wires.ring_order(tuple(devices)) if len(devices) <= 16 else tuple(devices)
+    along = costs.network.ring_order(tuple(devices)) if len(devices) <= 16 else tuple(devices)
     kind = {id: costs.cluster.device(id) for id in devices}
     orders = [
         along,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from stagewright.schedule import Kind, Schedule
-from stagewright.scheduling.ideal import Run, Span, run_ideally
+from stagewright.scheduling.ideal import IdealRun, TimedAction, run_ideally
 from stagewright.scheduling.timing import Costs
 
 _COLOURS = {
@@ -35,7 +35,7 @@ def timed_grid(schedule: Schedule, num_batches: int | None = None) -> str:
     return "\n".join(f"{worker:>{width}} │ {_timed_row(row, unit)}".rstrip() for worker, row in enumerate(labels))
 
 
-def _timed_row(row: list[tuple[Span, str]], unit: int) -> str:
+def _timed_row(row: list[tuple[TimedAction, str]], unit: int) -> str:
     line = ""
     for span, label in row:
         length = round(span.stop - span.start) * unit - 1
@@ -62,11 +62,11 @@ def draw_svg(schedule: Schedule, num_batches: int | None = None, costs: Costs | 
     return "\n".join(lines) + "\n"
 
 
-def _computing(run: Run) -> Iterator[Span]:
+def _computing(run: IdealRun) -> Iterator[TimedAction]:
     return (span for spans in run.spans for span in spans if span.stop > span.start)
 
 
-def _boxes(schedule: Schedule, run: Run, num_batches: int, scale: float) -> Iterator[str]:
+def _boxes(schedule: Schedule, run: IdealRun, num_batches: int, scale: float) -> Iterator[str]:
     for worker, spans in enumerate(run.spans):
         top = _GAP + worker * (_ROW_HEIGHT + _GAP)
         middle = top + _ROW_HEIGHT / 2 + 4

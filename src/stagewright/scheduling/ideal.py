@@ -15,7 +15,7 @@ from stagewright.schedule import COMPUTE, TRANSFERS, Action, Kind, Schedule
 from stagewright.scheduling.timing import Costs, unit_costs
 
 
-class Span(NamedTuple):
+class TimedAction(NamedTuple):
     """When a worker computed."""
 
     start: float
@@ -23,10 +23,10 @@ class Span(NamedTuple):
     action: Action
 
 
-class Run(NamedTuple):
+class IdealRun(NamedTuple):
     """What came of it: spans of compute and updates by worker, and where those wait that never came to their end."""
 
-    spans: list[list[Span]]
+    spans: list[list[TimedAction]]
     stuck: dict[int, Action]
 
     @property
@@ -47,13 +47,13 @@ def balanced_costs(plan: Plan) -> Costs:
     return lambda kind, stage, rows: unit_costs(kind, stage, rows) * widths[stage]
 
 
-def run_ideally(schedule: Schedule, num_batches: int = 1, costs: Costs | None = None) -> Run:
+def run_ideally(schedule: Schedule, num_batches: int = 1, costs: Costs | None = None) -> IdealRun:
     """Carries out the schedule over a run of batches."""
     bench = _Bench(schedule, num_batches, costs)
     ready = deque(range(len(schedule.orders)))
     while ready:
         ready.extend(bench.advance(ready.popleft()))
-    return Run(bench.spans, {worker: bench.lists[worker][bench.at[worker]] for worker in sorted(bench.waiting)})
+    return IdealRun(bench.spans, {worker: bench.lists[worker][bench.at[worker]] for worker in sorted(bench.waiting)})
 
 
 _Event = tuple[int, ...]
@@ -68,7 +68,7 @@ class _Bench:
         self.lists = [tuple(schedule.unroll(worker, num_batches)) for worker in range(len(schedule.orders))]
         self.at = [0] * len(self.lists)
         self.clock = [0.0] * len(self.lists)
-        self.spans: list[list[Span]] = [[] for _ in self.lists]
+        self.spans: list[list[TimedAction]] = [[] for _ in self.lists]
         self.parts: dict[_Event, tuple[int, float]] = {}
         """How many parts of an event were issued, and when the latest was."""
         self.done: dict[_Event, float] = {}
@@ -138,7 +138,7 @@ class _Bench:
         """Moves the worker's clock over an action."""
         start = max(start, self.clock[worker])
         self.clock[worker] = start + duration
-        self.spans[worker].append(Span(start, start + duration, action))
+        self.spans[worker].append(TimedAction(start, start + duration, action))
 
     def transfer(self, worker: int, action: Action, woken: list[int]) -> None:
         """Issues one end of a transfer; a receipt is noted for the compute that needs it."""

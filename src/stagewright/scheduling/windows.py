@@ -27,7 +27,7 @@ Key = tuple[int, int, int, bool]
 
 
 @dataclass
-class Unit(Generic[Item]):
+class Task(Generic[Item]):
     """One compute action with the receives it needs and the sends it feeds."""
 
     key: Key
@@ -42,7 +42,7 @@ class Window(Generic[Item]):
 
     late: list[Item] = field(default_factory=list)
     """Sends of what an earlier window made: they go out at once."""
-    units: dict[Key, Unit[Item]] = field(default_factory=dict)
+    units: dict[Key, Task[Item]] = field(default_factory=dict)
     rest: list[Item] = field(default_factory=list)
 
 
@@ -53,9 +53,9 @@ class Chooser(Generic[Item]):
         self._limits = holds(plan)
         self._held: dict[int, set[tuple[int, int]]] = {stage: set() for stage in range(len(plan.stages))}
         """The microbatches of each stage that wait for their backward, or are in it."""
-        self._streams: dict[tuple[bool, int], deque[Unit[Item]]] = {}
+        self._streams: dict[tuple[bool, int], deque[Task[Item]]] = {}
 
-    def open(self, units: Iterable[Unit[Item]]) -> None:
+    def open(self, units: Iterable[Task[Item]]) -> None:
         """Takes over the units of a window, in streams that keep their order: the forwards and backwards of a stage."""
         for unit in units:
             stage, _, _, is_forward = unit.key
@@ -63,7 +63,7 @@ class Chooser(Generic[Item]):
             self._streams.setdefault((is_forward, -stage), deque()).append(unit)
         self._streams = dict(sorted(self._streams.items()))
 
-    def heads(self) -> list[Unit[Item]]:
+    def heads(self) -> list[Task[Item]]:
         """The first unit of each stream, the one to be preferred first."""
         return [stream[0] for stream in self._streams.values() if stream]
 
@@ -74,7 +74,7 @@ class Chooser(Generic[Item]):
                 yield from unit.receives
                 unit.receives = []
 
-    def choose(self, has_rows: Callable[[Unit[Item]], bool]) -> Unit[Item] | None:
+    def choose(self, has_rows: Callable[[Task[Item]], bool]) -> Task[Item] | None:
         """The best unit that can run, which leaves its stream; None if there is none yet."""
         for unit in self.heads():
             stage, batch, microbatch, is_forward = unit.key
@@ -85,7 +85,7 @@ class Chooser(Generic[Item]):
                 return unit
         return None
 
-    def finish(self, unit: Unit[Item]) -> None:
+    def finish(self, unit: Task[Item]) -> None:
         """A unit that was chosen is over."""
         stage, batch, microbatch, is_forward = unit.key
         (self._held[stage].add if is_forward else self._held[stage].discard)((batch, microbatch))
@@ -102,7 +102,7 @@ def windows(items: Iterable[Item], look: Callable[[Item], tuple[Action, int]]) -
             if window.rest:
                 yield window
                 window = Window()
-            window.units[key] = Unit(key, item, early.pop(key, []))
+            window.units[key] = Task(key, item, early.pop(key, []))
         elif action.kind in RECEIVES:
             early.setdefault(key, []).append(item)
         elif action.kind in TRANSFERS:

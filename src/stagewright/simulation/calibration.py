@@ -31,7 +31,7 @@ _SLOW = 0.05
 """A row with records that is slower than predicted by more than this is taken to be held up by decoding."""
 
 
-class Kind(Protocol):
+class FittedKind(Protocol):
     """What calibration needs of a kind of device; how it is fitted is the bench's matter."""
 
     @property
@@ -41,16 +41,16 @@ class Kind(Protocol):
 class _Bench(Protocol):
     """Profiles of a kind of device, which need torch and so come from outside."""
 
-    def kind(self, name: str) -> Kind: ...
-    def fit(self, kind: Kind, rows: Sequence[Row]) -> Kind: ...
-    def profile(self, kind: Kind, row: Row) -> Profile: ...
+    def kind(self, name: str) -> FittedKind: ...
+    def fit(self, kind: FittedKind, rows: Sequence[Row]) -> FittedKind: ...
+    def profile(self, kind: FittedKind, row: Row) -> Profile: ...
 
 
 class Fit(NamedTuple):
     """A cluster and its kind of device after a fit, with what it was fitted from."""
 
     cluster: Cluster
-    kind: Kind
+    kind: FittedKind
     notes: tuple[str, ...]
 
 
@@ -85,7 +85,7 @@ class Outcome(NamedTuple):
 class Predictor:
     """Predictions for rows on a cluster that changes; the profiles stay."""
 
-    def __init__(self, bench: _Bench, kind: Kind, rows: Iterable[Row], cluster: Cluster) -> None:
+    def __init__(self, bench: _Bench, kind: FittedKind, rows: Iterable[Row], cluster: Cluster) -> None:
         self.profiles = {row.id: bench.profile(kind, row) for row in rows}
         self.schedules = {
             row.id: make_schedule(plan_of(row, self.profiles[row.id], cluster), agree=row.precision == "fp16")

@@ -144,7 +144,7 @@ class Path:
         stage = moved.sent.stage
         channel = self.program.channels[moved.channel]
         other = stage + 1 if channel.forward else stage - 1
-        rates, wires = self.program.costs.wires.rates, self.program.costs.cluster.wires
+        rates, wires = self.program.costs.network.rates, self.program.costs.cluster.wires
         slowest = min(channel.loads, key=lambda load: rates[load[0]] / load[1], default=None)
         if slowest is not None and slowest[0] >= 2 * len(wires):
             return f"transfer {stage} → {other}, by the CPU"

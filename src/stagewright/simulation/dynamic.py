@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from stagewright.schedule import Action
-from stagewright.scheduling.windows import Chooser, Key, Unit, windows
+from stagewright.scheduling.windows import Chooser, Key, Task, windows
 from stagewright.simulation.program import (
     CHANNEL,
     CODE,
@@ -26,7 +26,7 @@ _Placed = tuple[PlainOp, Action, int]
 """An op, its action and its batch."""
 
 
-def _slot_of(unit: Unit[_Placed]) -> int:
+def _slot_of(unit: Task[_Placed]) -> int:
     """What a unit waits for; −1: nothing."""
     op, action, _ = unit.compute
     first = op[FIRST_SLOT]
@@ -42,7 +42,7 @@ class DynamicWorker:
         self.windows = windows(self.unrolled(), lambda placed: placed[1:])
         self.rest: deque[_Placed] = deque()
         self.finished: set[Key] = set()
-        self.current: Unit[_Placed] | None = None
+        self.current: Task[_Placed] | None = None
         self.busy_s = 0.0
 
     def unrolled(self) -> Iterator[_Placed]:
@@ -86,7 +86,7 @@ class DynamicWorker:
         self.chooser.open(found.units.values())
         return True
 
-    def has_rows(self, unit: Unit[_Placed]) -> bool:
+    def has_rows(self, unit: Task[_Placed]) -> bool:
         """Whether a unit's rows are there."""
         stage, batch, microbatch, is_forward = unit.key
         near = (stage + (-1 if is_forward else 1), batch, microbatch, is_forward)
@@ -108,7 +108,7 @@ class DynamicWorker:
         parts = self.plan.transfers(first, microbatch)
         return any(workers[first][left] == workers[first + 1][right] == me for left, right, _, _ in parts)
 
-    def start(self, unit: Unit[_Placed]) -> None:
+    def start(self, unit: Task[_Placed]) -> None:
         """Runs a unit that can run."""
         # An op that receives nothing has no slot; with its batch added, it would name another one's.
         (op, _, batch), own = unit.compute, _slot_of(unit)

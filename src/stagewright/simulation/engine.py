@@ -23,7 +23,6 @@ from stagewright.schedule import Action, Order
 from stagewright.simulation.dynamic import DynamicWorker
 from stagewright.simulation.loading import Loader
 from stagewright.simulation.log import Cause, Log, PlainDone, PlainMoved, Reduced
-from stagewright.simulation.network import Flow, Network
 from stagewright.simulation.program import (
     AGREE,
     CHANNEL,
@@ -41,7 +40,8 @@ from stagewright.simulation.program import (
     PlainOp,
     Program,
 )
-from stagewright.simulation.shared import Shared
+from stagewright.simulation.shared import SharedCores
+from stagewright.simulation.traffic import Flow, Traffic
 
 SAME_MOMENT = 1e-12
 """Events this close to one another, relative to the time, are one moment: rounding must not split it."""
@@ -61,7 +61,7 @@ class Worker:
         """The action, and its batch, that the last wait was before."""
         self.cause: Cause | None = None
         self.dynamic: DynamicWorker | None = None
-        self.shared: Shared | None = None
+        self.shared: SharedCores | None = None
         self.done: list[PlainDone] = []
 
 
@@ -102,23 +102,22 @@ class Engine:
         self.workers = [Worker(number, *lists) for number, lists in enumerate(zip(program.orders, program.ops))]
         self.moved: list[PlainMoved] = []
         self.reductions: list[Reduced] = []
-        wires = program.costs.wires
-        self.network = network = Network(wires.rates, self.at)
+        self.traffic = traffic = Traffic(program.costs.network.rates, self.at)
         # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
         self.missing: dict[int, int] = {}
         self.landing: dict[int, tuple[float, int]] = {}
         self.lanes = [
-            _Lane(n, c.latency_s, network.make_flow(c.loads, c.bytes_per_s, c.shared), self.workers[c.target])
+            _Lane(n, c.latency_s, traffic.make_flow(c.loads, c.bytes_per_s, c.shared), self.workers[c.target])
             for n, c in enumerate(program.channels)
         ]
         # Reductions: replicas that are ready, buckets that wait for the one before, buckets still to come.
         self.flows = [
-            network.make_flow(one.way.loads, one.way.bytes_per_s, one.shared) if one.way else None
+            traffic.make_flow(one.way.loads, one.way.bytes_per_s, one.shared) if one.way else None
             for one in program.reductions
         ]
         for worker, share in zip(self.workers, program.shares):
-            flow = network.make_flow(share.loads, share.work_per_s, share.shared)
-            worker.shared = Shared(self, worker, flow)
+            flow = traffic.make_flow(share.loads, share.work_per_s, share.shared)
+            worker.shared = SharedCores(self, worker, flow)
         self.ready: dict[tuple[int, int, int], int] = {}
         self.queues: list[deque[tuple[int, int, int]]] = [deque() for _ in program.reductions]
         self.reducing = [False] * len(program.reductions)
@@ -132,7 +131,7 @@ class Engine:
             self.bring_to_life(worker)
         for worker in self.workers:
             worker.go_on()
-        self.network.settle(self.now_s)
+        self.traffic.settle(self.now_s)
         self.go_through_events()
         for worker in self.workers:
             if not worker.is_over:
@@ -150,7 +149,7 @@ class Engine:
 
     def go_through_events(self) -> None:
         """Moment by moment, until nothing can happen any more."""
-        moments, events, settle = self.moments, self.events, self.network.settle
+        moments, events, settle = self.moments, self.events, self.traffic.settle
         while moments:
             moment = moments[0] * (1 + SAME_MOMENT)
             while moments and moments[0] <= moment:
@@ -166,8 +165,8 @@ class Engine:
 
     def let_go(self) -> None:
         """Cuts the circles of references, so that all is freed at once when it is used no more."""
-        self.network.at = lambda time_s, flow: None
-        for flow in self.network.flows:
+        self.traffic.at = lambda time_s, flow: None
+        for flow in self.traffic.flows:
             flow.load = None
         for worker in self.workers:
             worker.go_on, worker.dynamic, worker.shared = nothing, None, None
@@ -349,7 +348,7 @@ class Engine:
         flow.load = load = (lane, op, sent, batch, sent_s, posted_s, now_s, key)
         if num_bytes and flow.loads:
             lane.busy = True
-            self.network.start(flow, num_bytes, now_s)
+            self.traffic.start(flow, num_bytes, now_s)
         else:
             self.land(load)
 
@@ -363,9 +362,9 @@ class Engine:
 
     def arrive(self, flow: Flow) -> None:
         """A flow is over; the latency follows."""
-        self.network.stop(flow)
+        self.traffic.stop(flow)
         load = flow.load
-        if type(load) is Shared:
+        if type(load) is SharedCores:
             load.go_on()
             return
         lane = load[0]
@@ -419,7 +418,7 @@ class Engine:
         load = (stage, batch, bucket, self.now_s, worker)
         if flow is not None and reduction.way is not None and reduction.bucket_bytes:
             flow.load = (None, *load)
-            self.network.start(flow, reduction.way.passes * reduction.bucket_bytes, self.now_s)
+            self.traffic.start(flow, reduction.way.passes * reduction.bucket_bytes, self.now_s)
         else:
             self.at(self.now_s, partial(self.reduced, *load))
 

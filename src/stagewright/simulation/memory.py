@@ -13,7 +13,7 @@ from stagewright.policy import holds
 from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Kind
 from stagewright.simulation.log import Log
-from stagewright.simulation.program import FIRST_SLOT, NUM_BYTES, WORK, Program, Work, stage_layers
+from stagewright.simulation.program import FIRST_SLOT, NUM_BYTES, WORK, Computation, Program, stage_layers
 
 _GRADIENTS, _ACTIVATIONS, _BUFFERS, _WORKSPACE = (
     MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "buffers", "workspace")
@@ -152,7 +152,7 @@ class Ledger:
         total = StageBytes(*(sum(column) for column in zip(*every)))
         return total._replace(framework=device.framework_bytes)
 
-    def taken_by(self, work: Work) -> _Taken:
+    def taken_by(self, work: Computation) -> _Taken:
         """Workspace of a forward or backward, and the activations that it takes at its start and returns at its end."""
         kind, stage, rows, device = work
         bounds, recompute = self.bounds[stage], self.plan.stages[stage].recompute

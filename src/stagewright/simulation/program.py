@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 from stagewright.cluster import Cluster, Device
 from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.errors import SimulationError
+from stagewright.network import Collective
 from stagewright.plan import Plan, overlaps
 from stagewright.policy import RULES
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
-from stagewright.simulation.network import Loads, shared_loads
-from stagewright.wires import Collective
+from stagewright.simulation.traffic import Loads, shared_loads
 
 COMPUTES, RECEIVE, SEND, GATHER, AGREE, UPDATE, _NOTHING = range(7)
 """What the engine tells apart: an action that computes, a receipt, a sending, a reduction …"""
@@ -59,7 +59,7 @@ WORK: Final = 5
 READY: Final = 6
 
 
-class Work(NamedTuple):
+class Computation(NamedTuple):
     """What ops of equal kind, stage, rows and device have in common."""
 
     kind: Kind
@@ -106,7 +106,7 @@ class Program(NamedTuple):
     costs: Costs
     orders: tuple[Order, ...]
     ops: tuple[list[PlainOp], ...]
-    works: tuple[Work, ...]
+    works: tuple[Computation, ...]
     channels: tuple[_Channel, ...]
     reductions: tuple[_Reduction, ...]
     slot_bytes: tuple[float, ...]
@@ -157,8 +157,8 @@ class _Compiler:
         self.first_slots: dict[tuple[int, int, bool], int] = {}
         self.channels: list[_Channel] = []
         self.channel_numbers: dict[tuple[int, int, bool, int], int] = {}
-        self.works: list[Work] = []
-        self.work_numbers: dict[Work, int] = {}
+        self.works: list[Computation] = []
+        self.work_numbers: dict[Computation, int] = {}
         self._rows: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
         self._seconds: dict[tuple[str, int, int, float], float] = {}
 
@@ -169,7 +169,7 @@ class _Compiler:
         shares = self.core_shares()
         loads = [*(one.loads for one in self.channels), *(one.way.loads if one.way else () for one in reductions)]
         loads += [one.loads for one in shares]
-        shared = iter(shared_loads(loads, self.costs.wires.rates))
+        shared = iter(shared_loads(loads, self.costs.network.rates))
         return Program(
             self.plan,
             self.costs,
@@ -186,7 +186,7 @@ class _Compiler:
 
     def core_shares(self) -> list[_CoreShare]:
         """For each worker the cores it computes on; none where every device has its own."""
-        cores = self.costs.wires.cores
+        cores = self.costs.network.cores
         if cores.of_all is None:
             return []
         return [_CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in self.plan.devices]
@@ -263,9 +263,9 @@ class _Compiler:
         slot = self.first_slot(worker, stage, is_forward) if may_wait else -1
         seconds = self.compute_s(kind, stage, stop - first, device.speed)
         channel = DATA if is_forward and stage == 0 else -1
-        return _Op(COMPUTES, seconds, slot, channel, 0.0, self.work(Work(kind, stage, stop - first, device)))
+        return _Op(COMPUTES, seconds, slot, channel, 0.0, self.work(Computation(kind, stage, stop - first, device)))
 
-    def work(self, work: Work) -> int:
+    def work(self, work: Computation) -> int:
         """The number of a work."""
         if work not in self.work_numbers:
             self.work_numbers[work] = len(self.works)
@@ -348,10 +348,12 @@ class _Compiler:
         key = (source, target, forward, stage if self.is_dynamic else -1)
         found = self.channel_numbers.get(key)
         if found is None:
-            ends, wires = (self.plan.devices[source], self.plan.devices[target]), self.costs.wires
-            loads = wires.loads(*ends)
+            ends, network = (self.plan.devices[source], self.plan.devices[target]), self.costs.network
+            loads = network.loads(*ends)
             found = self.channel_numbers[key] = len(self.channels)
-            self.channels.append(_Channel(source, target, forward, loads, wires.rate(*ends), wires.latency_s(*ends)))
+            self.channels.append(
+                _Channel(source, target, forward, loads, network.rate(*ends), network.latency_s(*ends))
+            )
         return found
 
     def message_bytes(self, worker: int, stage: int, action: Action, after: bool) -> float:
@@ -365,11 +367,11 @@ class _Compiler:
         """How a stage's gradients are reduced."""
         devices, buckets = self.plan.stages[stage].devices, self.plan.stages[stage].num_buckets
         num_bytes = self.costs.parameter_bytes(*self.bounds[stage]) / buckets
-        return _Reduction(len(devices), buckets, num_bytes, self.costs.wires.collective(devices, num_bytes))
+        return _Reduction(len(devices), buckets, num_bytes, self.costs.network.collective(devices, num_bytes))
 
     def agree_s(self) -> float:
         """An agreement of all workers: an all-reduce of next to nothing."""
         if not self.schedule.agree:
             return 0.0
-        way = self.costs.wires.collective(self.plan.devices, 0.0)
+        way = self.costs.network.collective(self.plan.devices, 0.0)
         return 0.0 if way is None else way.latency_s

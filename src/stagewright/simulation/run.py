@@ -10,9 +10,15 @@ from operator import sub
 
 from stagewright.cluster import Cluster, format_devices
 from stagewright.cost import Costs
+from stagewright.plan import Plan
+from stagewright.planning import PlanOptions
+from stagewright.planning.choose import Score
+from stagewright.planning.search import Search
+from stagewright.planning.search import make_plan as search
 from stagewright.profile import Profile
 from stagewright.record import DeviceUse, Record
 from stagewright.schedule import Schedule
+from stagewright.scheduling import make_schedule
 from stagewright.simulation.critical import Path
 from stagewright.simulation.engine import Engine
 from stagewright.simulation.loading import make_loader
@@ -149,3 +155,18 @@ def _within(times: Iterable[tuple[float, float]], steady: Steady) -> float:
 def _milliseconds(seconds: float) -> str:
     """`19 ms`, `0.42 ms`."""
     return f"{seconds * 1e3:.3g} ms"
+
+
+def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None) -> Search:
+    """The fastest plan that fits, by the simulator or another score."""
+    return search(profile, cluster, options, score or simulator(profile, cluster))
+
+
+def simulator(profile: Profile, cluster: Cluster) -> Score:
+    """The simulation of any plan on this profile and cluster."""
+    costs = Costs(profile, cluster)
+
+    def score(plan: Plan) -> Record:
+        return simulate(make_schedule(plan), profile, cluster, detail=False, costs=costs)
+
+    return score

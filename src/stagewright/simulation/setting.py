@@ -14,7 +14,7 @@ from stagewright.simulation.whatif import fastest_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Scenario:
     """What to simulate, whatever the cluster: a plan, or a model of which the options make one."""
 
     model: str

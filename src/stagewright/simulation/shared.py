@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from stagewright.schedule import Action
 from stagewright.simulation.log import Cause
-from stagewright.simulation.network import Flow
 from stagewright.simulation.program import READY, SECONDS, PlainOp
+from stagewright.simulation.traffic import Flow
 
 if TYPE_CHECKING:
     from stagewright.simulation.engine import Engine, Worker
 
 
-class Shared:
+class SharedCores:
     """What one worker computes, in pieces that end where a bucket of gradients becomes ready."""
 
     def __init__(self, engine: Engine, worker: Worker, flow: Flow) -> None:
@@ -44,7 +44,7 @@ class Shared:
         self.flow.load = self
         work = self.pieces[-1][0] * self.op[SECONDS] * self.flow.alone
         if work > 0:
-            self.engine.network.start(self.flow, work, self.engine.now_s)
+            self.engine.traffic.start(self.flow, work, self.engine.now_s)
         else:
             self.engine.at(self.engine.now_s, self.go_on)
 

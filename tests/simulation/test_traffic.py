@@ -6,66 +6,66 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.simulation.network import Flow, Network, shared_loads
+from stagewright.simulation.traffic import Flow, Traffic, shared_loads
 
 
-class Wires:
-    """A network with a clock of its own, so that flows can be started at will."""
+class Links:
+    """Traffic with a clock of its own, so that flows can be started at will."""
 
     def __init__(self, *rates: float) -> None:
-        self.network = Network(rates, lambda time_s, flow: None)
+        self.traffic = Traffic(rates, lambda time_s, flow: None)
         self.rates = rates
 
     def start(self, *links: int, num_bytes: float = 100.0, edges: int = 1) -> Flow:
         loads = tuple((link, edges) for link in links)
         alone = min(self.rates[link] / edges for link in links)
-        flow = self.network.make_flow(loads, alone)
-        self.network.start(flow, num_bytes, 0.0)
+        flow = self.traffic.make_flow(loads, alone)
+        self.traffic.start(flow, num_bytes, 0.0)
         return flow
 
     def settled(self, *flows: Flow) -> list[float]:
-        self.network.settle(0.0)
+        self.traffic.settle(0.0)
         return [flow.rate for flow in flows]
 
 
 def test_a_flow_alone_gets_its_slowest_link():
-    wires = Wires(10.0, 4.0)
-    assert wires.settled(wires.start(0, 1)) == [4.0]
+    links = Links(10.0, 4.0)
+    assert links.settled(links.start(0, 1)) == [4.0]
 
 
 def test_a_flow_that_is_held_back_elsewhere_leaves_the_rest_to_others():
     # Link 0 carries 10 for three; one of them gets only 2 on link 1, so the others get 4 each.
-    wires = Wires(10.0, 2.0)
-    flows = wires.start(0, 1), wires.start(0), wires.start(0)
-    assert wires.settled(*flows) == pytest.approx([2.0, 4.0, 4.0])
+    links = Links(10.0, 2.0)
+    flows = links.start(0, 1), links.start(0), links.start(0)
+    assert links.settled(*flows) == pytest.approx([2.0, 4.0, 4.0])
 
 
 def test_a_ring_that_crosses_a_link_twice_takes_two_shares():
-    wires = Wires(9.0)
-    ring, transfer = wires.start(0, edges=2), wires.start(0)
-    assert wires.settled(ring, transfer) == pytest.approx([3.0, 3.0])
-    assert wires.network.used() == pytest.approx([9.0])
+    links = Links(9.0)
+    ring, transfer = links.start(0, edges=2), links.start(0)
+    assert links.settled(ring, transfer) == pytest.approx([3.0, 3.0])
+    assert links.traffic.used() == pytest.approx([9.0])
 
 
 def test_when_a_flow_ends_the_others_speed_up():
-    wires = Wires(10.0)
-    first, second = wires.start(0), wires.start(0, num_bytes=200.0)
-    assert wires.settled(first, second) == [5.0, 5.0]
-    wires.network.stop(first)
-    wires.network.settle(20.0)
+    links = Links(10.0)
+    first, second = links.start(0), links.start(0, num_bytes=200.0)
+    assert links.settled(first, second) == [5.0, 5.0]
+    links.traffic.stop(first)
+    links.traffic.settle(20.0)
     assert second.rate == 10.0
     assert second.stop_s == pytest.approx(30.0)
 
 
 def test_flows_that_share_nothing_do_not_disturb_one_another():
     heard: list[int] = []
-    network = Network((10.0, 10.0), lambda time_s, flow: heard.append(flow.number))
-    first, second, third = (network.make_flow(((link, 1),), 10.0) for link in (0, 1, 1))
-    network.start(first, 1.0, 0.0)
-    network.start(second, 1.0, 0.0)
-    network.settle(0.0)
-    network.start(third, 1.0, 0.5)
-    network.settle(0.5)
+    traffic = Traffic((10.0, 10.0), lambda time_s, flow: heard.append(flow.number))
+    first, second, third = (traffic.make_flow(((link, 1),), 10.0) for link in (0, 1, 1))
+    traffic.start(first, 1.0, 0.0)
+    traffic.start(second, 1.0, 0.0)
+    traffic.settle(0.0)
+    traffic.start(third, 1.0, 0.5)
+    traffic.settle(0.5)
     assert heard == [1, 2, 2, 3] or heard == [1, 2, 3, 2]
 
 
@@ -76,10 +76,10 @@ def test_flows_that_share_nothing_do_not_disturb_one_another():
 )
 def test_rates_are_max_min_fair(rates, wanted):
     # Every flow has a bottleneck: a full link on which no other flow is faster.
-    wires = Wires(*rates)
-    flows = [wires.start(*sorted(links), edges=edges) for links, edges in wanted]
-    wires.settled()
-    used = wires.network.used()
+    links = Links(*rates)
+    flows = [links.start(*sorted(some), edges=edges) for some, edges in wanted]
+    links.settled()
+    used = links.traffic.used()
     assert all(have <= rate * (1 + 1e-9) for have, rate in zip(used, rates))
     for flow in flows:
         full = [link for link, _ in flow.loads if used[link] >= rates[link] * (1 - 1e-9)]
@@ -98,14 +98,14 @@ def test_links_that_never_matter_can_be_left_out(rates, wanted, data):
     running = data.draw(st.sets(st.sampled_from(range(len(every))), min_size=1))
     found = []
     for shared in (every, shared_loads(every, rates)):
-        network = Network(rates, lambda time_s, flow: None)
+        traffic = Traffic(rates, lambda time_s, flow: None)
         flows = [
-            network.make_flow(loads, min(rates[link] / edges for link, edges in loads), few)
+            traffic.make_flow(loads, min(rates[link] / edges for link, edges in loads), few)
             for loads, few in zip(every, shared)
         ]
         for number in sorted(running):
-            network.start(flows[number], 1.0, 0.0)
-        network.settle(0.0)
+            traffic.start(flows[number], 1.0, 0.0)
+        traffic.settle(0.0)
         found.append([flow.rate for flow in flows])
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 

@@ -34,7 +34,7 @@ class Flow:
         """What its bytes are, for whoever started it."""
 
 
-class Network:
+class Traffic:
     """The flows under way; `at(time_s, flow)` hears when a flow will be over, and again whenever that changes."""
 
     def __init__(self, rates: Sequence[float], at: Callable[[float, Flow], None]) -> None:

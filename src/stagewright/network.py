@@ -1,4 +1,4 @@
-"""The wires of a cluster, and the cores that its hosts share: the other half of the formulas in `cost`.
+"""The links of a cluster, and the cores that its hosts share: the other half of the formulas in `cost`.
 
 Paths, rings and trees over directed links, what each transfer and each all-reduce loads them with, and how long that
 takes when nothing else is on them.
@@ -17,19 +17,8 @@ _MAX_TWO_OPT = 16
 """Rings of more devices on one host are not improved: the search is cubic."""
 
 
-def ring_s(num_bytes: float, num_replicas: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
-    """A ring all-reduce: 2 (n − 1) / n of the bytes over the slowest link, in 2 (n − 1) rounds.
-
-    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, eq. 3.
-    """
-    if num_replicas < 2:
-        return 0.0
-    rounds = 2 * (num_replicas - 1)
-    return rounds / num_replicas * num_bytes / bytes_per_s + rounds * latency_s
-
-
 class Collective(NamedTuple):
-    """How an all-reduce loads the wires: `passes` times its bytes over each of `loads`.
+    """How an all-reduce loads the links: `passes` times its bytes over each of `loads`.
 
     A load is (directed link, how many of the collective's edges cross it); the edges of one link share its rate.
     """
@@ -38,11 +27,11 @@ class Collective(NamedTuple):
     passes: float
     loads: tuple[tuple[int, int], ...]
     bytes_per_s: float
-    """What one edge gets when the collective has the wires to itself."""
+    """What one edge gets when the collective has the links to itself."""
     latency_s: float
 
     def seconds(self, num_bytes: float) -> float:
-        """How long it takes when it has the wires to itself."""
+        """How long it takes when it has the links to itself."""
         return self.passes * num_bytes / self.bytes_per_s + self.latency_s
 
 
@@ -50,7 +39,7 @@ class _Cores:
     """CPU cores that hosts share, as links: a byte on them is the work that moving a byte costs at one end.
 
     Where one machine emulates several hosts, what they compute and what they send use the same cores. Work of one
-    core-second is 1 / `core_s_per_byte` such bytes, so that cores are shared out as wires are:
+    core-second is 1 / `core_s_per_byte` such bytes, so that cores are shared out as links are:
 
         host 0, 0.25 cores ──┐                 a transfer 0 → 1 loads both hosts' links once, the machine's twice;
         host 1, 0.25 cores ──┴── machine, 2    a device that computes loads its host's and the machine's once
@@ -123,10 +112,10 @@ class _Cores:
         return min(1.0, sum(map(self.wanted, computing)) / self.cluster.cores)
 
 
-class Wires:
-    """Paths, rings and trees of a cluster, over directed links: link 2 w is wire w along its ends, 2 w + 1 against.
+class Network:
+    """Paths, rings and trees of a cluster, over directed links: 2 n is link n along its ends, 2 n + 1 against.
 
-    After the wires come the cores that hosts share, where they do.
+    After the links come the cores that hosts share, where they do.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -184,6 +173,7 @@ class Wires:
         order = self.ring_order(devices)
         edges = tuple(zip(order, (*order[1:], order[0])))
         count = len(devices)
+        # Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, eq. 3.
         return self._collect("ring", 2 * (count - 1) / count, edges, 2 * (count - 1))
 
     def _common(self, devices: tuple[DeviceId, ...]) -> Collective | None:
