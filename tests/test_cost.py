@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, find_cluster, make_cluster
 from stagewright.cost import (
-    ADD_SHARE,
-    COPY_SHARE,
     Costs,
     Handled,
     crossings,
@@ -113,9 +111,9 @@ def adding_costs(kind: str) -> Costs:
 def test_every_microbatch_but_a_batchs_first_adds_its_weight_gradients_to_those_before():
     costs = adding_costs("conv")
     two, many = Handled(2), Handled(100)
-    assert 2 * costs.backward_s(0, 1, rows=1, handled=two) == pytest.approx(2 * 10.0 + ADD_SHARE * 3.0)
-    assert 2 * costs.backward_s(1, 2, rows=1, handled=two) == pytest.approx(2 * 10.0 + ADD_SHARE * 1.0)
-    assert costs.backward_s(0, 2, 1, 2.0, handled=many) == pytest.approx((20.0 + 0.99 * ADD_SHARE * 4.0) / 2)
+    assert 2 * costs.backward_s(0, 1, rows=1, handled=two) == pytest.approx(2 * 10.0 + 0.6 * 3.0)
+    assert 2 * costs.backward_s(1, 2, rows=1, handled=two) == pytest.approx(2 * 10.0 + 0.6 * 1.0)
+    assert costs.backward_s(0, 2, 1, 2.0, handled=many) == pytest.approx((20.0 + 0.99 * 0.6 * 4.0) / 2)
 
 
 @pytest.mark.parametrize("kind", ["conv", "matmul"])
@@ -132,7 +130,7 @@ def test_a_backward_in_halves_adds_in_the_weights_half():
     costs, halves = adding_costs("matmul"), Handled(2, folds=False)
     whole = costs.backward_s(1, 2, rows=1, handled=halves)
     weight = costs.weight_gradient_s(1, 2, rows=1, handled=halves)
-    assert weight == pytest.approx(5.0 + ADD_SHARE * 1.0 / 2)
+    assert weight == pytest.approx(5.0 + 0.6 * 1.0 / 2)
     assert whole - weight == pytest.approx(5.0)
 
 
@@ -154,7 +152,7 @@ def test_the_optimizer_step_is_shared_out_by_parameters_and_versions_cost_a_copy
     layers = (layer("l0", parameter_bytes=30), layer("l1", parameter_bytes=10))
     costs = Costs(profile(*layers, optimizer_s=4.0), make_cluster(1))
     assert costs.optimizer_s(0, 1) == pytest.approx(3.0)
-    assert costs.optimizer_s(0, 1, versions=2) == pytest.approx(3.0 * (1 + COPY_SHARE))
+    assert costs.optimizer_s(0, 1, versions=2) == pytest.approx(3.0 * (1 + 0.4))
 
 
 def test_buckets_are_ready_from_the_last_layer_to_the_first():

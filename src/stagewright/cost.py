@@ -27,23 +27,6 @@ from stagewright.profile import LayerProfile, Profile
 _BUCKET_BYTES = 16 << 20
 """Gradients are reduced in pieces of at most about this size, so that the first can start while backward still runs."""
 
-_BUCKETS = 8
-"""In so many at least: only the last one has nothing of backward left to hide under."""
-
-_LEAST_BUCKET_BYTES = 2 << 20
-"""But smaller ones are not worth a message of their own."""
-
-_STATE_COPIES = 1
-"""What SGD with momentum keeps beside the weights: one copy of them."""
-
-COPY_SHARE = 0.4
-"""A copy of the weights against an SGD-with-momentum step: two passes over memory (read, write) against five
-(read weight, gradient and momentum, write weight and momentum)."""
-
-ADD_SHARE = 0.6
-"""Adding a microbatch's weight gradients to those before, against an SGD-with-momentum step: three passes over memory
-(read both, write the sum) against five."""
-
 KEPT_SHARE = 0.5
 """Of a linear layer's weights, what the rows that it keeps for later weight gradients may take beside them."""
 
@@ -184,7 +167,7 @@ class StageBytes(NamedTuple):
 class Costs:
     """Seconds and bytes of any run of layers `first … last − 1`; `speed` is that of the device (`Device.speed`)."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, *, state_copies: int = _STATE_COPIES) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, *, state_copies: int = 1) -> None:
         _check_kind(profile, cluster)
         self.profile, self.cluster, self.state_copies = profile, cluster, state_copies
         self.network = Network(cluster)
@@ -217,15 +200,15 @@ class Costs:
     def _backward_halves(self, layer: LayerProfile, rows: float, handled: Handled) -> tuple[float, float]:
         """A layer's backward, and what of it only the weights' gradients need; of a microbatch, on average.
 
-        All but a batch's first microbatch add their weight gradients to those before. A layer that folds does that
-        inside its product, which writes them anyway.
+        All but a batch's first microbatch add their weight gradients to those before: three passes over memory, where
+        an SGD-with-momentum step has five. A layer that folds does that inside its product, which writes them anyway.
         """
         whole = interpolate(self.profile.batch_sizes, layer.backward_s, rows)
         apart = _weight_s(self.profile, layer, rows)
         if handled.folds and layer.kind == "matmul":
             together = _folded_weight_s(self.profile, layer, rows, handled.microbatches)
             return whole - apart + together, together
-        adding = self._step_s(layer.parameter_bytes) * ADD_SHARE * (handled.microbatches - 1) / handled.microbatches
+        adding = self._step_s(layer.parameter_bytes) * 3 / 5 * (handled.microbatches - 1) / handled.microbatches
         return whole + adding, apart + adding
 
     def _step_s(self, num_bytes: float) -> float:
@@ -281,9 +264,10 @@ class Costs:
     def optimizer_s(self, first: int, last: int, speed: float = 1.0, *, versions: int = 1) -> float:
         """The optimizer step of some layers: their parameters' share of the whole one.
 
-        With several versions the new one begins as a copy of the newest: COPY_SHARE of a step more.
+        With several versions the new one begins as a copy of the newest: two passes over memory, against the five of an
+        SGD-with-momentum step.
         """
-        copying = 1.0 if versions == 1 else 1.0 + COPY_SHARE
+        copying = 1.0 if versions == 1 else 1.0 + 2 / 5
         return self._step_s(self.parameter_bytes(first, last)) * copying / speed
 
     def ready_shares(self, first: int, last: int, rows: float, num_buckets: int) -> tuple[float, ...]:
@@ -408,7 +392,6 @@ def _sums(values: Sequence[Number]) -> tuple[Number, ...]:
 def num_buckets(gradient_bytes: int) -> int:
     """How many buckets a stage's gradients make: several, so that only a small last one outlasts backward.
 
-    None is larger than `_BUCKET_BYTES`, and where there are not `_BUCKETS` of these, none is smaller than a message
-    that is worth sending.
+    None is larger than `_BUCKET_BYTES`; up to eight, none is smaller than an eighth of that, to be worth a message.
     """
-    return max(math.ceil(gradient_bytes / _BUCKET_BYTES), min(_BUCKETS, gradient_bytes // _LEAST_BUCKET_BYTES), 1)
+    return max(math.ceil(gradient_bytes / _BUCKET_BYTES), min(8, 8 * gradient_bytes // _BUCKET_BYTES), 1)

@@ -18,8 +18,6 @@ from stagewright.planning.ratio import cut_by_names, cut_by_ratio, table_of
 from stagewright.planning.spaces import Devices
 from stagewright.policy import DISTINCT, RULES, held_before
 
-_MAX_MICROBATCHES = 64
-"""The search tries 1, 2, 4 … up to so many."""
 _ANY_STALENESS = "any"
 
 
@@ -49,7 +47,7 @@ class Problem:
         """The numbers of microbatches to try."""
         if self.options.num_microbatches is not None:
             return (self.options.num_microbatches,)
-        return tuple(2**power for power in range(10) if 2**power <= min(self.batch, _MAX_MICROBATCHES))
+        return tuple(count for count in (1, 2, 4, 8, 16, 32, 64) if count <= self.batch)
 
     @property
     def stalenesses(self) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ network shares out its links anew:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import heappop, heappush
@@ -20,9 +19,10 @@ from itertools import count
 from stagewright.errors import SimulationError
 from stagewright.policy import RULES
 from stagewright.schedule import Action, Order
+from stagewright.simulation.collectives import Collectives
 from stagewright.simulation.dynamic import DynamicWorker
 from stagewright.simulation.loading import Loader
-from stagewright.simulation.log import Cause, Log, PlainDone, PlainMoved, Reduced
+from stagewright.simulation.log import Cause, Log, PlainDone, PlainMoved
 from stagewright.simulation.program import (
     AGREE,
     CHANNEL,
@@ -101,7 +101,6 @@ class Engine:
         self.num_slots = max(len(program.slot_bytes), 1)
         self.workers = [Worker(number, *lists) for number, lists in enumerate(zip(program.orders, program.ops))]
         self.moved: list[PlainMoved] = []
-        self.reductions: list[Reduced] = []
         self.traffic = traffic = Traffic(program.costs.network.rates, self.at)
         # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
         self.missing: dict[int, int] = {}
@@ -110,20 +109,10 @@ class Engine:
             _Lane(n, c.latency_s, traffic.make_flow(c.loads, c.bytes_per_s, c.shared), self.workers[c.target])
             for n, c in enumerate(program.channels)
         ]
-        # Reductions: replicas that are ready, buckets that wait for the one before, buckets still to come.
-        self.flows = [
-            traffic.make_flow(one.way.loads, one.way.bytes_per_s, one.shared) if one.way else None
-            for one in program.reductions
-        ]
+        self.collectives = Collectives(self)
         for worker, share in zip(self.workers, program.shares):
             flow = traffic.make_flow(share.loads, share.work_per_s, share.shared)
             worker.shared = SharedCores(self, worker, flow)
-        self.ready: dict[tuple[int, int, int], int] = {}
-        self.queues: list[deque[tuple[int, int, int]]] = [deque() for _ in program.reductions]
-        self.reducing = [False] * len(program.reductions)
-        self.unreduced: dict[tuple[int, int], int] = {}
-        self.arrived: dict[int, set[int]] = {}
-        self.agreed: set[int] = set()
 
     def run(self) -> Log:
         """Everything, from the first forward to the last update."""
@@ -137,7 +126,7 @@ class Engine:
             if not worker.is_over:
                 raise SimulationError(*self.stuck(worker))
         self.let_go()
-        return Log([worker.done for worker in self.workers], self.moved, self.reductions)
+        return Log([worker.done for worker in self.workers], self.moved, self.collectives.log)
 
     def bring_to_life(self, worker: Worker) -> None:
         """Decides what it means that a worker goes on."""
@@ -168,6 +157,7 @@ class Engine:
         self.traffic.at = lambda time_s, flow: None
         for flow in self.traffic.flows:
             flow.load = None
+        del self.collectives.engine
         for worker in self.workers:
             worker.go_on, worker.dynamic, worker.shared = nothing, None, None
 
@@ -260,10 +250,10 @@ class Engine:
         code, stage = op[CODE], op[CHANNEL]
         worker.head = action, batch
         if code == GATHER:
-            self.bucket_ready(worker.number, stage, batch, action.peer)
+            self.collectives.bucket_ready(worker.number, stage, batch, action.peer)
         if code == UPDATE:
-            return self.reduced_whole(worker, stage, batch)
-        return code != AGREE or self.agree(worker, batch)
+            return self.collectives.reduced_whole(worker, stage, batch)
+        return code != AGREE or self.collectives.agree(worker, batch)
 
     def occupy(self, worker: Worker, op: PlainOp, action: Action, batch: int) -> None:
         """Starts an op that takes time; buckets become ready while a batch's last backward runs."""
@@ -275,13 +265,7 @@ class Engine:
         worker.done.append((op, action, batch, self.now_s, stop_s, worker.cause, self.next_order()))
         worker.cause = None
         if op[READY]:
-            self.foresee_buckets(worker, op, action.stage, batch)
-
-    def foresee_buckets(self, worker: Worker, op: PlainOp, stage: int, batch: int) -> None:
-        """Buckets become ready while a batch's last backward runs."""
-        for bucket, share in enumerate(op[READY]):
-            ready = partial(self.bucket_ready, worker.number, stage, batch, bucket)
-            self.at(self.now_s + share * op[SECONDS], ready)
+            self.collectives.foresee_buckets(worker, op, action.stage, batch)
 
     def loaded(self, worker: Worker, action: Action, batch: int) -> bool:
         """Whether the host has decoded the rows; if not, the worker comes back when it has."""
@@ -295,34 +279,6 @@ class Engine:
             return False
         loader.began(host, batch, self.now_s)
         return True
-
-    def reduced_whole(self, worker: Worker, stage: int, batch: int) -> bool:
-        """Whether every bucket of a stage is reduced."""
-        reduction = self.program.reductions[stage]
-        if reduction.num_replicas > 1 and self.unreduced.get((stage, batch), reduction.num_buckets):
-            worker.wait = (stage, batch)
-            return False
-        return True
-
-    def agree(self, worker: Worker, batch: int) -> bool:
-        """Whether all workers have met: each comes when its own stages' gradients are reduced."""
-        if batch in self.agreed:
-            return True
-        for stage in self.program.plan.stages_of[worker.number]:
-            if not self.reduced_whole(worker, stage, batch):
-                return False
-        here = self.arrived.setdefault(batch, set())
-        here.add(worker.number)
-        if len(here) == len(self.workers):
-            self.at(self.now_s + self.program.agree_s, partial(self.agree_over, worker.number, batch))
-        worker.wait = ("agreement", batch)
-        return False
-
-    def agree_over(self, last: int, batch: int) -> None:
-        """All workers have met: they go on together."""
-        self.agreed.add(batch)
-        for number in sorted(self.arrived.pop(batch)):
-            self.wake(self.workers[number], ("agreement", batch), ("worker", last), self.now_s)
 
     # transfers
 
@@ -371,7 +327,7 @@ class Engine:
         if lane is None:
             stage = load[1]
             way = self.program.reductions[stage].way
-            self.at(self.now_s + (way.latency_s if way else 0.0), partial(self.reduced, *load[1:]))
+            self.at(self.now_s + (way.latency_s if way else 0.0), partial(self.collectives.reduced, *load[1:]))
             return
         self.land(load)
         lane.busy = False
@@ -395,44 +351,6 @@ class Engine:
             self.landing[key] = (stop_s, number)
             if target.dynamic is not None:
                 self.at(stop_s, target.go_on)
-
-    # reductions
-
-    def bucket_ready(self, worker: int, stage: int, batch: int, bucket: int) -> None:
-        """One replica has its gradients of a bucket; the last one queues the reduction."""
-        key = stage, batch, bucket
-        count = self.ready.get(key, 0) + 1
-        self.ready[key] = count
-        if count == self.program.reductions[stage].num_replicas:
-            del self.ready[key]
-            self.queues[stage].append((batch, bucket, worker))
-            self.next_bucket(stage)
-
-    def next_bucket(self, stage: int) -> None:
-        """Starts the stage's next reduction if none is under way."""
-        if self.reducing[stage] or not self.queues[stage]:
-            return
-        batch, bucket, worker = self.queues[stage].popleft()
-        reduction, flow = self.program.reductions[stage], self.flows[stage]
-        self.reducing[stage] = True
-        load = (stage, batch, bucket, self.now_s, worker)
-        if flow is not None and reduction.way is not None and reduction.bucket_bytes:
-            flow.load = (None, *load)
-            self.traffic.start(flow, reduction.way.passes * reduction.bucket_bytes, self.now_s)
-        else:
-            self.at(self.now_s, partial(self.reduced, *load))
-
-    def reduced(self, stage: int, batch: int, bucket: int, start_s: float, last: int) -> None:
-        """A bucket is reduced: the next one starts, and the update may go on after the last."""
-        self.reductions.append(Reduced(stage, batch, bucket, start_s, self.now_s, last))
-        self.reducing[stage] = False
-        self.next_bucket(stage)
-        key = (stage, batch)
-        left = self.unreduced.get(key, self.program.reductions[stage].num_buckets) - 1
-        self.unreduced[key] = left
-        if not left:
-            for number in self.program.plan.workers[stage]:
-                self.wake(self.workers[number], key, ("reduction", len(self.reductions) - 1), self.now_s)
 
     def stuck(self, worker: Worker) -> tuple[str, str]:
         """Which worker waits for what, when nothing can happen any more."""

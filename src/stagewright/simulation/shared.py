@@ -55,7 +55,7 @@ class SharedCores:
         assert action is not None
         _, bucket = self.pieces.pop()
         if bucket >= 0:
-            engine.bucket_ready(worker.number, action.stage, self.batch, bucket)
+            engine.collectives.bucket_ready(worker.number, action.stage, self.batch, bucket)
         if self.pieces:
             self.next_piece()
             return

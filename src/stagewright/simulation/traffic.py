@@ -18,9 +18,6 @@ from typing import Any
 Loads = tuple[tuple[int, int], ...]
 """(directed link, edges on it), link by link."""
 
-_MAX_KNOWN = 100_000
-"""How many groups of flows have their rates kept."""
-
 
 class Flow:
     """What carries bytes over some links, again and again: what is left of them, the rate, when they would arrive."""
@@ -110,7 +107,7 @@ class Traffic:
         found = self._known.get(key)
         if found is None:
             found = _fair_rates(flows, self.rates, self._on_link)
-            if len(self._known) < _MAX_KNOWN:
+            if len(self._known) < 100_000:  # or they would fill the memory
                 self._known[key] = found
         return found
 
