@@ -32,6 +32,9 @@ NEAR = 1.12
 """A plan is simulated if its estimate is no more than so many times what the fastest so far takes."""
 _FAR = 1.25
 """A shape in another setting is not worth a look if its estimate is so many times the best one."""
+_MOST_POOL, _MOST_CLIMB = 32, 24
+"""How many plans of the pool are simulated beside the best of each shape, and how many in vain around a plan."""
+_NUM_CLIMBED = 3
 _MOST_WORK = 300_000
 """How many microbatches of replicas all simulations together may run: about five seconds."""
 
@@ -152,9 +155,9 @@ def choose(problem: Problem, leaders: Iterable[Found], judge: Judge) -> list[Cho
     if not judge.choices:
         raise _refused(problem)
     if judge.score is not None:
-        for _, stages, estimator in islice(_that_could_lead(pool, judge), 32):
+        for _, stages, estimator in islice(_that_could_lead(pool, judge), _MOST_POOL):
             judge(whole_plan(problem, stages, estimator))
-        for choice in _of_each_shape(judge.choices)[:3]:
+        for choice in _of_each_shape(judge.choices)[:_NUM_CLIMBED]:
             _finish(_climb(choice, problem, judge), problem, judge)
     best = plainest(judge.choices, TIE if judge.score is not None else 0.0)
     return [best, *(choice for choice in judge.choices if choice is not best)]
@@ -222,7 +225,7 @@ def _faster(choice: Choice, problem: Problem, judge: Judge) -> Iterator[Choice]:
         found = price(candidate, estimator, NEAR * choice.step_s)
         around += [(*found, estimator)] if found is not None else []
     plans = (whole_plan(problem, stages, estimator) for _, stages, estimator in sorted(around, key=lambda e: e[:2]))
-    for plan in islice((plan for plan in plans if plan not in judge.known), 24):
+    for plan in islice((plan for plan in plans if plan not in judge.known), _MOST_CLIMB):
         other = judge(plan)
         if other is not None and other.step_s < choice.step_s * (1 - TIE):
             yield other

@@ -23,6 +23,11 @@ from stagewright.planning.exact import Leaders, Placed, Shape
 from stagewright.planning.groups import Setting, Twins
 from stagewright.planning.spaces import Devices
 
+_MAX_STAGES = 12
+_HIDDEN_SHARE = 0.7
+"""The share of backward behind which a reduction is taken to hide, while balancing."""
+_MAX_ROUNDS = 60
+
 _Estimators = Callable[[Setting], Estimator]
 _StageTable = Callable[[Estimator, Sequence[int], Devices, Devices], np.ndarray]
 """(estimator, cuts, a stage's devices, the device after them) → seconds from each cut to each later one."""
@@ -66,7 +71,7 @@ def balanced(
     best[:, points - 1] = 0.0
     found: list[Candidate] = []
     ways: list[np.ndarray] = []
-    for _ in range(min(12, count, points - 1)):
+    for _ in range(min(_MAX_STAGES, count, points - 1)):
         best, way = _one_more(best, tables)
         ways.append(way)
         used = int(np.argmin(best[:, 0]))
@@ -134,8 +139,7 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
     weights = _between(np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float))
     if len(devices) > 1:
         reduction = weights * costs.reduce_s(2**30, estimator.twins.lowest(devices), 64) / 2**30
-        # While balancing, most of backward is taken to hide the reduction.
-        exposed = np.maximum(0.0, reduction - 0.7 * backward)
+        exposed = np.maximum(0.0, reduction - _HIDDEN_SHARE * backward)
         seconds = seconds + exposed if setting.staleness == "0" else np.maximum(seconds, reduction)
     if after:
         crossing = np.array([estimator.crossing(cut, devices, after).all_s for cut in cuts]) / 2
@@ -233,7 +237,7 @@ def improve(
     now = priced[0] if priced else float("inf")
     if priced:
         leaders.offer(*priced, estimators(here.setting))
-    for _ in range(60):
+    for _ in range(_MAX_ROUNDS):
         best: Candidate | None = None
         known = tuple(_tails(here, estimators(here.setting)))
         same = (setting for setting in settings if setting.staleness == here.setting.staleness)

@@ -26,6 +26,20 @@ from stagewright.planning.reasons import explain, shape
 from stagewright.planning.spaces import Given, Runs, Space, Subsets, device_orders, group_sizes
 from stagewright.profile import Profile
 
+_EXACT_DEVICES = 6
+_EXACT_LAYERS = 12
+"""Up to here every cut and every group of devices is looked at; beyond, plans are balanced and then improved."""
+_EXACT_CUTS = 64
+"""Up to here every cut is looked at where a placement gives the devices."""
+_QUICK_CUTS = 40
+_PIPEDREAM_CUTS = 256
+_NUM_STARTS = 2
+_MAX_STARTS = 5
+"""How many plans of each number of stages, and of all numbers, are improved."""
+_NUM_SLID = 3
+_NUM_LEADERS = 12
+_NUM_OTHERS = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
@@ -46,7 +60,7 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     """The fastest plan that fits: by the estimate, and among the best of those and around them by the score."""
     begin = perf_counter()
     problem = make_problem(Costs(profile, cluster), options)
-    leaders, rivals = Leaders(most=12), Leaders(most=1)
+    leaders, rivals = Leaders(most=_NUM_LEADERS), Leaders(most=1)
     _search_data_parallel(problem, rivals)
     search(problem, leaders, rivals)
     judge = Judge(problem, score)
@@ -59,7 +73,7 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     others.pop(shape(best.plan), None)
     return Search(
         best=replace(best, plan=replace(best.plan, notes=(reason,))),
-        others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:3]),
+        others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:_NUM_OTHERS]),
         data_parallel=rival,
         why_no_data_parallel=why_not,
         reason=reason,
@@ -80,8 +94,7 @@ def _search_data_parallel(problem: Problem, rivals: Leaders) -> None:
 def search(problem: Problem, leaders: Leaders, rivals: Leaders) -> None:
     """Fills the leaders: on few devices and layers with the best of all, else with balanced plans, improved."""
     costs, devices = problem.costs, problem.costs.cluster.device_ids
-    # Up to here every cut and every group of devices is looked at; beyond, plans are balanced and then improved.
-    small = len(devices) <= 6 and len(problem.cuts) - 1 <= 12
+    small = len(devices) <= _EXACT_DEVICES and len(problem.cuts) - 1 <= _EXACT_LAYERS
     spaces: list[Space] = [Subsets(costs, devices)]
     if problem.is_free:
         for entry in rivals.found:
@@ -93,7 +106,7 @@ def search(problem: Problem, leaders: Leaders, rivals: Leaders) -> None:
         spaces = [Given(problem.groups)]
     elif not small:
         spaces = [Runs(order, group_sizes(len(devices))) for order in device_orders(costs, devices)]
-    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, 64)
+    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, _EXACT_CUTS)
     for setting in problem.settings(weighed=True):
         for space in spaces:
             search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
@@ -102,23 +115,23 @@ def search(problem: Problem, leaders: Leaders, rivals: Leaders) -> None:
 def _search_quickly(problem: Problem, leaders: Leaders) -> None:
     """Balanced plans for a few settings; the best of them are improved."""
     costs, devices = problem.costs, problem.costs.cluster.device_ids
-    cuts, sizes = thin_cuts(costs, problem.cuts, 40), group_sizes(len(devices))
+    cuts, sizes = thin_cuts(costs, problem.cuts, _QUICK_CUTS), group_sizes(len(devices))
     starts: dict[int, Leaders] = {}
     for setting in _few_settings(problem):
         for order in device_orders(costs, devices):
             for start in balanced(problem.estimator(setting), cuts, order, sizes, stage_table):
-                _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=2)))
+                _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=_NUM_STARTS)))
     for start in _pipedream_starts(problem):
-        _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=2)))
+        _offer_start(start, problem, starts.setdefault(len(start.groups), Leaders(most=_NUM_STARTS)))
     leaders.looked_at += sum(each.looked_at for each in starts.values())
     entries = sorted((entry for each in starts.values() for entry in each.found), key=lambda entry: entry[:2])
     for entry in entries:
         leaders.offer(*entry)
-    for entry in entries[:5]:
+    for entry in entries[:_MAX_STARTS]:
         improve(candidate_of(entry), problem.estimator, problem.cuts, problem.settings(), leaders)
-    for entry in leaders.found[:3]:
+    for entry in leaders.found[:_NUM_SLID]:
         slide(candidate_of(entry), entry[2], problem.cuts, leaders)
-    for entry in leaders.found[:3]:
+    for entry in leaders.found[:_NUM_SLID]:
         # A cut and a number of microbatches may be better together, though neither is alone.
         here = candidate_of(entry)
         for setting in problem.settings():
@@ -131,7 +144,7 @@ def _search_quickly(problem: Problem, leaders: Leaders) -> None:
 def _pipedream_starts(problem: Problem) -> list[Candidate]:
     """The plans that PipeDream's prices favour, so that ours is never predicted slower than they are."""
     costs, devices = problem.costs, problem.costs.cluster.device_ids
-    cuts, order = thin_cuts(costs, problem.cuts, 256), device_orders(costs, devices)[0]
+    cuts, order = thin_cuts(costs, problem.cuts, _PIPEDREAM_CUTS), device_orders(costs, devices)[0]
     found = []
     for staleness in problem.stalenesses:
         estimator = problem.estimator(problem.setting(problem.counts[0], problem.routes[0], staleness))

@@ -184,7 +184,7 @@ class _Rules:
             self.before((Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward)
 
     def batch(self, stage: int, lasts: list[_Key], firsts: list[_Key]) -> None:
-        """The rules of a whole batch: reductions after backward, the update after them, and K batches later the forwards."""
+        """The rules of a whole batch: reductions after backward, then the update, and K batches later the forwards."""
         before, plan = self.before, self.schedule.plan
         update: _Key = (Kind.UPDATE, stage, -1, -1)
         agreement: list[_Key] = [(Kind.AGREE, -1, -1, -1)] if self.schedule.agree else []
