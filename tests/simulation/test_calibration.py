@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cli.calibrate import LINK_PRIORS, AnalyticBench
+from stagewright.cli.calibrate import _LINK_PRIORS, _AnalyticBench
 from stagewright.cluster import find_cluster
 from stagewright.errors import DataError, FileError
 from stagewright.simulation.calibration import (
@@ -100,7 +100,7 @@ def test_framework_bytes_and_saved_factor_come_from_two_memory_figures():
 
 def test_what_was_not_fitted_stays_as_the_file_has_it():
     own = with_decode_rate(find_cluster("titan-v-8"), 12_345.0)
-    start = unfitted(own, LINK_PRIORS)
+    start = unfitted(own, _LINK_PRIORS)
     fitted = with_link_rate(start, "PHB", 1e9)
     kept = keep_unfitted(fitted, start, own)
     rates = {link.kind: link.bytes_per_s for link in kept.wires}
@@ -151,8 +151,8 @@ def test_files_without_rows_or_columns_are_refused(tmp_path):
 
 @pytest.mark.skipif(not MEASURED.exists(), reason="the measurements of others are not here")
 def test_published_measurements_are_met():
-    rows, bench = read_rows(MEASURED), AnalyticBench()
-    clusters = {name: unfitted(find_cluster(name), LINK_PRIORS) for name in dict.fromkeys(r.cluster for r in rows)}
+    rows, bench = read_rows(MEASURED), _AnalyticBench()
+    clusters = {name: unfitted(find_cluster(name), _LINK_PRIORS) for name in dict.fromkeys(r.cluster for r in rows)}
     found = {one.row.id: one for one in outcomes(bench, clusters, rows, rows, leave_one_out=False)}
     assert all(abs(one.error) < 0.05 for name, one in found.items() if "ssp" not in name)
     assert abs(found["alexnet-ssp-loss-only"].error) < 0.08
