@@ -25,8 +25,8 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.attention import ATTENTION, drop_causal_masks
 from stagewright.models.functions import KeptFunctions, is_custom_function, kept_functions
+from stagewright.models.kernels import ATTENTION, use_kernels
 from stagewright.models.modes import Mode, inference_as_no_grad
 from stagewright.models.operations import count_batch, rate_in
 from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, is_library, undisturbed
@@ -50,7 +50,7 @@ def trace_exported(model: nn.Module, sample: Sample) -> Traced:
     with torch.enable_grad(), inference_as_no_grad(), kept_functions() as kept:
         program = _export(model, sample)
     graph = _OperatorGraph(program, model, kept)
-    drop_causal_masks(graph.graph, graph.objects)
+    use_kernels(graph.graph, graph.objects)
     return Traced(graph=graph.graph, objects=graph.objects, tensors=sample.tensors)
 
 

@@ -1,4 +1,4 @@
-"""Causal masks that tracing writes down, and those that say more."""
+"""Kernels of torch in place of what a trace spells out: causal masks, but no others, and norms."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stagewright as sw
-from stagewright.models.attention import ATTENTION
 from stagewright.models.exporting import trace_exported
+from stagewright.models.kernels import ATTENTION, normalized
 from stagewright.models.tracing import Sample
 
 
@@ -64,3 +64,33 @@ def test_a_mask_that_only_says_what_came_before_is_dropped(mask: object, is_drop
     layered = sw.make_layered(model, (rows[:2],))
     (made,) = layered.stage(0, layered.num_layers)(rows)
     torch.testing.assert_close(made, model(rows), rtol=0, atol=1e-12)
+
+
+class Norm(nn.Module):
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim, self.weight, self.start = dim, nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.start(rows)
+        return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(self.dim, keepdim=True) + 1e-6))
+
+
+@pytest.mark.parametrize(("dim", "is_fused"), [(-1, True), (1, False)])
+def test_a_norm_by_the_mean_square_of_each_row_is_one_function(dim: int, is_fused: bool) -> None:
+    model, rows = Norm(dim).double(), torch.randn(5, 8, 4, dtype=torch.float64)
+    traced = trace_exported(model, Sample(args=(rows[:2],), kwargs={}))
+    assert any(node.target is normalized for node in traced.graph.nodes) == is_fused
+    layered = sw.make_layered(model, (rows[:2],))
+    (made,) = layered.stage(0, layered.num_layers)(rows)
+    assert torch.equal(made, model(rows))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_the_kernel_of_a_norm_gives_the_same_numbers_on_a_card() -> None:
+    rows = torch.randn(5, 64, dtype=torch.float64, device="cuda", requires_grad=True)
+    pull = torch.randn(5, 64, dtype=torch.float64, device="cuda")
+    wanted, made = rows * torch.rsqrt(rows.pow(2).mean(-1, True) + 1e-6), normalized(rows, 1e-6)
+    torch.testing.assert_close(made, wanted, rtol=1e-10, atol=1e-12)
+    gradients = [torch.autograd.grad(each, rows, pull)[0] for each in (made, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
