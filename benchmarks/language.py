@@ -71,7 +71,7 @@ SLICES = Case(16, 1024, 16, 2816, 512, 32)
 
 def tiny(case: Case) -> Case:
     """The same in small, on the CPU."""
-    return replace(case, layers=4, width=64, heads=4, inner=128, sequence=32, batch=8, vocabulary=256, device="cpu")
+    return replace(case, layers=4, width=64, heads=4, inner=128, sequence=32, batch=16, vocabulary=256, device="cpu")
 
 
 def make_model(case: Case) -> Any:
@@ -209,21 +209,19 @@ def layered_of(case: Case, tokens: Tensor) -> Layered:
     )
 
 
-def in_stages(layered: Layered, case: Case, num_stages: int, policy: Policy = "1f1b") -> Plan:
-    """The plan with the cuts that the peer has too."""
+def in_stages(
+    layered: Layered, case: Case, num_stages: int, *, workers: int = 0, many: int = 0, policy: Policy = "1f1b"
+) -> Plan:
+    """Stages of equally many blocks, as the peer has them; on fewer workers each has several."""
     names = layered.names
-    starts = [
-        0
-        if stage == 0
-        else next(i for i, name in enumerate(names) if f"layers.{case.layers * stage // num_stages}" in name)
-        for stage in range(num_stages)
-    ]
+    firsts = [f"layers.{case.layers * stage // num_stages}" for stage in range(1, num_stages)]
+    starts = [0, *(next(i for i, name in enumerate(names) if name.endswith(first)) for first in firsts), len(names)]
     stages = tuple(
-        Stage(layers=names[start:stop], devices=(DeviceId(0, number),))
-        for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(names)]))
+        Stage(layers=names[start:stop], devices=(DeviceId(0, number % (workers or num_stages)),))
+        for number, (start, stop) in enumerate(zip(starts, starts[1:]))
     )
-    many = case.microbatches if num_stages > 1 else 1
-    return Plan(model="llama", stages=stages, batch=case.batch, num_microbatches=many, policy=policy)
+    microbatches = many or (case.microbatches if num_stages > 1 else 1)
+    return Plan(model="llama", stages=stages, batch=case.batch, num_microbatches=microbatches, policy=policy)
 
 
 def replicated(layered: Layered, case: Case, replicas: int) -> Plan:
@@ -341,15 +339,17 @@ def run(given: argparse.Namespace) -> None:
             contenders["ddp"] = partial(ddp, case, tokens, world)
             contenders["fsdp2"] = partial(fsdp2, case, tokens, world)
             contenders["torch 1f1b"] = partial(pipelining, case, tokens, world)
-            copies = [layered, layered.copy(), layered.copy()]
+            size, in_turns = world.size, partial(in_stages, layered, case, workers=world.size)
             plans = {
-                "ours 1f1b": in_stages(layered, case, world.size),
-                "ours zero-bubble": in_stages(layered, case, world.size, "zero-bubble"),
-                "ours data parallel": replicated(layered, case, world.size),
+                "ours 1f1b": in_turns(size),
+                "ours 1f1b, 16": in_turns(size, many=2 * case.microbatches),
+                "ours interleaved": in_turns(2 * size, policy="interleaved"),
+                "ours interleaved, 16": in_turns(2 * size, many=2 * case.microbatches, policy="interleaved"),
+                "ours data parallel": replicated(layered, case, size),
             }
-            for (who, plan), copy in zip(plans.items(), copies):
-                contenders[who] = partial(ours, case, plan, copy, tokens, world)
-        contenders = {who: make for who, make in contenders.items() if not given.only or who in given.only.split(",")}
+            for who, plan in plans.items():
+                contenders[who] = partial(ours, case, plan, layered.copy(), tokens, world)
+        contenders = {who: make for who, make in contenders.items() if not given.only or who in given.only.split("; ")}
         if given.where:
             for who, make in contenders.items():
                 step = make()
@@ -368,7 +368,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--where", action="store_true")
-    parser.add_argument("--only", default="", help="contenders, separated by commas")
+    parser.add_argument("--only", default="", help="contenders, separated by semicolons and a space")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
     given = parser.parse_args(arguments)
