@@ -36,6 +36,7 @@ def profile(
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64.")] = "fp32",
     repeats: Annotated[int, typer.Option(help="How often each layer is timed.")] = 7,
+    workers: Annotated[int, typer.Option(min=1, help="On a CPU: how many workers will compute at once.")] = 1,
     from_pipedream: Annotated[Path | None, typer.Option(help="Import PipeDream's graph.txt.")] = None,
     calibrate: Annotated[
         list[str] | None,
@@ -62,7 +63,7 @@ def profile(
             raise UsageError("no model is given", "name one of `stagewright models`, or add --from-pipedream FILE")
         device = device or _default_device()
         if re.fullmatch(r"cpu|cuda(:\d+)?", device) and not calibrate:
-            made = _measured(model, sizes, device, cast(Precision, precision), repeats, image_size)
+            made = _measured(model, sizes, device, cast(Precision, precision), repeats, workers, image_size)
         else:
             made = _worked_out(
                 model, sizes, device, cast(Precision, precision), image_size, calibrate or [], save_device
@@ -101,6 +102,7 @@ def _measured(
     device: str,
     precision: Precision,
     repeats: int,
+    workers: int,
     image_size: int | None,
 ) -> Profile:
     """The profile of a model that comes with the library, measured here."""
@@ -112,8 +114,9 @@ def _measured(
     built = build_model(model, device=device, image_size=image_size)
     with _progress_bar(f"timing {model}") as progress:
         return make_profile(
-            built, batch_sizes=sizes, precision=precision, name=model, repeats=repeats, progress=progress
-        )
+            built, batch_sizes=sizes, precision=precision, name=model, repeats=repeats, workers=workers,
+            progress=progress,
+        )  # fmt: skip
 
 
 def _worked_out(
