@@ -32,7 +32,7 @@ def files(tmp_path):
 
 
 def call(files, *options):
-    what = ["simulate", files["plan"], "--profile", files["profile"], "--cluster", files["cluster"]]
+    what = [files["plan"], "--profile", files["profile"], "--cluster", files["cluster"]]
     result = CliRunner().invoke(APP, [*what, *options])
     if result.exception is not None:
         raise result.exception
@@ -58,7 +58,7 @@ def test_a_plan_that_does_not_fit_ends_with_an_error_after_its_figures(files, tm
     small = replace(wide.hosts[0].devices[2], memory_bytes=1000)
     devices = (*wide.hosts[0].devices[:2], small)
     cluster = replace(wide, hosts=(replace(wide.hosts[0], devices=devices),)).save(tmp_path / "small.json")
-    what = ["simulate", files["plan"], "--profile", files["profile"], "--cluster", str(cluster)]
+    what = [files["plan"], "--profile", files["profile"], "--cluster", str(cluster)]
 
     def called(*options):
         return CliRunner().invoke(APP, [*what, *options])
