@@ -23,7 +23,6 @@ VERBS = {
     "plan": "The fastest split that fits, its rivals, and the reasons.",
     "schedule": "Draw, check and save who does what in which order.",
     "simulate": "Predict the time and memory of a plan, on hardware that is not here.",
-    "calibrate": "Refit device and cluster files to measured runs.",
     "data": "Make, convert and inspect sets of labelled images.",
     "rehearse": "Train on hosts that this machine emulates: addresses, link rates, CPU shares.",
     "train": "Train for real, with a worker for each device.",

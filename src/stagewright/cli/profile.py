@@ -35,6 +35,8 @@ class _Profiling:
     """what is computed in"""
     repeats: int = Field(default=7, ge=1)
     """how often each layer is timed"""
+    workers: int = Field(default=1, ge=1)
+    """on a CPU: how many workers will compute at once"""
     from_pipedream: Path | None = None
     """import PipeDream's graph.txt"""
     calibrate: tuple[str, ...] = ()
@@ -102,7 +104,7 @@ def _make_profile(model: str | None, own: _Profiling) -> Profile:
     with progress(f"timing {model}") as tick:
         return make_profile(
             built, batch_sizes=sizes, precision=own.precision, name=model, repeats=own.repeats,
-            progress=tick,
+            workers=own.workers, progress=tick,
         )  # fmt: skip
 
 

@@ -1,78 +1,81 @@
-"""`stagewright calibrate`: refits device and cluster files from measured runs, and says how far off they are."""
+"""Refits device and cluster files from published runs, and says how far off they are.
+
+python -m benchmarks.calibrate ../shared/reference/measured.csv [--rows ID,ID …] [--out FOLDER]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from benchmarks.fits import Fit, FittedKind, Outcome, fit_cluster, keep_unfitted, outcomes, unfitted
+from benchmarks.published import Row, read_rows
+from rich.console import Console
+from rich.table import Table
 
-from stagewright.cli.options import takes
-from stagewright.cli.show import saved, show, show_json, table
 from stagewright.cluster import Cluster, find_cluster
 from stagewright.errors import UsageError
 from stagewright.profile import Profile
-from stagewright.simulation.calibration import Fit, FittedKind, Outcome, fit_cluster, keep_unfitted, outcomes, unfitted
-from stagewright.simulation.rows import Row, read_rows
 
-_PRIORS = {"conv": 2.0, "matmul": 1.15, "memory": 0.7, "conv.fp16": 0.45, "matmul.fp16": 0.5, "memory.fp16": 0.7}
+_PRIORS = {
+    "conv": 2.0,
+    "matmul": 1.15,
+    "memory": 0.7,
+    "conv.fp16": 0.45,
+    "matmul.fp16": 0.5,
+    "memory.fp16": 0.7,
+}
 """Where a fit of efficiencies begins, whatever the files say: shares of the data sheets' peaks that are usual. In fp32
 a 3 × 3 convolution does 2.25 times fewer multiplications than are counted (Winograd's F(2×2, 3×3)), at 0.9 of the peak,
 and a matrix product reaches nearly all of it at a clock that passes the data sheet's."""
-_LINK_PRIORS = {"SYS": 9.0e9}
+LINK_PRIORS = {"SYS": 9.0e9}
 """Where a fit of link rates begins, bytes/s: between sockets, half of QPI's 19.2 GB/s; other classes as in the file."""
+_MIB = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fitting:
-    """What is fitted, and where that goes."""
-
-    rows: tuple[str, ...] = ()
-    """fit only these rows, by id; all are predicted"""
-    out: Path | None = None
-    """save the fitted files in this folder"""
-    leave_one_out: bool = True
-    """also predict every row from a fit of the others"""
-    json: bool = False
-    """print the figures as JSON"""
-
-
-@takes()
 def calibrate(
-    file: Annotated[Path, typer.Argument(metavar="CSV", help="measured runs, one a row")], *, own: _Fitting
+    file: Annotated[Path, typer.Argument(metavar="CSV", help="Measured runs, one a row.")],
+    rows: Annotated[str | None, typer.Option(help="Fit only these rows, by id; all are predicted.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the fitted files in this folder.")] = None,
+    leave_one_out: Annotated[bool, typer.Option(help="Also predict every row from a fit of the others.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Fit the few figures of device and cluster files to measured runs.
 
-    Example: stagewright calibrate measured.csv --rows alexnet-dp1,vgg16-dp1,alexnet-dp8
+    Example: python -m benchmarks.calibrate measured.csv --rows alexnet-dp1,vgg16-dp1,alexnet-dp8
     """
     every = read_rows(file)
-    used = _chosen(every, own.rows)
-    bench = _AnalyticBench()
-    clusters = {
-        name: unfitted(find_cluster(name), _LINK_PRIORS) for name in dict.fromkeys(row.cluster for row in every)
-    }
-    found = outcomes(bench, clusters, every, used, leave_one_out=own.leave_one_out)
+    used = _chosen(every, rows)
+    bench = AnalyticBench()
+    clusters = {name: unfitted(find_cluster(name), LINK_PRIORS) for name in dict.fromkeys(row.cluster for row in every)}
+    found = outcomes(bench, clusters, every, used, leave_one_out=leave_one_out)
     fits = [fit_cluster(bench, one, [row for row in used if row.cluster == name]) for name, one in clusters.items()]
-    out = own.out
-    paths = [] if out is None else [path for fit in fits for path in _save(fit, clusters[fit.cluster.name], out)]
-    if own.json:
-        show_json({"rows": [_as_plain(one) for one in found], "saved": [str(path) for path in paths]})
+    saved = (
+        [str(path) for fit in fits for path in _save(fit, clusters[fit.cluster.name], out)] if out is not None else []
+    )
+    if as_json:
+        typer.echo(json.dumps({"rows": [_as_plain(one) for one in found], "saved": saved}))
     else:
-        _show(found, fits, used, paths)
+        _show(found, fits, used, saved)
 
 
-def _chosen(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:
-    """The rows to fit; all of them where none is named."""
+def _chosen(rows: Sequence[Row], text: str | None) -> list[Row]:
+    """The rows to fit."""
+    if text is None:
+        return list(rows)
+    wanted = text.split(",")
     known = {row.id: row for row in rows}
     for name in wanted:
         if name not in known:
             raise UsageError(f"--rows names {name!r}, which the file does not have", f"its rows: {', '.join(known)}")
-    return [known[name] for name in wanted or known]
+    return [known[name] for name in wanted]
 
 
-class _AnalyticBench:
+class AnalyticBench:
     """Profiles from shapes and a kind's efficiencies; what was made once is kept."""
 
     def __init__(self) -> None:
@@ -155,33 +158,33 @@ def _as_plain(one: Outcome) -> dict[str, object]:
     }
 
 
-def _show(found: Sequence[Outcome], fits: Sequence[Fit], used: Sequence[Row], paths: Sequence[Path]) -> None:
+def _show(found: Sequence[Outcome], fits: Sequence[Fit], used: Sequence[Row], saved: Sequence[str]) -> None:
     """The table of errors, their averages, and what was fitted."""
-    titles = "row | fitted | images/s> | predicted> | error> | left out> | memory MiB> | predicted> | error>"
-    memory = [error for one in found for error in one.memory_errors]
-    unseen = [one.unseen_error for one in found if one.unseen_error is not None]
-    errors = {"images/s": [one.error for one in found], "left out of the fit": unseen, "memory": memory}
-    show(
-        table(titles, (_cells(one, one.row in used) for one in found)),
-        [f"{name}: {_average(values)}" for name, values in errors.items() if values],
-        *(list(_fit_lines(fit)) for fit in fits),
-        saved(*paths),
-    )
-
-
-def _average(errors: Sequence[float]) -> str:
-    """`4.1% on average, 9.0% at most`."""
-    sizes = list(map(abs, errors))
-    return f"{sum(sizes) / len(sizes):.1%} on average, {max(sizes):.1%} at most"
-
-
-def _fit_lines(fit: Fit) -> Iterator[str]:
-    """What was fitted of a kind of device and its cluster."""
-    efficiency = ", ".join(f"{key} {value:g}" for key, value in cast(Any, fit.kind).efficiency.items())
-    device = fit.cluster.hosts[0].devices[0]
-    yield f"{fit.kind.name}: {efficiency}"
-    yield f"framework {device.framework_bytes / 2**20:.0f} MiB, saved factor {device.saved_factor:g}"
-    yield from fit.notes
+    console = Console(highlight=False, markup=False, width=140)
+    table = Table(box=None, pad_edge=False)
+    titles = ("row", "fitted", "images/s", "predicted", "error", "left out", "memory MiB", "predicted", "error")
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("row", "fitted") else "right")
+    for one in found:
+        table.add_row(*_cells(one, one.row in used))
+    console.print(table)
+    errors = [abs(one.error) for one in found]
+    memory = [abs(error) for one in found for error in one.memory_errors]
+    console.print(f"\n  images/s: {_mean(errors):.1%} on average, {max(errors):.1%} at most")
+    unseen = [abs(one.unseen_error) for one in found if one.unseen_error is not None]
+    if unseen:
+        console.print(f"  left out of the fit: {_mean(unseen):.1%} on average, {max(unseen):.1%} at most")
+    if memory:
+        console.print(f"  memory: {_mean(memory):.1%} on average, {max(memory):.1%} at most")
+    for fit in fits:
+        efficiency = ", ".join(f"{key} {value:g}" for key, value in cast(Any, fit.kind).efficiency.items())
+        device = fit.cluster.hosts[0].devices[0]
+        console.print(f"\n  {fit.kind.name}: {efficiency}")
+        console.print(f"  framework {device.framework_bytes / _MIB:.0f} MiB, saved factor {device.saved_factor:g}")
+        for note in fit.notes:
+            console.print(f"  {note}")
+    if saved:
+        console.print(f"\n  saved {' · '.join(saved)}")
 
 
 def _cells(one: Outcome, is_used: bool) -> list[str]:
@@ -195,7 +198,16 @@ def _cells(one: Outcome, is_used: bool) -> list[str]:
         f"{one.row.images / one.step_s:,.0f}",
         f"{one.error:+.1%}",
         "" if one.unseen_error is None else f"{one.unseen_error:+.1%}",
-        " / ".join(f"{value / 2**20:,.0f}" for value in measured),
-        " / ".join(f"{value / 2**20:,.0f}" for value in predicted),
+        " / ".join(f"{value / _MIB:,.0f}" for value in measured),
+        " / ".join(f"{value / _MIB:,.0f}" for value in predicted),
         " / ".join(f"{error:+.0%}" for error in one.memory_errors),
     ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The average."""
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    typer.run(calibrate)

@@ -7,11 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from stagewright.cli.calibrate import _LINK_PRIORS, _AnalyticBench
-from stagewright.cluster import find_cluster
-from stagewright.errors import DataError, FileError
-from stagewright.simulation.calibration import (
+from benchmarks.calibrate import LINK_PRIORS, AnalyticBench, calibrate
+from benchmarks.fits import (
     Predictor,
     fit_cluster,
     golden,
@@ -22,10 +19,13 @@ from stagewright.simulation.calibration import (
     with_decode_rate,
     with_link_rate,
 )
-from stagewright.simulation.rows import Row, find_cut, read_rows
+from benchmarks.published import Row, find_cut, read_rows
+
+from stagewright.cluster import find_cluster
+from stagewright.errors import DataError, FileError
 from tests.simulation.cases import layer, profile, star
 
-MEASURED = Path(__file__).parents[3] / "shared" / "reference" / "measured.csv"
+MEASURED = Path(__file__).parents[2] / "shared" / "reference" / "measured.csv"
 HEAD = (
     "id,cluster,model,mode,devices,stage_devices,cut_share,weight_versions,static_order,batch_per_device,"
     "images_per_step,precision,data,step_s,images_per_s,memory_mib_first_stage,memory_mib_last_stage\n"
@@ -100,7 +100,7 @@ def test_framework_bytes_and_saved_factor_come_from_two_memory_figures():
 
 def test_what_was_not_fitted_stays_as_the_file_has_it():
     own = with_decode_rate(find_cluster("titan-v-8"), 12_345.0)
-    start = unfitted(own, _LINK_PRIORS)
+    start = unfitted(own, LINK_PRIORS)
     fitted = with_link_rate(start, "PHB", 1e9)
     kept = keep_unfitted(fitted, start, own)
     rates = {link.kind: link.bytes_per_s for link in kept.wires}
@@ -149,10 +149,18 @@ def test_files_without_rows_or_columns_are_refused(tmp_path):
         find_cut("cut somewhere", ("l0", "l1"), "a")
 
 
+def test_the_script_refuses_what_is_no_table(tmp_path):
+    (tmp_path / "rows.csv").write_text("id,cluster\n")
+    with pytest.raises(DataError, match="holds no rows"):
+        calibrate(tmp_path / "rows.csv")
+    with pytest.raises(FileError, match=r"nowhere\.csv: No such file or directory"):
+        calibrate(tmp_path / "nowhere.csv")
+
+
 @pytest.mark.skipif(not MEASURED.exists(), reason="the measurements of others are not here")
 def test_published_measurements_are_met():
-    rows, bench = read_rows(MEASURED), _AnalyticBench()
-    clusters = {name: unfitted(find_cluster(name), _LINK_PRIORS) for name in dict.fromkeys(r.cluster for r in rows)}
+    rows, bench = read_rows(MEASURED), AnalyticBench()
+    clusters = {name: unfitted(find_cluster(name), LINK_PRIORS) for name in dict.fromkeys(r.cluster for r in rows)}
     found = {one.row.id: one for one in outcomes(bench, clusters, rows, rows, leave_one_out=False)}
     assert all(abs(one.error) < 0.05 for name, one in found.items() if "ssp" not in name)
     assert abs(found["alexnet-ssp-loss-only"].error) < 0.08
