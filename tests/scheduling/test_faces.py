@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.errors import FileError, ScheduleError
-from stagewright.schedule import Action, Schedule, parse_order, parse_orders
+from stagewright.schedule import Action, Schedule, parse_order
 from stagewright.scheduling import make_schedule
 from stagewright.scheduling.drawing import draw_svg, timed_grid
-from tests.scheduling.cases import drawn, placed, plan_of, wrapped
+from tests.scheduling.cases import drawn, orders_of, placed, plan_of, wrapped
 
 SAMPLES = [
     make_schedule(plan_of((3, 1), 6, route="rotate"), agree=True),
@@ -24,7 +24,7 @@ SAMPLES = [
 
 @pytest.mark.parametrize("schedule", SAMPLES)
 def test_text_parses_back(schedule):
-    assert parse_orders(schedule.text) == schedule.orders
+    assert orders_of(schedule.text) == schedule.orders
 
 
 @pytest.mark.parametrize("schedule", SAMPLES)

@@ -22,7 +22,7 @@ from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule, make_schedule
 from stagewright.scheduling.drawing import draw_svg, timed_grid
 from stagewright.scheduling.ideal import balanced_costs, run_ideally
-from stagewright.scheduling.sketch import parse_replicas, placed_plan, sketch_plan
+from stagewright.scheduling.sketch import parse_replicas, sketch_plan
 from stagewright.scheduling.torch_csv import write_csv
 
 _STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magenta", "A": "magenta"}
@@ -90,7 +90,7 @@ def _the_plan(
     num_microbatches = 1 if microbatches is None else microbatches
     if replicas is not None:
         return sketch_plan(parse_replicas(replicas), num_microbatches=num_microbatches, batch=batch)
-    return placed_plan(parse_placement(placement or ""), num_microbatches=num_microbatches, batch=batch)
+    return sketch_plan(parse_placement(placement or ""), num_microbatches=num_microbatches, batch=batch)
 
 
 def _save(made: Schedule, batches: int | None, svg: Path | None, csv: Path | None, out: Path | None) -> list[str]:
