@@ -109,12 +109,3 @@ def test_the_picture_has_a_box_for_every_computation_and_a_row_for_every_worker(
     assert len(boxes) == len(computed)
     assert sorted(texts) == sorted([*computed, *map(str, range(len(schedule.orders)))])
     assert all(float(box.get("width")) > 0 for box in boxes)
-
-
-def test_the_picture_is_drawn_to_the_given_costs():
-    schedule = make_schedule(plan_of((1,)))
-    wide, narrow = (
-        float(ElementTree.fromstring(draw_svg(schedule, 1, costs)).get("width"))
-        for costs in (lambda kind, stage, rows: 5.0 if kind == "B" else 1.0, None)
-    )
-    assert wide > narrow

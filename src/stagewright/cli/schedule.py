@@ -21,7 +21,7 @@ from stagewright.policy import holds
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule, make_schedule
 from stagewright.scheduling.drawing import draw_svg, timed_grid
-from stagewright.scheduling.ideal import balanced_costs, run_ideally
+from stagewright.scheduling.ideal import run_ideally
 from stagewright.scheduling.sketch import parse_replicas, sketch_plan
 from stagewright.scheduling.torch_csv import write_csv
 
@@ -123,7 +123,7 @@ def _figures(made: Schedule) -> dict[str, object]:
 def _idle_share(made: Schedule) -> float:
     """The bubble with balanced stages and free transfers: of one batch, or of one in a long run without flush."""
     num_batches = 1 if made.plan.is_synchronous else _LONG_RUN
-    return run_ideally(made, num_batches, balanced_costs(made.plan)).idle_share
+    return run_ideally(made, num_batches, is_balanced=True).idle_share
 
 
 _LONG_RUN = 50

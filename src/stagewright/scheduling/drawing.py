@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from stagewright.schedule import Kind, Schedule
-from stagewright.scheduling.ideal import Costs, TimedAction, run_ideally
+from stagewright.scheduling.ideal import TimedAction, run_ideally
 
 _COLOURS = {
     Kind.FORWARD: "#4c78a8",
@@ -41,10 +41,10 @@ def _timed_row(row: list[tuple[TimedAction, str]], unit: int) -> str:
     return line.rstrip()
 
 
-def draw_svg(schedule: Schedule, num_batches: int | None = None, costs: Costs | None = None) -> str:
+def draw_svg(schedule: Schedule, num_batches: int | None = None) -> str:
     """The timed grid as an SVG picture: a row a worker, a box an action, its name in the box and in its tooltip."""
     num_batches = schedule.num_batches_drawn if num_batches is None else num_batches
-    run = run_ideally(schedule, num_batches, costs)
+    run = run_ideally(schedule, num_batches)
     scale = 28 / min(
         (span.stop - span.start for spans in run.spans for span in spans if span.stop > span.start), default=1
     )

@@ -6,16 +6,12 @@ that its worker has issued, a receipt for its send, an update for the reductions
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from stagewright.plan import Plan
 from stagewright.policy import lanes
 from stagewright.schedule import COMPUTE, SENDS, TRANSFERS, Action, Kind, Schedule
 from stagewright.scheduling.clock import Clock, Event, unit_cost
-
-Costs = Callable[[Kind, int, int], float]
-"""Seconds of a kind of compute, in a stage, on a number of rows."""
 
 
 class TimedAction(NamedTuple):
@@ -44,15 +40,13 @@ class IdealRun(NamedTuple):
         return 1 - busy / (self.length * len(self.spans)) if self.length else 0.0
 
 
-def balanced_costs(plan: Plan) -> Costs:
-    """Unit costs, longer where replicas take turns: every replica is then busy for the same part of a batch."""
-    widths = lanes(plan)
-    return lambda kind, stage, rows: unit_cost(kind) * widths[stage]
+def run_ideally(schedule: Schedule, num_batches: int = 1, *, is_balanced: bool = False) -> IdealRun:
+    """Carries out the schedule over a run of batches, forward taking 1, backward 2.
 
-
-def run_ideally(schedule: Schedule, num_batches: int = 1, costs: Costs | None = None) -> IdealRun:
-    """Carries out the schedule over a run of batches."""
-    run = _Run(schedule, num_batches, costs)
+    Balanced stages take longer where replicas take turns: every replica is then busy for the same part of a batch.
+    """
+    plan = schedule.plan
+    run = _Run(schedule, num_batches, lanes(plan) if is_balanced else (1,) * len(plan.stages))
     run.clock.run(run.act)
     ends = ((worker, run.lists[worker], at) for worker, at in enumerate(run.at))
     return IdealRun(run.spans, {worker: actions[at] for worker, actions, at in ends if at < len(actions)})
@@ -61,8 +55,8 @@ def run_ideally(schedule: Schedule, num_batches: int = 1, costs: Costs | None = 
 class _Run:
     """Workers with their lists, and the place each has reached."""
 
-    def __init__(self, schedule: Schedule, num_batches: int, costs: Costs | None) -> None:
-        self.plan, self.costs = schedule.plan, costs
+    def __init__(self, schedule: Schedule, num_batches: int, times: Sequence[int]) -> None:
+        self.plan, self.times = schedule.plan, times
         self.lists = [tuple(schedule.unroll(worker, num_batches)) for worker in range(len(schedule.orders))]
         self.at = [0] * len(self.lists)
         self.clock = Clock(len(self.lists))
@@ -90,7 +84,7 @@ class _Run:
         elif not self.may_start(worker, time, action):
             return False
         else:
-            duration = self.duration(worker, action) if kind in COMPUTE else 0.0
+            duration = unit_cost(kind) * self.times[stage] if kind in COMPUTE else 0
             self.spans[worker].append(TimedAction(time, time + duration, action))
             if duration:
                 self.clock.occupy(worker, time, duration)
@@ -112,15 +106,6 @@ class _Run:
             user = (worker, is_forward, stage - 1 if is_forward else stage + 1, batch, number)
             waits_for = self.receipts.get(user, [])
         return all(self.clock.is_over(event, time) for event in waits_for)
-
-    def duration(self, worker: int, action: Action) -> float:
-        """What an action takes, by the given costs or by unit ones."""
-        if self.costs is None:
-            return unit_cost(action.kind)
-        replica = self.plan.workers[action.stage].index(worker)
-        shares = self.plan.shares(action.stage, action.microbatch)
-        rows = sum(stop - start for one, start, stop in shares if one == replica)
-        return self.costs(action.kind, action.stage, rows)
 
     def transfer(self, worker: int, time: float, action: Action) -> None:
         """Issues one end of a transfer; a receipt is noted for the compute that needs it."""
