@@ -21,8 +21,8 @@ from stagewright.policy import holds
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule, make_schedule
 from stagewright.scheduling.drawing import draw_svg, timed_grid
-from stagewright.scheduling.ideal import balanced_costs, run_ideally
-from stagewright.scheduling.sketch import parse_replicas, placed_plan, sketch_plan
+from stagewright.scheduling.ideal import run_ideally
+from stagewright.scheduling.sketch import parse_replicas, sketch_plan
 from stagewright.scheduling.torch_csv import write_csv
 
 _STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magenta", "A": "magenta"}
@@ -95,7 +95,7 @@ def _the_plan(file: Path | None, replicas: str | None, asked: PlanOptions) -> Pl
     num_microbatches = asked.num_microbatches or 1
     if replicas is not None:
         return sketch_plan(parse_replicas(replicas), num_microbatches=num_microbatches, batch=asked.batch)
-    return placed_plan(parse_placement(asked.placement or ""), num_microbatches=num_microbatches, batch=asked.batch)
+    return sketch_plan(parse_placement(asked.placement or ""), num_microbatches=num_microbatches, batch=asked.batch)
 
 
 def _save(made: Schedule, own: _Drawing) -> None:
@@ -128,7 +128,7 @@ def _figures(made: Schedule) -> dict[str, object]:
 def _idle_share(made: Schedule) -> float:
     """The bubble with balanced stages and free transfers: of one batch, or of one in a long run without flush."""
     num_batches = 1 if made.plan.is_synchronous else 50
-    return run_ideally(made, num_batches, balanced_costs(made.plan)).idle_share
+    return run_ideally(made, num_batches, is_balanced=True).idle_share
 
 
 def _show(made: Schedule, own: _Drawing) -> None:
