@@ -96,12 +96,11 @@ def _names(key: Key) -> tuple[str, ...]:
 
 
 def _parameter(name: str, section: str, key: Key, other: str | None) -> inspect.Parameter:
-    """The parameter of an option, as typer reads it; what a file may have set can be unset."""
+    """The parameter of an option, as typer reads it."""
     is_flag, panel = name != key.key or key.kind is bool, _PANELS.get(section)
     kind: Any = bool if is_flag else list[str] if key.is_many else key.kind if key.kind in (int, float, Path) else str
     option = key.option if name == key.key else f"--{name}"
-    two_sided = is_flag and (panel is not None or key.default is True)
-    words = [f"{option}/--no-{option[2:]}" if two_sided else option, *(["-o"] if name == "out" else [])]
+    words = [f"{option}/--no-{option[2:]}" if is_flag else option, *(["-o"] if name == "out" else [])]
     shown = typer.Option(*words, *filter(None, [other]), help=_help(name, key), rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]

@@ -31,8 +31,8 @@ from stagewright.simulation import simulator
 class _Planning(Hardware):
     """For what a plan is searched, and where it goes."""
 
-    no_simulate: bool = False
-    """rank by the estimate alone"""
+    simulate: bool = True
+    """simulate the best of what the estimate ranks; else rank by the estimate alone"""
     json: bool = False
     """print the plans as JSON"""
     out: Path | None = None
@@ -50,7 +50,7 @@ def plan(
     """
     hardware = cluster_or_here(own.cluster)
     profile = own.load_profile(what if names_file(what) else None) or _analytic(what, hardware, plan, own)
-    found = make_plan(profile, hardware, plan, None if own.no_simulate else simulator(profile, hardware))
+    found = make_plan(profile, hardware, plan, simulator(profile, hardware) if own.simulate else None)
     if own.assume_kind is not None:
         best = replace(found.best.plan, notes=(*found.best.plan.notes, profile.notes[-1]))
         found = replace(found, best=replace(found.best, plan=best))
