@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,8 +45,10 @@ class Listener:
         self._points = array("d")
         self.started = time.perf_counter()
         self.scalars = AsyncScalars(world.device)
-        for stage in worker.replicas:
-            self.set_rate(stage, run.job.first_step)
+        if isinstance(run.recipe, Recipe):
+            for here in worker.replicas.values():
+                for versions in (here.weights, *here.tied):
+                    versions.rate_of = partial(rate_at, run.recipe)
         if run.job.warm_up == 0:
             worker.clock.mark()  # where the first step begins that is measured
         worker.watch, worker.wants_metric = self.watch(), self.is_due
@@ -68,16 +71,8 @@ class Listener:
         """Whether a log line follows a batch."""
         return (batch + 1) % self.run.job.log_every == 0 or batch + 1 == self.run.job.steps
 
-    def set_rate(self, stage: int, step: int) -> None:
-        """Sets the learning rate of a stage's step."""
-        optimizer = self.worker.replicas[stage].weights.optimizer
-        if isinstance(self.run.recipe, Recipe) and optimizer is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = rate_at(self.run.recipe, step)
-
     def after_stage_update(self, stage: int, batch: int) -> None:
         """What follows each update of a stage."""
-        self.set_rate(stage, batch + 1)
         if self.checkpointer is not None:
             self.checkpointer.note_stage(stage, batch)
 

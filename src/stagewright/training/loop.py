@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
+from stagewright.models.roles import parameter_roles
 from stagewright.policy import RULES
 from stagewright.record import Record, Source
 from stagewright.runtime.dtypes import fed_inputs
@@ -247,7 +248,7 @@ def _run_stretch(worker: Worker, first: int, stop: int) -> None:
 def maker_of(run: Run) -> MakeOptimizer:
     """The function that makes a stage's optimizer."""
     if isinstance(run.recipe, Recipe):
-        return optimizer_maker(run.recipe, run.settings.device)
+        return optimizer_maker(run.recipe, run.settings.device, parameter_roles(run.layered))
     return run.recipe
 
 
