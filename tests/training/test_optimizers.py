@@ -70,5 +70,5 @@ def test_the_states_that_are_counted_are_those_that_are_kept(name: str) -> None:
         each.grad = torch.ones_like(each)
     optimizer.step()
     kind = OPTIMIZERS[name]
-    assert kept(optimizer, bias) == 64 * kind.states_of(is_matrix=False)
-    assert kept(optimizer, matrix) == pytest.approx(64 * 32 * kind.states_of(is_matrix=True), abs=64 + 32)
+    assert kept(optimizer, bias) == 64 * kind.states_of("other")
+    assert kept(optimizer, matrix) == pytest.approx(64 * 32 * kind.states_of("matrix"), abs=64 + 32)

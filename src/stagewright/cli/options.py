@@ -13,10 +13,16 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from stagewright.errors import UsageError
+from stagewright.training.recipes import RecipeFile
 from stagewright.training.sections import Key, read_section, section_keys, split_words
 
-__all__ = ["Given", "read_section", "takes"]
+__all__ = ["COMPUTED", "Given", "computed", "read_section", "takes"]
 
+COMPUTED = tuple(
+    f"recipe.{each.key}" for each in section_keys(RecipeFile) if each.name not in ("optimizer", "precision")
+)
+"""What verbs that predict leave out of a recipe: all that changes neither time nor memory."""
 Given = dict[str, dict[str, Any]]
 """By section and key what was typed; what was not is not there."""
 _PANELS = {
@@ -56,6 +62,14 @@ def takes(
         return called
 
     return decorate
+
+
+def computed(given: Given) -> RecipeFile:
+    """The optimizer and the precision that were typed, for verbs that predict."""
+    recipe = read_section(RecipeFile, given["recipe"])
+    if recipe.precision == "fp64":
+        raise UsageError("--precision is 'fp64': expected fp32, bf16 or fp16", "no device's fp64 rates are known")
+    return recipe
 
 
 def _names(key: Key) -> tuple[str, ...]:

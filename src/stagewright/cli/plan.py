@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.cli.options import Given, read_section, takes
+from stagewright.cli.options import COMPUTED, Given, computed, read_section, takes
 from stagewright.cluster import Cluster, count
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
@@ -26,12 +26,13 @@ from stagewright.profiling.drawing import describe_devices
 from stagewright.report.figures import rate, seconds, size
 from stagewright.schema import dump_json
 from stagewright.simulation import simulator
+from stagewright.training.recipes import RecipeFile
 
 _WIDTH = 140
 """Of a table that goes into a file."""
 
 
-@takes({"plan": PlanOptions})
+@takes({"plan": PlanOptions, "recipe": RecipeFile}, without=COMPUTED)
 def plan(
     what: Annotated[str, typer.Argument(metavar="PROFILE|MODEL", help="A profile file, or a model's name.")],
     /,
@@ -41,7 +42,6 @@ def plan(
     assume_kind: Annotated[
         str | None, typer.Option(help="Take the profile for one of this kind of device, such as titan-v.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="With a model's name: fp32, bf16 or fp16.")] = "fp32",
     estimate_only: Annotated[bool, typer.Option("--no-simulate", help="Rank by the estimate alone.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the best plan here.")] = None,
@@ -50,9 +50,9 @@ def plan(
 
     Example: stagewright plan vgg16.profile.json --cluster titan-v-8 --batch 224 -o plan.json
     """
-    options = read_section(PlanOptions, given["plan"])
+    options, recipe = read_section(PlanOptions, given["plan"]), computed(given)
     hardware = cluster_or_here(cluster)
-    profile = _load_profile(what, hardware, options, precision, assume_kind)
+    profile = _load_profile(what, hardware, options, recipe.precision, assume_kind).with_states(recipe.states)
     found = make_plan(profile, hardware, options, None if estimate_only else simulator(profile, hardware))
     if assume_kind is not None:
         found = _with_note(found, profile.notes[-1])
@@ -63,11 +63,12 @@ def plan(
     else:
         _show(found, hardware)
         if out is not None:
-            _show_next(found.best.plan, out, what, cluster, assume_kind)
+            typed = [word for key, value in given["recipe"].items() for word in (f"--{key}", str(value))]
+            _show_next(found.best.plan, out, what, cluster, assume_kind, typed)
 
 
 def _load_profile(
-    what: str, cluster: Cluster, options: PlanOptions, precision: str, assume_kind: str | None = None
+    what: str, cluster: Cluster, options: PlanOptions, precision: Precision, assume_kind: str | None = None
 ) -> Profile:
     """The profile in a file, or an analytic one of the cluster's first kind of device."""
     if Path(what).suffix in (".json", ".yaml", ".yml"):
@@ -77,8 +78,6 @@ def _load_profile(
         raise UsageError(
             f"--assume-kind {assume_kind} goes with a profile file, not with a model's name", "leave it out"
         )
-    if precision not in ("fp32", "bf16", "fp16"):
-        raise UsageError(f"--precision is {precision!r}: expected fp32, bf16 or fp16")
     from stagewright.profiling.analytic import profile_for
 
     batch = options.batch or (options.batch_per_device or 0) * len(cluster.device_ids)
@@ -86,7 +85,7 @@ def _load_profile(
         raise UsageError("the batch is not given", "add --batch ROWS")
     share = max(batch // len(cluster.device_ids), 2)
     sizes = tuple(sorted({max(share // 4, 2), share, max(batch // 2, 2), max(batch, 2)}))
-    return profile_for(cluster, what, sizes, cast(Precision, precision))
+    return profile_for(cluster, what, sizes, precision)
 
 
 def _with_note(found: Search, note: str) -> Search:
@@ -118,14 +117,16 @@ def _show(found: Search, cluster: Cluster) -> None:
         console.print(f"  {line}", soft_wrap=True)
 
 
-def _show_next(plan: Plan, out: Path, what: str, cluster: str | None, assume_kind: str | None) -> None:
+def _show_next(
+    plan: Plan, out: Path, what: str, cluster: str | None, assume_kind: str | None, recipe: Sequence[str]
+) -> None:
     """Where the plan lies, and the commands that go on with it on the same hardware."""
     words = ["--profile", what] if Path(what).suffix else []
     words += ["--assume-kind", assume_kind] if assume_kind is not None else []
     words += ["--cluster", cluster] if cluster is not None else []
     where = "" if cluster is None else f"on {cluster} itself: "
-    simulate = shlex.join(["stagewright", "simulate", str(out), *words])
-    train = shlex.join(["stagewright", "train", plan.model, "--plan", str(out)])
+    simulate = shlex.join(["stagewright", "simulate", str(out), *words, *recipe])
+    train = shlex.join(["stagewright", "train", plan.model, "--plan", str(out), *recipe])
     typer.echo(f"  saved {out} · next: {simulate} · {where}{train}")
 
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagewright.cli.options import Given, read_section, takes
+from stagewright.cli.options import COMPUTED, Given, computed, read_section, takes
 from stagewright.cluster import Cluster, DeviceId, format_devices, format_placement
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
-from stagewright.profile import Precision, Profile
+from stagewright.profile import Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.record import DeviceUse, Record
 from stagewright.report import chrome_trace, timeline_svg
@@ -27,12 +27,13 @@ from stagewright.simulation import faster_links
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Scenario
 from stagewright.simulation.whatif import Point, knee, parse_counts, parse_factors, plot_svg
+from stagewright.training.recipes import RecipeFile
 
 _BAR = 40
 _GIB = 1 << 30
 
 
-@takes({"plan": PlanOptions}, without=("batch",))
+@takes({"plan": PlanOptions, "recipe": RecipeFile}, without=("batch", *COMPUTED))
 def simulate(
     what: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a model's name.")],
     /,
@@ -44,7 +45,6 @@ def simulate(
         str | None, typer.Option(help="Take the profile for one of this kind of device, such as titan-v.")
     ] = None,
     batch: Annotated[str | None, typer.Option(help="Rows of a step; several, 256,512, are a sweep.")] = None,
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     data: Annotated[str, typer.Option(help="synthetic, or records: limited by the hosts' decode rate.")] = "synthetic",
     epoch_images: Annotated[int, typer.Option(help="Images of an epoch.")] = IMAGENET_IMAGES,
     bandwidth: Annotated[str | None, typer.Option(help="Links ×2, or a sweep: x1,x2,x4.")] = None,
@@ -60,7 +60,8 @@ def simulate(
     Example: stagewright simulate vgg16 --cluster titan-v-8 --placement 0:0-6.0:7 --cut fc1 --batch 224 --staleness ssp
     """
     options = read_section(PlanOptions, {"placement": "", "recompute": False, **given["plan"]})
-    hardware, setting = cluster_or_here(cluster), _setting_of(what, profile, assume_kind, precision, data, epoch_images)
+    hardware = cluster_or_here(cluster)
+    setting = _setting_of(what, profile, assume_kind, computed(given), data, epoch_images)
     detail = not as_json or bool(trace or timeline or out)
     points = list(_sweep(setting, hardware, options, batch, bandwidth, devices, detail=detail))
     if len(points) > 1:
@@ -80,17 +81,15 @@ def simulate(
 
 
 def _setting_of(
-    what: str, profile: Path | None, assume_kind: str | None, precision: str, data: str, epoch_images: int
+    what: str, profile: Path | None, assume_kind: str | None, recipe: RecipeFile, data: str, epoch_images: int
 ) -> Scenario:
     """What is simulated: the plan in a file, or a model."""
     if data not in ("synthetic", "records"):
         raise UsageError(f"--data is {data!r}: expected synthetic or records")
-    if precision not in ("fp32", "bf16", "fp16"):
-        raise UsageError(f"--precision is {precision!r}: expected fp32, bf16 or fp16")
     plan = Plan.load(what) if Path(what).suffix in (".json", ".yaml", ".yml") else None
     return Scenario(
         model=what if plan is None else plan.model, plan=plan, profile=_load_profile(profile, assume_kind),
-        precision=cast(Precision, precision), data=data, epoch_images=epoch_images,
+        precision=recipe.precision, states=recipe.states, data=data, epoch_images=epoch_images,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator)
     costs, setting = problem.costs, estimator.setting
     made = []
     for number, placed in enumerate(stages):
-        parameters = costs.parameter_bytes(placed.first, placed.last)
+        parameters = costs.gradient_bytes(placed.first, placed.last)
         made.append(
             Stage(
                 layers=costs.profile.names[placed.first : placed.last],

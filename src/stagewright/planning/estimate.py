@@ -223,7 +223,7 @@ class Estimator:
         """The stage's all-reduce, alone on the wires; devices that are wired alike stand for one another."""
         if len(devices) < 2:
             return 0.0
-        size = self.costs.parameter_bytes(first, last)
+        size = self.costs.gradient_bytes(first, last)
         alike = self.twins.lowest(devices)
         return self.shared.reduce_s(size, alike, buckets or num_buckets(size))
 
@@ -237,7 +237,7 @@ class Estimator:
         """
         if reduce_s <= 0:
             return 0.0
-        count = buckets or num_buckets(self.costs.parameter_bytes(first, last))
+        count = buckets or num_buckets(self.costs.gradient_bytes(first, last))
         now, bucket_s = 0.0, reduce_s / count
         for share in self.costs.ready_shares(first, last, group.kinds[0].rows, count):
             now = max(now, share * backward_s) + bucket_s
@@ -386,6 +386,6 @@ def _name_limit(plan: Plan, costs: Costs, parts: Sequence[Part], crossings: Sequ
 
 
 def _reduction(costs: Costs, first: int, last: int, part: Part) -> str:
-    heaviest = max(costs.profile.layers[first:last], key=lambda layer: layer.parameter_bytes)
+    heaviest = max(costs.profile.layers[first:last], key=lambda layer: layer.gradient_bytes)
     shown = f"{part.exposed_s * 1e3:,.0f} ms exposed" if part.versions == 1 else f"{part.reduce_s * 1e3:,.0f} ms"
-    return f"all-reduce of {heaviest.name} ({heaviest.parameter_bytes / 2**20:,.0f} MiB; {shown})"
+    return f"all-reduce of {heaviest.name} ({heaviest.gradient_bytes / 2**20:,.0f} MiB; {shown})"

@@ -21,9 +21,9 @@ class OptimizerKind:
     `splits`.
     """
     states: int
-    """How many numbers it keeps for each number of a parameter; checks of memory and the planner count them."""
-    matrix_states: float | None = None
-    """The same for the matrices of linear layers, where those are others."""
+    """How many numbers it keeps for each number of a parameter; planner, simulator and checks of memory count them."""
+    states_by_role: Mapping[str, float] = field(default_factory=dict)
+    """The same for parameters of some roles (see models/roles.py), where these are others."""
     splits: bool = False
     """Whether it treats matrices apart."""
     options: tuple[str, ...] = ()
@@ -33,9 +33,9 @@ class OptimizerKind:
     fast: Mapping[str, str] = field(default_factory=dict)
     """For a kind of device, cpu or cuda, the argument that is true there for speed."""
 
-    def states_of(self, *, is_matrix: bool) -> float:
-        """How many numbers it keeps for each number of a matrix, or of another parameter."""
-        return self.states if not is_matrix or self.matrix_states is None else self.matrix_states
+    def states_of(self, role: str) -> float:
+        """How many numbers it keeps for each number of a parameter of a role."""
+        return self.states_by_role.get(role, self.states)
 
 
 def _torch(name: str) -> Callable[..., Optimizer]:
@@ -67,8 +67,15 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "adam": OptimizerKind(make=_torch("Adam"), states=2, options=_ADAM, fast=_BOTH),
     "adamw": OptimizerKind(make=_torch("AdamW"), states=2, options=_ADAM, fast=_BOTH),
     "rmsprop": OptimizerKind(make=_torch("RMSprop"), states=2, options=("momentum", "eps"), fast={"cpu": "foreach"}),
-    "muon": OptimizerKind(make=_muon, states=2, matrix_states=1, splits=True, options=("momentum", *_ADAM), fast=_BOTH),
+    "muon": OptimizerKind(
+        make=_muon, states=2, states_by_role={"matrix": 1}, splits=True, options=("momentum", *_ADAM), fast=_BOTH
+    ),
     # Of a matrix it keeps a number a row and one a column.
-    "adafactor": OptimizerKind(make=_torch("Adafactor"), states=1, matrix_states=0, fast={"cuda": "foreach"}),
+    "adafactor": OptimizerKind(
+        make=_torch("Adafactor"),
+        states=1,
+        states_by_role={"matrix": 0, "embedding": 0, "head": 0},
+        fast={"cuda": "foreach"},
+    ),
 }
 """By the name that --optimizer and recipe files have for it; docs/extending.md adds one."""

@@ -190,6 +190,11 @@ class RecipeFile(Optimization, Saved):
     """smallest share of an image that a random crop keeps"""
 
     @property
+    def states(self) -> Callable[[str], float]:
+        """How many numbers its optimizer keeps for each number of a parameter, by its role."""
+        return OPTIMIZERS[self.optimizer].states_of
+
+    @property
     def needs_epochs(self) -> bool:
         """Whether anything is counted in epochs."""
         return bool(self.epochs or self.warm_up_epochs or self.decay_epochs)
