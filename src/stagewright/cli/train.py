@@ -76,8 +76,11 @@ def show_record(record: Record, as_json: bool, console: Console) -> None:
     if as_json:
         typer.echo(json.dumps(record.summary()))
     elif record.samples_per_s:
+        unit, speed = (
+            ("samples", record.samples_per_s) if record.tokens_per_s is None else ("tokens", record.tokens_per_s)
+        )
         epoch = f" · epoch {record.epoch_s:,.1f} s ({record.epoch_samples:,} images)" if record.epoch_s else ""
         console.print(
-            f"\n{record.plan.model} on {record.plan.placement}: {record.samples_per_s:,.1f} images/s · "
+            f"\n{record.plan.model} on {record.plan.placement}: {speed:,.1f} {unit}/s · "
             f"step {record.median_step_s * 1e3:,.1f} ms (median of {len(record.step_s)}){epoch}"
         )

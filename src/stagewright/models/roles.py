@@ -37,19 +37,16 @@ def _role(name: str, parameter: nn.Parameter, embeddings: set[int], heads: set[s
 
 def _embeddings(layered: Layered) -> set[int]:
     """The parameters in which rows are looked up."""
-    found = (_looked_up(layered, node) for node in layered.order)
-    return {id(parameter) for parameter in found if isinstance(parameter, nn.Parameter)}
+    found = [each for node in layered.order for each in _looked_up(layered, node)]
+    inside = [each.weight for each in layered.model.modules() if isinstance(each, nn.Embedding)]
+    return {id(parameter) for parameter in (*found, *inside) if isinstance(parameter, nn.Parameter)}
 
 
-def _looked_up(layered: Layered, node: fx.Node) -> object:
-    """What a node looks rows up in, if it does."""
-    if node.op == "call_module":
-        module = layered.traced.objects[str(node.target)]
-        return module.weight if isinstance(module, nn.Embedding) else None
+def _looked_up(layered: Layered, node: fx.Node) -> list[object]:
+    """What a function looks rows up in, if it does; modules tell themselves."""
     if node.op != "call_function" or node.target not in _LOOKUPS:
-        return None
-    places = [each for each in node.all_input_nodes if each.op == "get_attr"]
-    return next((layered.traced.objects.get(str(each.target)) for each in places), None)
+        return []
+    return [layered.traced.objects.get(str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"][:1]
 
 
 def _heads(layered: Layered) -> set[str]:

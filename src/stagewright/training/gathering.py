@@ -51,6 +51,7 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         epoch_samples=run.job.epoch_images,
         step_s=tuple(steps),
         step_samples=plan.batch,
+        sample_tokens=_sample_tokens(listener),
         devices=tuple(
             _device_use(run.schedule, number, id, told[number], moved, traced_s)
             for number, id in enumerate(plan.devices)
@@ -60,6 +61,12 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         command=typed_command(),
         environment={"torch": torch.__version__, "device": _device_name(run.world.device)},
     )
+
+
+def _sample_tokens(listener: Listener) -> float | None:
+    """The tokens of a sample in the steps of this run, on average, where samples are text."""
+    steps, plan = range(listener.run.job.first_step, listener.run.job.steps), listener.run.schedule.plan
+    return sum(map(listener.tokens_of, steps)) / (len(steps) * plan.batch) if steps and listener.row_tokens else None
 
 
 def typed_command() -> str:
