@@ -72,11 +72,12 @@ class SelfCheck:
         """Compares a stage's gradients of the first batch, before they are reduced."""
         if not self._is_on or batch != self._batch or here.replica != 0:
             return
-        module, other = _plain(here.weights.module(batch)), {first: name for name, first in here.names.items()}
-        for name, gradient in zip((other.get(name, name) for name in names), gradients):
-            expected = self._expected.pop((here.stage, name), None)
+        module, own = _plain(here.weights.module(batch)), {first: name for name, first in here.names.items()}
+        for name, gradient in zip(names, gradients):
+            own_name = own.get(name, name)
+            expected = self._expected.pop((here.stage, own_name), None)
             if expected is not None and gradient is not None:
-                self._judge(here.stage, name, expected, _numbers(gradient, module.get_parameter(name)))
+                self._judge(here.stage, name, expected, _numbers(gradient, module.get_parameter(own_name)))
 
     def _judge(self, stage: int, name: str, expected: Tensor, found: Tensor) -> None:
         allowed = self._tolerance * expected[2:]
