@@ -17,6 +17,8 @@ import typer
 from stagewright.errors import UsageError
 from stagewright.profile import Profile
 from stagewright.schema import schema
+from stagewright.training.optimizers import OPTIMIZERS
+from stagewright.training.recipes import OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys, split_words
 
 Given = dict[str, dict[str, Any]]
@@ -37,6 +39,13 @@ class Hardware:
     """take the profile for one of this kind of device, such as titan-v"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """what is computed in, where a model's name is given"""
+    optimizer: OptimizerName = "sgd"
+    """whose states and steps count"""
+
+    @property
+    def states(self) -> Callable[[str], float]:
+        """How many numbers the optimizer keeps for each number of a parameter, by its role."""
+        return OPTIMIZERS[self.optimizer].states_of
 
     def load_profile(self, file: str | Path | None) -> Profile | None:
         """The profile in a file, taken for one of another kind of device where that is said; None without a file."""

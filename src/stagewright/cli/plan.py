@@ -50,6 +50,7 @@ def plan(
     """
     hardware = cluster_or_here(own.cluster)
     profile = own.load_profile(what if names_file(what) else None) or _analytic(what, hardware, plan, own)
+    profile = profile.with_states(own.states)
     found = make_plan(profile, hardware, plan, simulator(profile, hardware) if own.simulate else None)
     if own.assume_kind is not None:
         best = replace(found.best.plan, notes=(*found.best.plan.notes, profile.notes[-1]))
@@ -95,9 +96,10 @@ def _next(plan: Plan, what: str, own: _Planning) -> list[str]:
     words = ["--profile", what] if names_file(what) else []
     words += ["--assume-kind", own.assume_kind] if own.assume_kind is not None else []
     words += ["--cluster", own.cluster] if own.cluster is not None else []
+    typed = ["--optimizer", own.optimizer] if own.optimizer != type(own)().optimizer else []
     where = "" if own.cluster is None else f"on {own.cluster} itself: "
-    simulate = shlex.join(["stagewright", "simulate", str(own.out), *words])
-    train = shlex.join(["stagewright", "train", plan.model, "--plan", str(own.out)])
+    simulate = shlex.join(["stagewright", "simulate", str(own.out), *words, *typed])
+    train = shlex.join(["stagewright", "train", plan.model, "--plan", str(own.out), *typed])
     return [f"saved {own.out} · next: {simulate} · {where}{train}"]
 
 

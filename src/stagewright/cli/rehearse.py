@@ -109,6 +109,7 @@ def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, cons
         threads=config.settings.threads or 1,
     )  # fmt: skip
     profile.save(folder / "profile.json")
+    profile = profile.with_states(config.recipe.states)
     measured.save(folder / "cluster.yaml")
     plan = _plan_of(config, replace(wanted, batch=batch, batch_per_device=None), profile, measured)
     predicted = simulator(profile, measured)(plan)

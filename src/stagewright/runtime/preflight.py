@@ -20,7 +20,8 @@ import torch
 
 from stagewright.cluster import count, format_devices
 from stagewright.errors import StagewrightError, UsageError
-from stagewright.models import Layered, parameter_counts
+from stagewright.models import Layered
+from stagewright.models.roles import parameter_roles
 from stagewright.plan import Plan
 from stagewright.policy import outstanding
 from stagewright.profiling.facts import saved_by_row
@@ -32,23 +33,25 @@ _GIB = 1 << 30
 _CLOCKS_APART_S = 5.0
 """How far the clocks of two hosts may be apart; asking takes a while too."""
 _ASK_S = 60.0
+States = Callable[[str], float]
+"""How many numbers an optimizer keeps for each number of a parameter, by its role in the model."""
 
 
 def check_before_launch(
-    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: int, keep: int | None
+    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: States, keep: int | None
 ) -> None:
     """Refuses a run that cannot work, with everything that is wrong with it.
 
-    `states` is how many numbers the optimizer keeps for each parameter, `keep` how many checkpoints there will be.
+    `states` is as in `needed_bytes`, `keep` how many checkpoints there will be.
     """
-    sizes = _stage_bytes(schedule.plan, layered, settings)
+    sizes = _stage_bytes(schedule.plan, layered, settings, states)
     needed = needed_bytes(schedule.plan, layered, settings, states)
     hosts = sorted({id.host for id in schedule.plan.devices})
     found = [
         *_wrong_schedule(schedule),
         *too_little_memory(schedule.plan, needed, settings, {"this host": (_this_machine(), hosts)}),
         *_unwritable(folder),
-        *(_too_little_disk(schedule.plan, sizes, folder, states, keep) if keep else ()),
+        *(_too_little_disk(schedule.plan, sizes, folder, keep) if keep else ()),
     ]
     _refuse(found)
 
@@ -71,19 +74,36 @@ def _wrong_schedule(schedule: Schedule) -> list[str]:
     return []
 
 
-def _stage_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[int]:
-    """The bytes of each stage's parameters."""
-    size = 8 if settings.precision == "fp64" else 4
-    counts, sizes, first = parameter_counts(layered), [], 0
+class _Bytes(NamedTuple):
+    """What the parameters of a stage take."""
+
+    weights: int
+    trained: int
+    """Those of them that are trained; so much their gradients take too."""
+    states: int
+    """What the optimizer keeps for them."""
+
+
+def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: States) -> list[_Bytes]:
+    """What each stage's parameters take; those that several stages use are in each of them."""
+    size, first, found = 8 if settings.precision == "fp64" else 4, 0, []
+    named, roles = dict(layered.model.named_parameters()), parameter_roles(layered)
     for stage in plan.stages:
-        sizes.append(size * sum(counts[first : first + len(stage.layers)]))
+        names = layered.parameter_names(first, first + len(stage.layers))
+        trained = [name for name in names if named[name].requires_grad]
+        kept = sum(named[name].numel() * states(roles[name]) for name in trained)
+        weights, moving = (sum(named[name].numel() for name in each) for each in (names, trained))
+        found.append(_Bytes(size * weights, size * moving, math.ceil(size * kept)))
         first += len(stage.layers)
-    return sizes
+    return found
 
 
-def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: int) -> list[int]:
-    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage."""
-    sizes, saved = _stage_bytes(plan, layered, settings), saved_bytes(plan, layered, settings)
+def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: States) -> list[int]:
+    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage.
+
+    `states` says how many numbers the optimizer keeps for each number of a parameter, by its role.
+    """
+    sizes, saved = _stage_bytes(plan, layered, settings, states), saved_bytes(plan, layered, settings)
     needed, held, fullest = [0] * len(plan.devices), outstanding(plan), [0.0] * len(plan.devices)
     for number, (stage, members, size) in enumerate(zip(plan.stages, plan.workers, sizes)):
         reduced = stage.versions if len(members) > 1 else 0
@@ -91,7 +111,7 @@ def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: int) 
         for replica, worker in enumerate(members):
             rows = max((share.stop - share.start for share in shares if share.replica == replica), default=0)
             alive = 1 if stage.recompute else held[number]
-            needed[worker] += size * (stage.versions + states + 1 + reduced)
+            needed[worker] += size.weights + size.trained * (stage.versions + reduced) + size.states
             fullest[worker] = max(fullest[worker], alive * rows * saved[number])
     return [base + math.ceil(more) for base, more in zip(needed, fullest)]
 
@@ -172,14 +192,15 @@ def _unwritable(folder: Path) -> list[str]:
     return []
 
 
-def _checkpoint_bytes(plan: Plan, sizes: Sequence[int], states: int) -> int:
+def _checkpoint_bytes(plan: Plan, sizes: Sequence[_Bytes]) -> int:
     """What one checkpoint takes: every version, and what the optimizer keeps."""
-    return sum(size * (stage.versions + states) for stage, size in zip(plan.stages, sizes))
+    older = (size.trained * (stage.versions - 1) for stage, size in zip(plan.stages, sizes))
+    return sum(older) + sum(size.weights + size.states for size in sizes)
 
 
-def _too_little_disk(plan: Plan, sizes: Sequence[int], folder: Path, states: int, keep: int) -> list[str]:
+def _too_little_disk(plan: Plan, sizes: Sequence[_Bytes], folder: Path, keep: int) -> list[str]:
     """Whether the checkpoints that are kept, and the one being written, have room."""
-    needed, free = (keep + 1) * _checkpoint_bytes(plan, sizes, states), shutil.disk_usage(folder).free
+    needed, free = (keep + 1) * _checkpoint_bytes(plan, sizes), shutil.disk_usage(folder).free
     if needed <= free:
         return []
     return [

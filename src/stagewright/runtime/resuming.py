@@ -149,13 +149,14 @@ def _named_tensors(folder: Path, manifest: dict[str, Any]) -> tuple[Tensors, dic
     return named, manifest
 
 
-def save_model(checkpoint: Path, out: Path) -> int:
-    """Writes the unsplit model, whole or not at all, and returns how many numbers it has.
+def save_model(checkpoint: Path, out: Path, change: Callable[[Tensors], Tensors] | None = None) -> int:
+    """Writes the unsplit model, changed where asked, whole or not at all, and returns how many numbers it has.
 
     A file that ends in .safetensors has every tensor once more under each of its names; .pt is what `torch.load` with
     weights_only=True and `load_state_dict` take.
     """
     tensors, _ = whole_model(checkpoint)
+    tensors = tensors if change is None else change(tensors)
     part = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

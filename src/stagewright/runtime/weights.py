@@ -43,6 +43,8 @@ class Versions:
         self.moved = parameters[0] if is_alone else [nn.Parameter(one.data) for one in parameters[0]]
         self.optimizer, self.scheduler = _made(make_optimizer, _named_groups(self.names, self.moved))
         self.num_updates = 0
+        self.rate_of: Callable[[int], float] | None = None
+        """The learning rate of a batch's update, where no scheduler sets it."""
 
     @property
     def num_versions(self) -> int:
@@ -81,6 +83,10 @@ class Versions:
                 moved.data = parameter.data
             moved.grad = gradient
         if self.optimizer is not None:
+            if self.rate_of is not None:
+                rate = self.rate_of(batch)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
             _step(self.optimizer, skip, divisor)
         if self.scheduler is not None:
             with warnings.catch_warnings():  # the optimizer steps under another name, or may skip its first step

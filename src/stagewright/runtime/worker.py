@@ -402,10 +402,10 @@ class Worker:
         """What follows a worker's last update of a batch."""
         del self._updates[batch]
         self._counts.pop(batch, None)
-        if verdict is not None:
-            del self.verdicts[batch]
         if self.on_update is not None:
             self.on_update(batch)
+        if verdict is not None:
+            del self.verdicts[batch]
 
     def close(self) -> None:
         """Waits until everything sent has left, and ends what runs in the background."""

@@ -67,7 +67,7 @@ class Ledger:
         self.devices = [self.costs.cluster.device(id) for id in self.plan.devices]
         self.taken = np.array([*map(self.taken_by, program.works), _NOTHING_TAKEN], dtype=float)
         self.slot_bytes = np.array([*program.slot_bytes, 0.0])
-        self.gradients = np.array([self.costs.parameter_bytes(*bounds) for bounds in self.bounds], dtype=float)
+        self.gradients = np.array([self.costs.gradient_bytes(*bounds) for bounds in self.bounds], dtype=float)
         self.changes, self.edges = self.by_worker()
         self.known: dict[object, _Use] = {}
         self.known_bases: dict[object, StageBytes] = {}

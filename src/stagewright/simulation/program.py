@@ -366,7 +366,7 @@ class _Compiler:
     def reduction(self, stage: int) -> _Reduction:
         """How a stage's gradients are reduced."""
         devices, buckets = self.plan.stages[stage].devices, self.plan.stages[stage].num_buckets
-        num_bytes = self.costs.parameter_bytes(*self.bounds[stage]) / buckets
+        num_bytes = self.costs.gradient_bytes(*self.bounds[stage]) / buckets
         return _Reduction(len(devices), buckets, num_bytes, self.costs.network.collective(devices, num_bytes))
 
     def agree_s(self) -> float:

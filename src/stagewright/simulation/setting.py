@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stagewright.cluster import Cluster, parse_placement
@@ -22,12 +23,15 @@ class Scenario:
     profile: Profile | None = None
     """By default an analytic one of the cluster's first kind of device."""
     precision: Precision = "fp32"
+    states: Callable[[str], float] | None = None
+    """How many numbers the optimizer keeps for each number of a parameter, by its role; one if left out."""
     data: str = "synthetic"
     epoch_images: int | None = IMAGENET_IMAGES
 
     def record(self, cluster: Cluster, options: PlanOptions, *, detail: bool = True, name: str = "") -> Record:
         """The simulation on a cluster, under a plan as the options have it."""
         profile = self.profile or self.analytic(cluster, self.rows(cluster, options))
+        profile = profile if self.states is None else profile.with_states(self.states)
         made = fixed_plan(profile, options, cluster) if self.plan is None else _with_batch(self.plan, options)
         agree = self.precision == "fp16" or profile.precision == "fp16"
         schedule = fastest_schedule(made, profile, cluster, agree=agree, data=self.data)

@@ -27,6 +27,7 @@ from stagewright.runtime.preflight import JudgeMemory, check_hosts, needed_bytes
 from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
+from stagewright.training.adapters import lora_of
 from stagewright.training.checks import check_device, check_hosts_here, check_packages
 from stagewright.training.config import SYNTHETIC, Config
 from stagewright.training.events import nothing_left, plan_lines
@@ -148,7 +149,7 @@ def _model_of(config: Config, dataset: Dataset | None) -> Layered:
     classes = config.model.num_classes or (dataset.num_classes if dataset is not None else None)
     return build_model(
         config.model.name, seed=config.settings.seed, num_classes=classes, image_size=config.model.image_size,
-        label_smoothing=config.recipe.label_smoothing,
+        label_smoothing=config.recipe.label_smoothing, adapt=lora_of(config),
     )  # fmt: skip
 
 

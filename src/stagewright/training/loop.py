@@ -14,6 +14,7 @@ from rich.console import Console
 
 from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
+from stagewright.models.roles import parameter_roles
 from stagewright.policy import RULES
 from stagewright.record import Record, Source
 from stagewright.runtime.dtypes import fed_inputs
@@ -162,7 +163,7 @@ def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
 
 def _finish(run: Run, worker: Worker, listener: Listener) -> Record:
     """Gathers and saves the record, and waits until all have it."""
-    record, path = gather(run, worker, listener.points), run.folder / RECORD
+    record, path = gather(run, worker, listener.points, listener.sample_tokens), run.folder / RECORD
     if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
         record.save(path)
     if run.world.control is not None:
@@ -220,7 +221,7 @@ def _run_stretch(worker: Worker, first: int, stop: int) -> None:
 def maker_of(run: Run) -> MakeOptimizer:
     """The function that makes a stage's optimizer."""
     if isinstance(run.recipe, Recipe):
-        return optimizer_maker(run.recipe, run.settings.device)
+        return optimizer_maker(run.recipe, run.settings.device, parameter_roles(run.layered))
     return run.recipe
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,10 @@ def _name_of(given: object) -> str:
     return str(getattr(given, "__qualname__", type(given).__qualname__))
 
 
-def states_of(recipe: Recipe | MakeOptimizer | None) -> int:
-    """How many numbers the optimizer keeps for each parameter; for one that is not known the usual two."""
-    return OPTIMIZERS[recipe.optimizer].states if isinstance(recipe, Recipe) else 2
+def states_of(recipe: Recipe | MakeOptimizer | None) -> Callable[[str], float]:
+    """How many numbers the optimizer keeps for each of a parameter, by its role; of one not known the usual two."""
+    given = recipe or Recipe()
+    return OPTIMIZERS[given.optimizer].states_of if isinstance(given, Recipe) else lambda role: 2
 
 
 def _schedule_now(schedule: Schedule) -> Schedule:
