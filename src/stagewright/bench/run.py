@@ -18,7 +18,7 @@ from stagewright.errors import StagewrightError
 from stagewright.record import DeviceUse, Record
 from stagewright.report.cases import Failure
 from stagewright.report.figures import size
-from stagewright.runtime.process import check_server, start_process
+from stagewright.runtime.launch.process import check_server, start_process
 from stagewright.schema import dump_json
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Scenario

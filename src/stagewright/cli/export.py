@@ -18,7 +18,7 @@ def export(
 
     Example: stagewright export results/vgg16 -o vgg16.safetensors
     """
-    from stagewright.runtime.resuming import find_checkpoint, save_model
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint, save_model
 
     if out.suffix not in (".safetensors", ".pt", ".pth"):
         raise UsageError(

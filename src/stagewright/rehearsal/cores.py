@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stagewright.errors import RunError
-from stagewright.runtime.process import follow_parent
+from stagewright.runtime.launch.process import follow_parent
 
 _PERIOD_US = 20_000
 """Short, so that a worker never stands still for long; the quota must stay at or above the kernel's 1 ms."""

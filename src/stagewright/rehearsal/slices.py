@@ -11,7 +11,7 @@ import torch
 from stagewright.cluster import Cluster, Device, Host, Link
 from stagewright.errors import UsageError
 from stagewright.rehearsal.hosts import EmulatedHosts, emulated_hosts
-from stagewright.runtime.mps import CONTROL
+from stagewright.runtime.launch.mps import CONTROL
 
 _MOST_SLICES = 48
 """As many as MPS lets share a card."""

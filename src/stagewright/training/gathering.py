@@ -11,7 +11,7 @@ import torch
 from stagewright.cluster import DeviceId
 from stagewright.errors import RunError
 from stagewright.record import DeviceUse, Point, Record, Span
-from stagewright.runtime.launch import this_command
+from stagewright.runtime.launch.environment import this_command
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import gather_json
 from stagewright.schedule import COMPUTE, Schedule
