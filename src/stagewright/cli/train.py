@@ -13,7 +13,7 @@ from rich.console import Console
 from stagewright.cli.options import Given, takes
 from stagewright.errors import UsageError
 from stagewright.record import Record
-from stagewright.runtime.launch import is_main, is_worker
+from stagewright.runtime.launch.environment import is_main, is_worker
 from stagewright.schema import dump_yaml
 from stagewright.training.config import NO_OPTION, SECTIONS, Config, make_config, read_layer
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stagewright.errors import RunError
-from stagewright.runtime.process import follow_parent
+from stagewright.runtime.launch.process import follow_parent
 
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 

@@ -16,7 +16,7 @@ from stagewright.profile import Profile
 from stagewright.profiling.detect import num_cores
 from stagewright.profiling.links import pairs_of, with_pairs
 from stagewright.profiling.measured import layers_against_model
-from stagewright.runtime.launch import Hosts, seats_in, wait_for_workers, workers
+from stagewright.runtime.launch.local import Hosts, seats_in, wait_for_workers, workers
 from stagewright.runtime.run_folder import LOGS
 
 

@@ -11,7 +11,7 @@ import torch
 from stagewright.cluster import Cluster, Device, Host, Link
 from stagewright.errors import UsageError
 from stagewright.rehearsal.hosts import EmulatedHosts, emulated_hosts
-from stagewright.runtime.mps import CONTROL
+from stagewright.runtime.launch.mps import CONTROL
 
 _SLICE = "slice"
 """The kind of a device that is one."""

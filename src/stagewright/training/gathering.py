@@ -18,10 +18,10 @@ from stagewright.errors import RunError
 from stagewright.models import Layered
 from stagewright.record import DeviceUse, Point, Record, Source, Span
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.joining import Joined
-from stagewright.runtime.launch import this_command
+from stagewright.runtime.launch.environment import this_command
+from stagewright.runtime.launch.joining import Joined
+from stagewright.runtime.safety.watchdog import Watchdog
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.watchdog import Watchdog
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, gather_json

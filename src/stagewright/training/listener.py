@@ -13,10 +13,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from stagewright.record import Point
-from stagewright.runtime.async_scalars import AsyncScalars
+from stagewright.runtime.clock import AsyncScalars
 from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.numbers import Watch
+from stagewright.runtime.safety.numbers import Watch
 from stagewright.runtime.worker import Worker
 from stagewright.training.events import Teller, plain_line
 from stagewright.training.gathering import Run, memory_figures
@@ -25,7 +25,7 @@ from stagewright.training.recipes import Recipe, rate_at
 from stagewright.training.sinks import Sink, open_sinks
 
 if TYPE_CHECKING:
-    from stagewright.runtime.checkpoint import Checkpointer
+    from stagewright.runtime.checkpoint.saving import Checkpointer
 
 
 class Listener:
