@@ -25,6 +25,8 @@ def export(
     from stagewright.runtime.checkpoint.resuming import find_checkpoint, save_model
     from stagewright.training.adapters import export_adapters, has_adapters, merging
 
+    if out.suffix not in ("", ".safetensors", ".pt", ".pth"):
+        raise _no_format(out)
     found = find_checkpoint(source, lambda text: typer.echo(visible(text), err=True))
     if found is None:
         raise CheckpointError(f"{source}: no good checkpoint was found", "train with --checkpoint-every N --out FOLDER")
@@ -38,9 +40,12 @@ def export(
             visible(f"{out}: adapters of {number:,} numbers for {manifest['model']} after step {manifest['step']}")
         )
         return
-    if out.suffix not in (".safetensors", ".pt", ".pth"):
-        raise UsageError(
-            f"{out}: the ending {out.suffix!r} says no format", "use .safetensors, or .pt for a state dict"
-        )
+    if not out.suffix:
+        raise _no_format(out)
     number = save_model(checkpoint, out, merging(checkpoint) if merge_lora else None)
     typer.echo(visible(f"{out}: {number:,} numbers of {manifest['model']} after step {manifest['step']}"))
+
+
+def _no_format(out: Path) -> UsageError:
+    """What is wrong with a file's name."""
+    return UsageError(f"{out}: the ending {out.suffix!r} says no format", "use .safetensors, or .pt for a state dict")
