@@ -1,4 +1,4 @@
-"""`stagewright data`: makes, converts and inspects sets of labelled images."""
+"""`stagewright data`: makes, converts and inspects sets of labelled images, and turns text into tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from stagewright.data.source import need
+from stagewright.data.source import Faults, need
 from stagewright.data.writing import IMAGES_PER_FILE, check_format
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ _PerFile = Annotated[int, typer.Option(help="Images of one OFRecord part or tar 
 @app.callback()
 def data() -> None:
     """Make, convert and inspect sets of labelled images: class folders, OFRecord parts, WebDataset tar shards.
+
+    Turn text into tokens.
 
     Example: stagewright data make shapes --images 500 --format ofrecord
     """
@@ -118,6 +120,34 @@ def inspect(
     _show(found, directory)
     if sheet is not None:
         typer.echo(f"  saved {sheet}")
+
+
+@app.command()
+def tokens(
+    source: Annotated[Path, typer.Argument(help="A .txt, .jsonl or .parquet file, or a folder of them.")],
+    directory: Annotated[Path, typer.Argument(help="A folder for the tokens; one that was begun is gone on with.")],
+    tokenizer: Annotated[str, typer.Option(help="The folder of the model or of its tokenizer.")],
+    on_corrupt: _OnFault = "stop",
+    as_json: _AsJson = False,
+) -> None:
+    """Turn text into tokens once, for `stagewright train --data tokens:FOLDER`.
+
+    Example: stagewright data tokens corpus my-tokens --tokenizer my-model
+    """
+    from stagewright.data.text import text_files
+    from stagewright.data.tokenizing import find_words
+    from stagewright.data.tokens import make_tokens
+
+    Faults(cast("OnCorrupt", on_corrupt))
+    total, words = sum(file.stat().st_size for file in text_files(source)), find_words(tokenizer)
+    with _progress("tokenizing", total) as tick:
+        made = make_tokens(source, directory, words, on_corrupt=cast("OnCorrupt", on_corrupt), progress=tick)
+    about = made.about
+    told = f"{about.num_tokens:,} tokens of {about.num_documents:,} documents in {directory}"
+    if about.faults:
+        told += f", {len(about.faults):,} lines skipped; the first: {about.faults[0]}"
+    figures = {"num_tokens": about.num_tokens, "num_documents": about.num_documents, "num_skipped": len(about.faults)}
+    _say(as_json, told, directory, **figures)
 
 
 def _read(directory: Path, on_corrupt: str) -> Dataset:

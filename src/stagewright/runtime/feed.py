@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -69,6 +70,38 @@ class FunctionFeed:
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         return self._rows(batch, start, stop)[1]
+
+
+class ReadAhead:
+    """A feed whose rows are made ahead of time by threads, and pinned where they go to a card."""
+
+    def __init__(self, feed: Feed, device: torch.device, *, batches: int = 2, threads: int = 2) -> None:
+        self.feed, self._device, self._batches = feed, device, batches
+        self._pool = ThreadPoolExecutor(threads, "stagewright-rows")
+        self._coming: dict[tuple[str, int, int, int], Future[list[Tensor]]] = {}
+
+    def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return self._take("inputs", batch, start, stop)
+
+    def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return self._take("targets", batch, start, stop)
+
+    def _take(self, which: str, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        for each in range(batch, batch + self._batches + 1):
+            if (key := (which, each, start, stop)) not in self._coming:
+                self._coming[key] = self._pool.submit(self._make, *key)
+        given = self._coming.pop((which, batch, start, stop)).result()
+        # torch keeps memory that it pinned until copies from it are over.
+        return [each.to(self._device, non_blocking=each.is_pinned()) for each in given]
+
+    def _make(self, which: str, batch: int, start: int, stop: int) -> list[Tensor]:
+        made = getattr(self.feed, which)(batch, start, stop)
+        pins = self._device.type == "cuda"
+        return [each.pin_memory() if pins and each.device.type == "cpu" else each for each in made]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class OnDevice:

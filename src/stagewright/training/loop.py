@@ -21,7 +21,7 @@ from stagewright.policy import RULES
 from stagewright.record import Record, Source
 from stagewright.runtime.dtypes import fed_inputs
 from stagewright.runtime.dynamic import run_dynamic
-from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
+from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
 from stagewright.runtime.flight import SCHEDULE_FILE, Flight
 from stagewright.runtime.joining import Joined, Take, joined
 from stagewright.runtime.launch import RUN_FOLDER
@@ -268,11 +268,11 @@ def _evaluation_of(run: Run) -> Feed | None:
 
 
 def _settled(feed: Feed, run: Run) -> Feed:
-    """The feed, told which rows this worker needs, where it wants to know."""
+    """The feed, told which rows this worker needs, where it wants to know; read ahead where it can be."""
     settle = getattr(feed, "settle", None)
     if settle is not None:
         settle(run.schedule.plan, run.settings)
-    return feed
+    return ReadAhead(feed, run.world.device) if getattr(feed, "may_be_read_ahead", False) else feed
 
 
 def synthetic_feed(layered: Layered, settings: Settings, device: torch.device, num_classes: int = 10) -> Feed:
