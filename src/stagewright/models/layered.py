@@ -8,12 +8,13 @@ conv1 │ conv2 │ fc1 │ loss             stage(0, 2), stage(2, 4): run in tu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -30,6 +31,9 @@ _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Under autocast these compute in its format, whatever they are given."""
 
 
+Again = Callable[[Callable[[Tensor], Tensor]], "Layered"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layered:
     """A model as ordered layers; a stage is any run of them between two cuts."""
@@ -40,6 +44,8 @@ class Layered:
     num_targets: int
     evaluates: bool = True
     """Whether the stages do in evaluation what the model does."""
+    again: Again | None = None
+    """Finds the layers of the same model anew, with its example tensors changed."""
 
     @cached_property
     def flow(self) -> Flow:
@@ -135,6 +141,22 @@ class Layered:
             vars(made)["flow"] = find_flow(made.traced, {twins[node]: fact for node, fact in self.flow.facts.items()})
         if "_gradients" in vars(self):
             vars(made)["_gradients"] = self._gradients.of_copy(twins)
+        return made
+
+    def at_length(self, length: int) -> Layered:
+        """The same layers of the same model for rows of another length, which a trace may have written down."""
+        now = self.inputs[0].shape_per_row[0]
+        if self.again is None:
+            raise ModelError(f"the layers were found with rows of {now}, and cannot be found anew", "use one length")
+
+        def resized(tensor: Tensor) -> Tensor:
+            if tensor.dim() < 2 or tensor.size(1) != now:
+                return tensor
+            return tensor.index_select(1, torch.arange(length, device=tensor.device) % now)
+
+        made = self if length == now else self.again(resized)
+        if made.names != self.names:
+            raise ModelError(f"the layers of rows of {length} are others than those of rows of {now}", "use one length")
         return made
 
     def cuts(self) -> tuple[int, ...]:

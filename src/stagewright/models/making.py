@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
 from stagewright.models.checking import checked
@@ -40,7 +42,26 @@ def make_layered(
     """
     model, kwargs = _unwrapped(model, kwargs or {})
     _check_modules(model)
-    example = Sample(args=sample, kwargs=kwargs)
+    given: dict[str, Any] = {"loss": loss, "names": names, "check": check}
+    made = _made(model, Sample(args=sample, kwargs=kwargs), targets=targets, **given)
+    vars(made)["again"] = partial(_made_again, model, sample, kwargs, targets, given)
+    return made
+
+
+def _made_again(
+    model: nn.Module, sample: Any, kwargs: Any, targets: Any, given: Mapping[str, Any],
+    changed: Callable[[Tensor], Tensor],
+) -> Layered:  # fmt: skip
+    """The layers of a model, found with its example tensors changed."""
+    args, named, goals = pytree.tree_map_only(Tensor, changed, (sample, dict(kwargs), targets))
+    return make_layered(model, args, named, targets=goals, **given)
+
+
+def _made(
+    model: nn.Module, example: Sample, *, loss: Loss | None, targets: tuple[Tensor, ...],
+    names: Mapping[str, str] | None, check: bool,
+) -> Layered:  # fmt: skip
+    """The layers by the first way that changes nothing."""
     few = example.with_rows(TRACED_ROWS)
     if names is not None:
         traced = _with_loss(trace_symbolic(model, few, list(names)), loss, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,6 +26,17 @@ class Feed(Protocol):
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         """The loss's targets for the same rows."""
+
+
+def lengths_of(feed: Feed) -> tuple[int, ...]:
+    """The lengths that the rows of a feed may have, batch by batch; none where all are as in the model's sample."""
+    lengths = tuple(getattr(feed, "lengths", ()))
+    return lengths if len(lengths) > 1 else ()
+
+
+def length_of(feed: Feed, batch: int) -> int | None:
+    """The length of a batch's rows, which every worker knows; None where all are as in the model's sample."""
+    return int(getattr(feed, "length")(batch)) if lengths_of(feed) else None  # noqa: B009  only some feeds have it
 
 
 def check_rows(
@@ -77,6 +89,7 @@ class ReadAhead:
 
     def __init__(self, feed: Feed, device: torch.device, *, batches: int = 2, threads: int = 2) -> None:
         self.feed, self._device, self._batches = feed, device, batches
+        self.lengths, self.length = lengths_of(feed), partial(length_of, feed)
         self._pool = ThreadPoolExecutor(threads, "stagewright-rows")
         self._coming: dict[tuple[str, int, int, int], Future[list[Tensor]]] = {}
 
@@ -109,6 +122,7 @@ class OnDevice:
 
     def __init__(self, feed: Feed, device: torch.device) -> None:
         self._feed, self._device = feed, device
+        self.lengths, self.length = lengths_of(feed), partial(length_of, feed)
 
     def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         return moved(self._feed.inputs(batch, start, stop), self._device)

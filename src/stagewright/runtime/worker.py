@@ -14,7 +14,7 @@ from stagewright.models import Layered, MeanLoss, count_of
 from stagewright.plan import Share
 from stagewright.runtime.clock import Clock
 from stagewright.runtime.dtypes import infer_dtypes
-from stagewright.runtime.feed import Feed, OnDevice, check_labels, check_rows
+from stagewright.runtime.feed import Feed, OnDevice, check_labels, check_rows, lengths_of
 from stagewright.runtime.flight import Flight
 from stagewright.runtime.numbers import Watch
 from stagewright.runtime.order import receives_ahead, together
@@ -44,7 +44,7 @@ class Worker:
         check_world(world, schedule.plan)
         self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
         self.feed, self.metric, self.num_metrics = OnDevice(feed, world.device), metric, num_metrics
-        self.replicas = make_replicas(self.plan, layered, world, settings, make_optimizer)
+        self.replicas = make_replicas(self.plan, layered, world, settings, make_optimizer, lengths_of(feed))
         infer_dtypes(self.replicas, self.plan, layered, world, settings)
         self.transport = make_transport(world, self.plan, settings)
         self.clock = Clock(world.worker, world.device)
@@ -105,7 +105,7 @@ class Worker:
         helper.is_training, helper._figures, helper.gate = False, {}, None
         helper.wants_metric = lambda batch: True
         helper.replicas = {
-            stage: Replica(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
+            stage: Replica(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer, at=here.at)
             for stage, here in self.replicas.items()
         }
         helper.handlers = helper._table()
@@ -113,7 +113,9 @@ class Worker:
 
     def current_modules(self) -> list[nn.Module]:
         """The stages with their newest weights."""
-        return [here.weights.newest() for here in self.replicas.values()]
+        lengths = {stage: [None, *here.at] for stage, here in self.replicas.items()}
+        found = self.replicas.items()
+        return [here.module(0, length, newest=True) for stage, here in found for length in lengths[stage]]
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches, in the order's own sequence."""
@@ -174,7 +176,7 @@ class Worker:
         targets = self._targets(here, key[0], share.start, share.stop) if last else ()
         for tied in here.tied:
             tied.catch_up(key[0] - tied.num_versions, skips=self.skips)
-        module = here.weights.module(key[0]) if self.is_training else here.weights.newest()
+        module = here.module(key[0], self.feed.length(key[0]), newest=not self.is_training)
         made = here.runner.forward(module, key, inputs, targets, start=share.start, hold=self.is_training)
         if self.watch is not None and self.is_training:
             self.watch.after_forward(here, module, key, inputs, targets, made)
@@ -189,7 +191,7 @@ class Worker:
         here, key, _ = self._find(action)
         gradients = self._output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
-        self.self_check.add(here, key, gradients, scale)
+        self.self_check.add(here, key, gradients, scale, self.feed.length(key[0]))
         is_last = self._arm(here, key)
         with here.backward_of(key[0], is_last=is_last):
             returned = here.runner.backward(key, gradients, scale)
@@ -202,7 +204,7 @@ class Worker:
         module = here.weights.module(key[0])
         gradients = self._output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
-        self.self_check.add(here, key, gradients, scale)
+        self.self_check.add(here, key, gradients, scale, self.feed.length(key[0]))
         returned = here.runner.backward_input(module, key, gradients, scale)
         self._return(here, key, returned)
 
@@ -278,7 +280,7 @@ class Worker:
         """A microbatch's inputs: from the data, or put together from the stage before."""
         if here.stage == 0:
             given = self.feed.inputs(key[0], share.start, share.stop)
-            check_rows("inputs", given, here.runner.inputs, key[0], share.start, share.stop)
+            check_rows("inputs", given, here.inputs(self.feed.length(key[0])), key[0], share.start, share.stop)
             return [rounded(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
         before = self.replicas.get(here.stage - 1)
         return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
@@ -286,7 +288,7 @@ class Worker:
     def _targets(self, here: Replica, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         """The targets of some rows of a batch."""
         given = self.feed.targets(batch, start, stop)
-        check_rows("targets", given, here.runner.targets, batch, start, stop)
+        check_rows("targets", given, here.targets(self.feed.length(batch)), batch, start, stop)
         if self.is_mean_of_rows:
             check_labels(given, batch)
         return given
@@ -321,7 +323,8 @@ class Worker:
         """What the rows of a microbatch arrive in, made when the first of them is due."""
         in_flight, share = here.activations if is_forward else here.gradients, here.share(key[1])
         if key not in in_flight and share is not None:
-            specs = here.runner.inputs if is_forward else here.runner.returned
+            length = self.feed.length(key[0])
+            specs = here.inputs(length) if is_forward else here.returned_to(length)
             rows, layout = share.stop - share.start, self.settings.channels_last
             shapes = [((rows, *spec.shape_per_row), spec.dtype) for spec in specs]
             in_flight[key] = InFlight([self.transport.empty(shape, dtype, layout) for shape, dtype in shapes], [])

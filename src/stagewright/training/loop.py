@@ -255,7 +255,10 @@ def feed_of(run: Run) -> Feed:
     """Where the rows come from."""
     if run.data is None:
         return synthetic_feed(run.layered, run.settings, run.world.device)
-    return FunctionFeed(run.data) if callable(run.data) else _settled(run.data, run)
+    if not callable(run.data):
+        return _settled(run.data, run)
+    feed = FunctionFeed(run.data)
+    return ReadAhead(feed, run.world.device, batches=1, threads=1) if run.world.device.type == "cuda" else feed
 
 
 def _evaluation_of(run: Run) -> Feed | None:
