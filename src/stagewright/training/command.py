@@ -148,7 +148,8 @@ def _model_of(config: Config, dataset: Dataset | None) -> Layered:
     classes = config.model.num_classes or (dataset.num_classes if dataset is not None else None)
     return build_model(
         config.model.name, seed=config.settings.seed, num_classes=classes, image_size=config.model.image_size,
-        label_smoothing=config.recipe.label_smoothing,
+        label_smoothing=config.recipe.label_smoothing, sequence_length=config.model.sequence_length,
+        from_scratch=config.model.from_scratch, check=not is_worker(), load=False,
     )  # fmt: skip
 
 
