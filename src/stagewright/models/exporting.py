@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
 from stagewright.models.functions import Kept, is_kept, keeping
+from stagewright.models.kernels import ATTENTION, use_kernels
 from stagewright.models.modes import Mode, inference_as_no_grad
 from stagewright.models.operations import count_batch, rate_in
 from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, is_library, undisturbed
@@ -40,7 +41,6 @@ _WITH_FLAG = {
 }
 """Operators that behave differently in training, and the index of the argument that says so."""
 
-_ATTENTION = _aten.scaled_dot_product_attention.default
 _CHECKS = ("_assert", "sym_constrain", "_guards")
 
 
@@ -51,6 +51,7 @@ def trace_exported(model: nn.Module, sample: Sample, whole: Mapping[str, nn.Modu
     with torch.enable_grad(), inference_as_no_grad(), keeping(modules=whole) as kept:
         program = _export(model, sample)
     graph = _OperatorGraph(program, model, kept)
+    use_kernels(graph.graph, graph.objects)
     return Traced(graph=graph.graph, objects=graph.objects, tensors=sample.tensors)
 
 
@@ -190,10 +191,10 @@ class _OperatorGraph:
         index = _WITH_FLAG.get(target)
         if index is not None and args[index] is True:
             return target, (*args[:index], self._training(), *args[index + 1 :]), kwargs
-        if target is _ATTENTION and len(args) > 4 and args[4]:
+        if target is ATTENTION and len(args) > 4 and args[4]:
             rate = self.graph.call_function(rate_in, (args[4], self._training()))
             return target, (*args[:4], rate, *args[5:]), kwargs
-        if target is _ATTENTION and kwargs.get("dropout_p"):
+        if target is ATTENTION and kwargs.get("dropout_p"):
             rate = self.graph.call_function(rate_in, (kwargs["dropout_p"], self._training()))
             return target, args, {**kwargs, "dropout_p": rate}
         if target is _aten.add_.Tensor and str(getattr(args[0], "target", "")).endswith("num_batches_tracked"):

@@ -72,10 +72,15 @@ class _TokenCrossEntropySum:
         labels = self._own(labels)
         # Token by token in one long row: with the words in the middle, as a transpose would put them, sums over them
         # jump through memory and take twice as long.
-        return F.cross_entropy(
-            _wide(logits).flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=self.label_smoothing,
-            ignore_index=IGNORED,
-        )  # fmt: skip
+        logits, labels = logits.flatten(0, 1), labels.flatten()
+        if self.label_smoothing:
+            return F.cross_entropy(
+                _wide(logits), labels, reduction="sum", label_smoothing=self.label_smoothing, ignore_index=IGNORED
+            )
+        # Logits are widened inside the kernel: autocast would write them down once more, and their gradient too.
+        with torch.autocast(logits.device.type, enabled=False):
+            wide = None if logits.dtype == torch.float64 else torch.float32
+            return F.nll_loss(F.log_softmax(logits, -1, dtype=wide), labels, ignore_index=IGNORED, reduction="sum")
 
     def count(self, labels: Tensor) -> Tensor:
         return self._own(labels).ne(IGNORED).sum()
