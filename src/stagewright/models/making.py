@@ -15,7 +15,7 @@ from stagewright.errors import ModelError
 from stagewright.models.checking import checked
 from stagewright.models.exporting import trace_exported
 from stagewright.models.layered import Layered, outputs_of, stuck_at
-from stagewright.models.layering import find_flow, found_layers, named_layers
+from stagewright.models.layering import blocks_of, find_flow, found_layers, named_layers
 from stagewright.models.loss import LOSS, LOSS_PATH, Loss, LossModule
 from stagewright.models.modes import name_places
 from stagewright.models.tracing import TRACED_ROWS, Sample, Traced, is_chain, trace_sequential, trace_symbolic
@@ -68,7 +68,9 @@ def _made(
         layers = named_layers(traced, names)
         return Layered(model=model, traced=traced, layers=layers, num_targets=len(targets) if loss else 0)
     ways: tuple[_Way, ...] = (trace_symbolic, trace_exported)
-    if is_chain(model):
+    if whole := blocks_of(model):
+        ways = (partial(trace_exported, whole=whole), *ways)
+    elif is_chain(model):
         ways = (lambda _, few: trace_sequential(model, few),)
     for trace in ways:
         is_last = trace is ways[-1]
@@ -102,7 +104,7 @@ def _checked(layered: Layered, sample: Sample, targets: tuple[Tensor, ...], *, i
             "put what a trace does not see (numbers from outside torch, state, hooks on tensors) into a module without "
             "children, which is kept whole, or outside of the model",
         )
-    return layered.evaluating(evaluates)
+    return layered.changed(evaluates=evaluates)
 
 
 def _unwrapped(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

@@ -181,11 +181,10 @@ def make_replicas(
     if settings.sync_batch_norm:
         check_batch_norm(plan)
     edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
-    modules = {
-        number: _place(layered.stage(*edges[number : number + 2]), settings, world.device)
-        for number, workers in enumerate(plan.workers)
-        if world.worker in workers
-    }
+    own = [number for number, workers in enumerate(plan.workers) if world.worker in workers]
+    for number in own:
+        layered.load(edges[number], edges[number + 1], world.device)
+    modules = {number: _place(layered.stage(*edges[number : number + 2]), settings, world.device) for number in own}
     shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, stage in enumerate(plan.stages):
         group = world.group("reduce", plan.workers[number])

@@ -163,12 +163,10 @@ def _feed_of(dataset: _Rows | None, model: Layered, config: Config, *, is_traini
 def _model_of(config: Config, dataset: Dataset | None) -> Layered:
     """The model, the same on every worker."""
     classes = config.model.num_classes or (dataset.num_classes if dataset is not None else None)
-    length = config.model.sequence_length
-    options: dict[str, Any] = {} if length is None else {"context": length}
     return build_model(
         config.model.name, seed=config.settings.seed, num_classes=classes, image_size=config.model.image_size,
-        label_smoothing=config.recipe.label_smoothing,
-        **options,
+        label_smoothing=config.recipe.label_smoothing, sequence_length=config.model.sequence_length,
+        from_scratch=config.model.from_scratch, check=not is_worker(), load=False,
     )  # fmt: skip
 
 

@@ -42,13 +42,15 @@ class ModelOptions:
     """Which model, and how large."""
 
     name: str
-    """a model of `stagewright models`"""
+    """a model of `stagewright models`, hf:FOLDER or python:FILE.py:FUNCTION"""
     image_size: int | None = Field(default=None, ge=1)
     """side of the images"""
     num_classes: int | None = Field(default=None, ge=1)
     """classes that the model tells apart"""
     sequence_length: int | None = Field(default=None, ge=2)
     """tokens of a row; the model's own context by default"""
+    from_scratch: bool = False
+    """draw the weights of hf:FOLDER instead of reading them"""
 
 
 @schema(error=UsageError)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,8 @@ def work(
 
 def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     """Trains, evaluates where asked, and gathers the record."""
-    metric = (accuracy_sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
+    sums = partial(accuracy_sums, shifts=getattr(run.layered.loss, "shifts", False))
+    metric = (sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
     assert run.own is not None
     if run.world.worker == 0 and RUN_FOLDER not in os.environ:
         run.schedule.save(run.folder / SCHEDULE_FILE)  # for those who read the recorders
