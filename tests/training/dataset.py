@@ -47,7 +47,7 @@ def plainly() -> list[float]:
     optimizer = make_optimizer(model.parameters())
     for batch in range(STEPS):
         epoch, place = divmod(batch, NUM // BATCH)
-        order = permuted(torch.arange(NUM).numpy(), NUM, seed=0, use=111, epoch=epoch)
+        order = permuted(torch.arange(NUM).numpy(), NUM, seed=0, use="dataset", epoch=epoch)
         rows = order[place * BATCH : (place + 1) * BATCH].tolist()
         inputs, labels = collate([Numbered()[index] for index in rows])
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ off         one row each; a longer one is refused                       a a a ·
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -22,11 +23,10 @@ from stagewright.errors import DataError, UsageError
 Pack: TypeAlias = Literal["join", "documents", "off"]
 _SHORTEST = 2
 """Tokens of a row, at least: the first is given, and the next is learned."""
-_SPLIT, _EPOCHS, _BATCHES = 101, 102, 103  # what a draw is for, beside those of images
 
 
-def permuted(positions: Indices, num: int, *, seed: int, use: int, epoch: int = 0) -> Indices:
-    """Where positions of 0 … num − 1 are in a random order of them, computed for each on its own.
+def permuted(positions: Indices, num: int, *, seed: int, use: str, epoch: int = 0) -> Indices:
+    """Where positions of 0 … num − 1 are in a random order of them, computed for each on its own; one for each use.
 
     Four rounds of a Feistel network on as many bits as `num` needs; what falls outside goes round again (Black and
     Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, section 5).
@@ -38,7 +38,7 @@ def permuted(positions: Indices, num: int, *, seed: int, use: int, epoch: int = 
     while len(todo):
         left, right = places[todo] >> half, places[todo] & low
         for turn in range(4):
-            drawn = draw_bits(seed, use, epoch, turn, right, num=1)[:, 0].astype(np.int64) & low
+            drawn = draw_bits(seed, zlib.crc32(use.encode()), epoch, turn, right, num=1)[:, 0].astype(np.int64) & low
             left, right = right, left ^ drawn
         places[todo] = (left << half) | right
         todo = todo[places[todo] >= num]
@@ -81,7 +81,7 @@ class TokenRows:
         """Which of all rows are at these positions of the split."""
         if self.first == 0 and self.last is None:
             return positions
-        return permuted(positions + self.first, self.num_whole, seed=0, use=_SPLIT)
+        return permuted(positions + self.first, self.num_whole, seed=0, use="split")
 
     def lengths(self, positions: Indices) -> Indices:
         """The tokens of rows."""
@@ -162,12 +162,12 @@ def rows_of_batch(rows: TokenRows, batch: int, *, size: int, seed: int, windows:
     per_epoch = len(rows) // size
     epoch, place = divmod(batch, per_epoch)
     if windows is None:
-        return permuted(np.arange(place * size, (place + 1) * size), len(rows), seed=seed, use=_EPOCHS, epoch=epoch)
+        return permuted(np.arange(place * size, (place + 1) * size), len(rows), seed=seed, use="epoch", epoch=epoch)
     window, inside = divmod(place, windows)
     first, last = window * windows, min((window + 1) * windows, per_epoch)
-    found = permuted(np.arange(first * size, last * size), len(rows), seed=seed, use=_EPOCHS, epoch=epoch)
+    found = permuted(np.arange(first * size, last * size), len(rows), seed=seed, use="epoch", epoch=epoch)
     found = found[np.argsort(rows.lengths(found), kind="stable")]
-    chosen = permuted(np.array([inside]), last - first, seed=seed + window, use=_BATCHES, epoch=epoch)
+    chosen = permuted(np.array([inside]), last - first, seed=seed + window, use="batches", epoch=epoch)
     start = int(chosen[0]) * size
     return found[start : start + size]
 

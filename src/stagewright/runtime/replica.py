@@ -108,8 +108,10 @@ class Replica:
         """The targets for rows of a length."""
         return self.runner.targets if length is None else _reshaped(self.runner.targets, self.at[length].targets)
 
-    def returned_to(self, length: int | None) -> tuple[TensorSpec, ...]:
-        """The outputs whose gradients come back, for rows of a length."""
+    def arriving(self, length: int | None, *, is_forward: bool) -> tuple[TensorSpec, ...]:
+        """What comes from the stage before, or from the one after: the gradients of the outputs that need them."""
+        if is_forward:
+            return self.inputs(length)
         outputs = self.runner.outputs if length is None else _reshaped(self.runner.outputs, self.at[length].outputs)
         return tuple(spec for spec in outputs if spec.needs_grad)
 

@@ -113,9 +113,7 @@ class Worker:
 
     def current_modules(self) -> list[nn.Module]:
         """The stages with their newest weights."""
-        lengths = {stage: [None, *here.at] for stage, here in self.replicas.items()}
-        found = self.replicas.items()
-        return [here.module(0, length, newest=True) for stage, here in found for length in lengths[stage]]
+        return [here.module(0, length, newest=True) for here in self.replicas.values() for length in (None, *here.at)]
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches, in the order's own sequence."""
@@ -323,8 +321,7 @@ class Worker:
         """What the rows of a microbatch arrive in, made when the first of them is due."""
         in_flight, share = here.activations if is_forward else here.gradients, here.share(key[1])
         if key not in in_flight and share is not None:
-            length = self.feed.length(key[0])
-            specs = here.inputs(length) if is_forward else here.returned_to(length)
+            specs = here.arriving(self.feed.length(key[0]), is_forward=is_forward)
             rows, layout = share.stop - share.start, self.settings.channels_last
             shapes = [((rows, *spec.shape_per_row), spec.dtype) for spec in specs]
             in_flight[key] = InFlight([self.transport.empty(shape, dtype, layout) for shape, dtype in shapes], [])

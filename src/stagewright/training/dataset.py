@@ -21,7 +21,6 @@ from stagewright.runtime.settings import Settings
 Collate = Callable[[list[Any]], Any]
 _TARGETS = ("labels", "label", "targets", "target")
 """What a column may be called that holds targets."""
-_ORDER = 111  # what a draw is for
 _Columns = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
@@ -102,7 +101,7 @@ class DatasetFeed:
         epoch, place = divmod(batch, len(self.dataset) // self._size)
         positions = np.arange(place * self._size + start, place * self._size + stop)
         if self._shuffle:
-            positions = permuted(positions, len(self.dataset), seed=self._seed, use=_ORDER, epoch=epoch)
+            positions = permuted(positions, len(self.dataset), seed=self._seed, use="dataset", epoch=epoch)
         made = self._collate([self.dataset[index] for index in positions.tolist()])
         if isinstance(made, Mapping):
             return [_column(made, name) for name in self._inputs], [

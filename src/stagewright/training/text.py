@@ -19,9 +19,6 @@ from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
 from stagewright.training.config import TEXT, TOKENS, Config, is_text
 
-_WINDOW = 16
-"""Batches whose rows are sorted by length, where lengths differ from batch to batch."""
-
 
 class TextFeed:
     """Rows of tokens, epoch after epoch; a model takes the columns that its inputs are called after.
@@ -78,7 +75,7 @@ class TextFeed:
         """Which rows a batch has: of an evaluation those at its place, the last batch fewer."""
         if not self._is_training:
             return np.arange(batch * self._size, min((batch + 1) * self._size, len(self._rows)))
-        windows = _WINDOW if len(self.lengths) > 1 else None
+        windows = 16 if len(self.lengths) > 1 else None  # so many batches share out rows of about one length each
         return rows_of_batch(self._rows, batch, size=self._size, seed=self._seed, windows=windows)
 
     def _read(self, batch: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
