@@ -67,7 +67,8 @@ def left_of(folder: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if str(folder).encode() in words and b"SSH_CONNECTION=" in (entry / "environ").read_bytes():
+            is_ours = any(word.startswith(bytes(folder)) for word in words)
+            if is_ours and b"SSH_CONNECTION=" in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
         except OSError:
             continue

@@ -16,7 +16,7 @@ from stagewright.runtime.run_folder import read_identity
 from tests.training.test_run_folder import wait_until, workers_of
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def start(folder: Path, workers: int, seconds: float) -> subprocess.Popen[str]:

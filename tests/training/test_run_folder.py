@@ -275,7 +275,7 @@ def test_each_workers_output_is_kept_once(tmp_path: Path) -> None:
     assert sorted(map(str, logs)) == ["logs/worker-0.log", "logs/worker-1.log"]
 
 
-def wait_until(is_so: Callable[[], bool], limit_s: float = 60.0) -> None:
+def wait_until(is_so: Callable[[], bool], limit_s: float = 150.0) -> None:
     """Returns when something is so; fails when it takes too long."""
     until = time.monotonic() + limit_s
     while not is_so():

@@ -76,11 +76,12 @@ class SelfCheck:
         """Compares a stage's gradients of the first batch, before they are reduced."""
         if not self._is_on or batch != self._batch or here.replica != 0:
             return
-        module, other = _plain(here.weights.module(batch)), {first: name for name, first in here.names.items()}
-        for name, gradient in zip((other.get(name, name) for name in names), gradients):
-            expected = self._expected.pop((here.stage, name), None)
+        module, own = _plain(here.weights.module(batch)), {first: name for name, first in here.names.items()}
+        for name, gradient in zip(names, gradients):
+            own_name = own.get(name, name)
+            expected = self._expected.pop((here.stage, own_name), None)
             if expected is not None and gradient is not None:
-                self._judge(here.stage, name, expected, _numbers(gradient, module.get_parameter(name)))
+                self._judge(here.stage, name, expected, _numbers(gradient, module.get_parameter(own_name)))
 
     def _judge(self, stage: int, name: str, expected: Tensor, found: Tensor) -> None:
         allowed = self._tolerance * expected[2:]
@@ -100,7 +101,9 @@ def _plain(module: nn.Module) -> StageModule:
 
 @torch.no_grad()
 def _numbers(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Σ g and Σ g · w, and how large they would be with random signs."""
-    g, w = gradient.detach().double(), weight.detach().double()
-    size = g.norm()
-    return torch.stack([g.sum(), (g * w).sum(), size, size * w.norm() / max(1, w.numel()) ** 0.5])
+    """Σ g and Σ g · w, and how large they would be with random signs; piece by piece, for sums are in fp64."""
+    pairs = zip(*(torch.split(each.detach().reshape(-1), 1 << 20) for each in (gradient, weight)))
+    doubles = ((g.double(), w.double()) for g, w in pairs)
+    sums = torch.stack([torch.stack([g.sum(), g @ w, g @ g, w @ w]) for g, w in doubles]).sum(0)
+    size, scale = sums[2].sqrt(), (sums[3] / max(1, weight.numel())).sqrt()
+    return torch.stack([sums[0], sums[1], size, size * scale])

@@ -53,14 +53,6 @@ def parse_factors(text: str) -> tuple[float, ...]:
     return tuple(factors)
 
 
-def parse_counts(text: str, option: str) -> tuple[int, ...]:
-    """The whole numbers that `8,16,32` names."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) and int(part) > 0 for part in parts):
-        raise UsageError(f"{option} {text!r}: expected positive whole numbers, such as 8 or 8,16,32")
-    return tuple(map(int, parts))
-
-
 def knee(points: Sequence[Point]) -> Point | None:
     """The point after which more no longer helps: from it on, a doubling gains less than HELPS."""
     ordered = sorted(points, key=lambda point: point.value)

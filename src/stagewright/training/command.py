@@ -30,7 +30,7 @@ from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.checks import check_device, check_hosts_here, check_packages
 from stagewright.training.config import SYNTHETIC, Config
-from stagewright.training.display import nothing_left, plan_lines
+from stagewright.training.events import nothing_left, plan_lines
 from stagewright.training.job import Job, JobOptions
 from stagewright.training.recipes import Recipe
 from stagewright.training.start import states_of, train

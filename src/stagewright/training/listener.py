@@ -17,16 +17,14 @@ from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.numbers import Watch
 from stagewright.runtime.worker import Worker
-from stagewright.training.display import plain_line
-from stagewright.training.events import Teller
-from stagewright.training.memory import memory_figures
+from stagewright.training.events import Teller, plain_line
+from stagewright.training.gathering import Run, memory_figures
 from stagewright.training.metrics import METRICS
 from stagewright.training.recipes import Recipe, rate_at
 from stagewright.training.sinks import Sink, open_sinks
 
 if TYPE_CHECKING:
     from stagewright.runtime.checkpoint import Checkpointer
-    from stagewright.training.loop import Run
 
 
 class Listener:

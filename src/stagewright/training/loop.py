@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor
 
 from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
@@ -24,20 +21,19 @@ from stagewright.runtime.dtypes import fed_inputs
 from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
 from stagewright.runtime.flight import SCHEDULE_FILE, Flight
-from stagewright.runtime.joining import Joined, Take, joined
+from stagewright.runtime.joining import Take, joined
 from stagewright.runtime.launch import RUN_FOLDER
 from stagewright.runtime.replica import with_dtypes
 from stagewright.runtime.run_folder import RECORD, read_secret
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
-from stagewright.runtime.watchdog import LastWords, Watchdog, watchdog
-from stagewright.runtime.weights import OptimizerMaker
+from stagewright.runtime.watchdog import LastWords, watchdog
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import Words, World, open_world
+from stagewright.runtime.world import Words, open_world
 from stagewright.schedule import Schedule
-from stagewright.training.display import nothing_left
-from stagewright.training.gathering import gather
+from stagewright.training.events import nothing_left
+from stagewright.training.gathering import MakeOptimizer, Rows, Run, gather
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
 from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
@@ -45,29 +41,6 @@ from stagewright.training.recipes import Recipe, optimizer_maker
 
 if TYPE_CHECKING:
     from stagewright.runtime.checkpoint import Checkpointer
-
-Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
-MakeOptimizer = OptimizerMaker
-
-
-@dataclass
-class Run:
-    """Everything one worker's run needs."""
-
-    schedule: Schedule
-    layered: Layered
-    job: Job
-    settings: Settings
-    recipe: Recipe | MakeOptimizer
-    data: Feed | Rows | None
-    evaluation: Feed | None
-    cluster: str
-    source: Source
-    folder: Path
-    world: World
-    own: Joined | None = None
-    """Which run this is."""
-    dog: Watchdog = field(default_factory=lambda: Watchdog(math.inf, math.inf, str, is_on=False))
 
 
 def work(
@@ -191,7 +164,7 @@ def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
 
 def _finish(run: Run, worker: Worker, listener: Listener) -> Record:
     """Gathers and saves the record, and waits until all have it."""
-    record, path = gather(run, worker, listener), run.folder / RECORD
+    record, path = gather(run, worker, listener.points), run.folder / RECORD
     if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
         record.save(path)
     if run.world.control is not None:

@@ -27,8 +27,9 @@ from stagewright.schedule import Schedule
 from stagewright.training.checks import check_device
 from stagewright.training.config import CONFIG_FILE, Config
 from stagewright.training.dataset import Collate, MapStyle, as_feed
+from stagewright.training.gathering import MakeOptimizer, Rows
 from stagewright.training.job import Job
-from stagewright.training.loop import MakeOptimizer, Rows, work
+from stagewright.training.loop import work
 from stagewright.training.optimizers import OPTIMIZERS
 from stagewright.training.recipes import Recipe
 from stagewright.training.restarting import Starter, is_remote, start_workers

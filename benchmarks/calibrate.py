@@ -1,4 +1,7 @@
-"""`stagewright calibrate`: refits device and cluster files from measured runs, and says how far off they are."""
+"""Refits device and cluster files from published runs, and says how far off they are.
+
+python -m benchmarks.calibrate ../shared/reference/measured.csv [--rows ID,ID …] [--out FOLDER]
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from benchmarks.fits import Fit, FittedKind, Outcome, fit_cluster, keep_unfitted, outcomes, unfitted
+from benchmarks.published import Row, read_rows
 from rich.console import Console
 from rich.table import Table
 
 from stagewright.cluster import Cluster, find_cluster
 from stagewright.errors import UsageError
 from stagewright.profile import Profile
-from stagewright.simulation.calibration import (
-    Fit,
-    FittedKind,
-    Outcome,
-    fit_cluster,
-    keep_unfitted,
-    outcomes,
-    unfitted,
-)
-from stagewright.simulation.rows import Row, read_rows
 
 _PRIORS = {
     "conv": 2.0,
@@ -51,7 +46,7 @@ def calibrate(
 ) -> None:
     """Fit the few figures of device and cluster files to measured runs.
 
-    Example: stagewright calibrate measured.csv --rows alexnet-dp1,vgg16-dp1,alexnet-dp8
+    Example: python -m benchmarks.calibrate measured.csv --rows alexnet-dp1,vgg16-dp1,alexnet-dp8
     """
     every = read_rows(file)
     used = _chosen(every, rows)
@@ -212,3 +207,7 @@ def _cells(one: Outcome, is_used: bool) -> list[str]:
 def _mean(values: Sequence[float]) -> float:
     """The average."""
     return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    typer.run(calibrate)

@@ -1,25 +1,125 @@
-"""Memory and utilisation of devices while a run runs, seen from outside: by the driver, or by the kernel.
+"""The machine on which suites run: what it is, and what its devices do while a run runs, seen from outside.
 
-What `watch nvidia-smi` shows by hand. A card's figures are those of everyone on it; a CPU worker's are those of its
-process.
+Memory and utilisation are what `watch nvidia-smi` shows by hand. A card's figures are those of everyone on it; a CPU
+worker's are those of its process.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, Protocol
 
-from stagewright.profiling.detect import ask
+from stagewright.cluster import count
+from stagewright.profiling.detect import ask, memory_bytes, num_cores
+from stagewright.profiling.topology import without_colours
 
-_INTERVAL_S = 0.2
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_Asker = Callable[[Sequence[str]], str | None]
+_PACKAGES = ("stagewright", "torch", "numpy")
+_VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "STAGEWRIGHT_")
+"""How the names of variables begin that change how a run computes; others may hold what is nobody's business."""
+_IDENTITY = ("host", "cpu", "gpu", "driver", "commit", *_PACKAGES)
+"""What makes two sessions one and the same measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """What this machine offers."""
+
+    num_cards: int
+    is_root: bool
+
+
+def look_here() -> Here:
+    """What this machine offers, as far as suites need to know."""
+    listing = ask(("nvidia-smi", "-L")) or ""
+    cards = len([line for line in listing.splitlines() if line.startswith("GPU ")])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        cards = min(cards, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+    return Here(num_cards=cards, is_root=os.geteuid() == 0)
+
+
+def capture(ask: _Asker = ask, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The facts, by name; those that cannot be known are left out."""
+    facts = {
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": f"{_cpu_name()}, {count(num_cores(), 'core')} to use, {memory_bytes() / 2**30:.1f} GiB",
+        "gpu": _gpus(ask),
+        "driver": _first_line(ask(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))),
+        "topology": without_colours(ask(("nvidia-smi", "topo", "-m")) or "").strip(),
+        "python": sys.version.split()[0],
+        **{name: _installed(name) for name in _PACKAGES},
+        "commit": _commit(ask),
+        "variables": _variables(environ),
+    }
+    return {key: value for key, value in facts.items() if value}
+
+
+def _cpu_name() -> str:
+    """What the processor calls itself."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpus(ask: _Asker) -> str:
+    """`8 × TITAN V, 12066 MiB`, kind by kind."""
+    listing = ask(("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")) or ""
+    kinds = [line.strip() for line in listing.splitlines() if line.strip()]
+    return "; ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _installed(name: str) -> str:
+    """The version of a package, nothing where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit(ask: _Asker) -> str:
+    """The commit of the source that runs, with a word on changes that are in none; nothing outside a checkout."""
+    root = str(Path(__file__).parents[3])
+    found = _first_line(ask(("git", "-C", root, "rev-parse", "--short=12", "HEAD")))
+    changed = ask(("git", "-C", root, "status", "--porcelain", "--untracked-files=no", "--", "src"))
+    return f"{found} with changes" if found and changed and changed.strip() else found
+
+
+def _variables(environ: Mapping[str, str]) -> str:
+    """`OMP_NUM_THREADS=1 …`: the variables that matter, sorted."""
+    return " ".join(f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(_VARIABLES))
+
+
+def _first_line(text: str | None) -> str:
+    """The first line of what a command printed, nothing where it failed."""
+    lines = (text or "").strip().splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def identity(facts: Mapping[str, str]) -> dict[str, str]:
+    """The facts that must be the same for repetitions to be repetitions."""
+    return {key: facts[key] for key in _IDENTITY if key in facts}
+
+
+def card_of(worker: int, num_cards: int) -> int:
+    """The card that a worker of one host uses, as the driver numbers them; without cards, the worker itself."""
+    if not num_cards:
+        return worker
+    visible: Sequence[str] = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    own = worker % num_cards
+    return int(visible[own]) if own < len(visible) and visible[own].isdecimal() else own
 
 
 class Sample(NamedTuple):
@@ -51,7 +151,7 @@ class Look(Protocol):
 class Watch:
     """Samples devices in a thread of its own, from `with` to its end."""
 
-    def __init__(self, look: Look, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(self, look: Look, interval_s: float = 0.2) -> None:
         self.samples: list[Sample] = []
         self._look, self._interval_s, self._is_over = look, interval_s, threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -188,7 +288,7 @@ def _process_figures(process: int) -> tuple[int, float] | None:
     ticks = _read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
     if len(pages) < 2 or len(ticks) < 13:
         return None
-    return int(pages[1]) * _PAGE_BYTES, (int(ticks[11]) + int(ticks[12])) / _TICKS_PER_S
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE"), (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _read(path: Path) -> str:

@@ -7,11 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from stagewright.cli.calibrate import LINK_PRIORS, AnalyticBench
-from stagewright.cluster import find_cluster
-from stagewright.errors import DataError, FileError
-from stagewright.simulation.calibration import (
+from benchmarks.calibrate import LINK_PRIORS, AnalyticBench, calibrate
+from benchmarks.fits import (
     Predictor,
     fit_cluster,
     golden,
@@ -22,10 +19,13 @@ from stagewright.simulation.calibration import (
     with_decode_rate,
     with_link_rate,
 )
-from stagewright.simulation.rows import Row, find_cut, read_rows
+from benchmarks.published import Row, find_cut, read_rows
+
+from stagewright.cluster import find_cluster
+from stagewright.errors import DataError, FileError
 from tests.simulation.cases import layer, profile, star
 
-MEASURED = Path(__file__).parents[3] / "shared" / "reference" / "measured.csv"
+MEASURED = Path(__file__).parents[2] / "shared" / "reference" / "measured.csv"
 HEAD = (
     "id,cluster,model,mode,devices,stage_devices,cut_share,weight_versions,static_order,batch_per_device,"
     "images_per_step,precision,data,step_s,images_per_s,memory_mib_first_stage,memory_mib_last_stage\n"
@@ -147,6 +147,14 @@ def test_files_without_rows_or_columns_are_refused(tmp_path):
         read_rows(tmp_path / "none.csv")
     with pytest.raises(DataError, match="names no layer"):
         find_cut("cut somewhere", ("l0", "l1"), "a")
+
+
+def test_the_script_refuses_what_is_no_table(tmp_path):
+    (tmp_path / "rows.csv").write_text("id,cluster\n")
+    with pytest.raises(DataError, match="holds no rows"):
+        calibrate(tmp_path / "rows.csv")
+    with pytest.raises(FileError, match=r"nowhere\.csv: No such file or directory"):
+        calibrate(tmp_path / "nowhere.csv")
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason="the measurements of others are not here")

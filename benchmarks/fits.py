@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from benchmarks.published import Row, plan_of
+
 from stagewright.cluster import Cluster, Device, Link
 from stagewright.profile import Profile
 from stagewright.record import DeviceUse
 from stagewright.scheduling import make_schedule
-from stagewright.simulation.rows import Row, plan_of
 from stagewright.simulation.run import simulate
 
 _MIB = 1 << 20
