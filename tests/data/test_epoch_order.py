@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stagewright.data.order import Draw, _draw_bits, _shuffle_buffer, draw_uniform, epoch_order
+from stagewright.data.order import Draw, _shuffle_buffer, draw_bits, draw_uniform, epoch_order
 from stagewright.errors import UsageError
 
 
@@ -72,7 +72,7 @@ def test_the_sort_equals_the_loop_it_stands_for(num: int, buffer: int, seed: int
     source = iter(range(num))
     held = [row for row, _ in zip(source, range(buffer))] if num > buffer else list(range(num))
     source = iter(range(len(held), num))
-    slots = _draw_bits(seed, 5, Draw.SLOTS, num=max(0, num - buffer))[0] % np.uint64(max(1, min(buffer, num)))
+    slots = draw_bits(seed, 5, Draw.SLOTS, num=max(0, num - buffer))[0] % np.uint64(max(1, min(buffer, num)))
     out = []
     for slot, row in zip(slots.tolist(), source):
         out.append(held[slot])

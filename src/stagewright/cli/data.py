@@ -1,4 +1,4 @@
-"""`stagewright data`: makes, converts and inspects sets of labelled images."""
+"""`stagewright data`: makes, converts and inspects sets of labelled images, and turns text into tokens."""
 
 from __future__ import annotations
 
@@ -66,9 +66,21 @@ class _Inspected:
     """print the figures as JSON"""
 
 
+@schema(error=UsageError)
+class _Tokenized:
+    tokenizer: str
+    """the folder of the model or of its tokenizer"""
+    on_corrupt: OnCorrupt = "stop"
+    """lines that cannot be read"""
+    json: bool = False
+    """print the figures as JSON"""
+
+
 @app.callback()
 def data() -> None:
     """Make, convert and inspect sets of labelled images: class folders, OFRecord parts, WebDataset tar shards.
+
+    Turn text into tokens.
 
     Example: stagewright data make shapes --images 500 --format ofrecord
     """
@@ -137,6 +149,35 @@ def inspect(directory: _Source, *, own: _Inspected) -> None:
         show_json(asdict(found) | ({"sheet": str(own.sheet)} if own.sheet else {}))
     else:
         _show(found, directory, saved(own.sheet))
+
+
+@app.command()
+@takes()
+def tokens(
+    source: Annotated[Path, typer.Argument(help="a .txt, .jsonl or .parquet file, or a folder of them")],
+    directory: Annotated[Path, typer.Argument(help="a folder for the tokens; one that was begun is gone on with")],
+    *,
+    own: _Tokenized,
+) -> None:
+    """Turn text into tokens once, for `stagewright train --data tokens:FOLDER`.
+
+    Example: stagewright data tokens corpus my-tokens --tokenizer my-model
+    """
+    from stagewright.data.text import text_files
+    from stagewright.data.tokenizing import find_words
+    from stagewright.data.tokens import make_tokens
+
+    total, words = sum(file.stat().st_size for file in text_files(source)), find_words(own.tokenizer)
+    with progress("tokenizing", total) as tick:
+        about = make_tokens(source, directory, words, on_corrupt=own.on_corrupt, progress=tick).about
+    figures = {"num_tokens": about.num_tokens, "num_documents": about.num_documents, "num_skipped": len(about.faults)}
+    if own.json:
+        show_json({"directory": str(directory), **figures})
+        return
+    told = f"{about.num_tokens:,} tokens of {about.num_documents:,} documents in {directory}"
+    if about.faults:
+        told += f", {len(about.faults):,} lines skipped; the first: {about.faults[0]}"
+    typer.echo(told)
 
 
 def _show(found: Inspection, directory: Path, after: list[str]) -> None:

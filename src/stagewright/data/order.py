@@ -61,7 +61,7 @@ def _shuffle_buffer(rows: Indices, buffer: int, *, seed: int, epoch: int) -> Ind
         raise UsageError(f"a shuffle buffer of {buffer} rows cannot be", "give 1 or more")
     steps = max(0, len(rows) - buffer)
     buffer = min(buffer, len(rows))
-    slots = (_draw_bits(seed, epoch, Draw.SLOTS, num=steps)[0] % np.uint64(max(1, buffer))).astype(np.int64)
+    slots = (draw_bits(seed, epoch, Draw.SLOTS, num=steps)[0] % np.uint64(max(1, buffer))).astype(np.int64)
     by_slot = np.argsort(slots, kind="stable")
     repeats = slots[by_slot][1:] == slots[by_slot][:-1]
     taken = slots.copy()
@@ -75,11 +75,11 @@ def _shuffle_buffer(rows: Indices, buffer: int, *, seed: int, epoch: int) -> Ind
 
 def _permutation(num: int, seed: int, epoch: int, use: int) -> Indices:
     """A random order of 0 … num - 1."""
-    order: Indices = np.argsort(_draw_bits(seed, epoch, use, num=num)[0], kind="stable").astype(np.int64)
+    order: Indices = np.argsort(draw_bits(seed, epoch, use, num=num)[0], kind="stable").astype(np.int64)
     return order
 
 
-def _draw_bits(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.uint64]:
+def draw_bits(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.uint64]:
     """`num` random 64-bit words for every row of the counters, as an array (rows, num)."""
     if seed < 0:
         raise UsageError(f"seed {seed} is negative", "give a seed from 0 up")
@@ -92,7 +92,7 @@ def _draw_bits(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.uint64]:
 
 def draw_uniform(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.float64]:
     """`num` numbers in [0, 1) for every row of the counters."""
-    return (_draw_bits(seed, *counters, num=num) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (draw_bits(seed, *counters, num=num) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

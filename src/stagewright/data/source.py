@@ -174,11 +174,11 @@ def check_class_name(name: str, origin: Path) -> None:
 def need(what: str, *modules: str) -> None:
     """Refuses what needs packages that are not installed, before any of it is done."""
     package_of = {"PIL": "Pillow", "google.protobuf": "protobuf"}
-    lacking = [package_of[module] for module in modules if not is_there(module)]
+    lacking = [module for module in modules if not is_there(module)]
     if lacking:
-        raise UsageError(
-            f"{what} needs {' and '.join(lacking)}, which is not installed", "pip install 'stagewright[data]'"
-        )
+        names = [package_of.get(module, module) for module in lacking]
+        source = "'stagewright[data]'" if set(lacking) <= package_of.keys() else " ".join(names)
+        raise UsageError(f"{what} needs {' and '.join(names)}, which is not installed", f"pip install {source}")
 
 
 def is_there(module: str) -> bool:

@@ -14,7 +14,7 @@ import inspect
 import operator
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.functions import KeptFunctions, is_custom_function, kept_functions
+from stagewright.models.functions import Kept, is_kept, keeping
 from stagewright.models.kernels import ATTENTION, use_kernels
 from stagewright.models.modes import Mode, inference_as_no_grad
 from stagewright.models.operations import count_batch, rate_in
@@ -44,10 +44,11 @@ _WITH_FLAG = {
 _CHECKS = ("_assert", "sym_constrain", "_guards")
 
 
-def trace_exported(model: nn.Module, sample: Sample) -> Traced:
-    """The graph of operators of a model in training, any number of rows."""
-    _check_hooks(model)
-    with torch.enable_grad(), inference_as_no_grad(), kept_functions() as kept:
+def trace_exported(model: nn.Module, sample: Sample, whole: Mapping[str, nn.Module] | None = None) -> Traced:
+    """The graph of operators of a model in training, any number of rows; the modules named `whole` are a node each."""
+    if not whole:
+        _check_hooks(model)
+    with torch.enable_grad(), inference_as_no_grad(), keeping(modules=whole) as kept:
         program = _export(model, sample)
     graph = _OperatorGraph(program, model, kept)
     use_kernels(graph.graph, graph.objects)
@@ -105,8 +106,8 @@ def _first_line(error: Exception) -> str:
 class _OperatorGraph:
     """The graph of an exported program while it is being rewritten."""
 
-    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, kept: KeptFunctions) -> None:
-        self.program, self.model = program, model
+    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, kept: Kept) -> None:
+        self.program, self.model, self.kept = program, model, kept
         self.graph = fx.Graph()
         self.objects: dict[str, Any] = dict(kept.modules)
         nodes = list(program.graph.nodes)
@@ -162,8 +163,11 @@ class _OperatorGraph:
     def _copy(self, node: fx.Node, args: Any, kwargs: Any, mode: Mode) -> Any:
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
-        if is_custom_function(node.target):
-            copy = self.graph.call_module(args[0], tuple(args[1:]))
+        if is_kept(node.target):
+            path, args, kwargs = self.kept.called(*args)
+            if path not in self.objects:
+                self.objects[path] = attribute(self.model, path)
+            copy = self.graph.call_module(path, tuple(args), kwargs)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._block(node, args, mode)
         else:

@@ -1,12 +1,14 @@
-"""Custom autograd functions, kept whole while a model is traced: their backward is the author's, not their operators'.
+"""What a trace keeps whole, as one node each: custom autograd functions, whose backward is the author's, and modules.
 
-GradReverse.apply(x)   ─▶   one node that calls a module, CustomFunction(GradReverse), on x
+GradReverse.apply(x)        ─▶   one node that calls a module, _CustomFunction(GradReverse), on x
+self.layers[3](h, mask)     ─▶   one node that calls the module 'layers.3', which runs its own code in the stage
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,81 +36,112 @@ class _CustomFunction(nn.Module):
         return self.function.apply(*args)  # type: ignore[no-untyped-call]
 
 
-class KeptFunctions:
-    """The custom functions that a trace has met, by the path they have among the graph's objects."""
+class Kept:
+    """What a trace has met and keeps whole, by the path it has among the graph's objects."""
 
     def __init__(self) -> None:
-        self.modules: dict[str, _CustomFunction] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self._calls: list[tuple[str, Callable[..., Any], pytree.TreeSpec]] = []
 
     def path(self, function: type[torch.autograd.Function]) -> str:
         """The path of a function, which it gets when it is met first."""
-        known = next((path for path, module in self.modules.items() if module.function is function), None)
+        found = self.modules.items()
+        known = next((path for path, each in found if getattr(each, "function", None) is function), None)
         if known is None:
             known = f"{_PREFIX}{len(self.modules)}_{function.__name__}"
             self.modules[known] = _CustomFunction(function)
         return known
 
+    def call(self, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One node that stands for a call of what is at a path, of which torch.export sees nothing else."""
+        leaves, nesting = pytree.tree_flatten((args, kwargs))
+        self._calls.append((path, run, nesting))
+        return _call(len(self._calls) - 1, *leaves)
+
+    def run(self, number: int, *leaves: Any) -> Any:
+        """Makes a call, to see what comes out."""
+        _, run, nesting = self._calls[number]
+        args, kwargs = pytree.tree_unflatten(list(leaves), nesting)
+        return run(*args, **kwargs)
+
+    def called(self, number: int, *leaves: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """The path of what a node calls, and the arguments."""
+        path, _, nesting = self._calls[number]
+        args, kwargs = pytree.tree_unflatten(list(leaves), nesting)
+        return path, args, kwargs
+
 
 class _Call(HigherOrderOperator):
-    """What stands for a custom function in a program that torch.export makes: (path, function's arguments)."""
+    """What stands for a call in a program that torch.export makes: (number of the call, its arguments)."""
 
     def __init__(self) -> None:
-        super().__init__("custom_function")  # type: ignore[no-untyped-call]
-        self.kept = KeptFunctions()
+        super().__init__("kept_whole")  # type: ignore[no-untyped-call]
+        self.kept = Kept()
 
-    def __call__(self, path: str, *args: Any) -> Any:
-        return super().__call__(path, *args)  # type: ignore[no-untyped-call]
+    def __call__(self, number: int, *args: Any) -> Any:
+        return super().__call__(number, *args)  # type: ignore[no-untyped-call]
 
-    def run(self, path: str, *args: Any) -> Any:
-        return _APPLY.__func__(self.kept.modules[path].function, *args)
+    def run(self, number: int, *args: Any) -> Any:
+        return self.kept.run(number, *args)
 
 
 _call = _Call()
 _call.py_impl(DispatchKey.CompositeExplicitAutograd)(_call.run)
-for _key in ("AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "BackendSelect"):
+for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView"):
     _call.fallthrough(getattr(DispatchKey, _key))  # type: ignore[no-untyped-call]
-_call.fallthrough(DispatchKey.PythonTLSSnapshot)  # type: ignore[no-untyped-call]
+for _key in ("BackendSelect", "PythonTLSSnapshot"):
+    _call.fallthrough(getattr(DispatchKey, _key))  # type: ignore[no-untyped-call]
 
 
 @_call.py_impl(FakeTensorMode)
-def _on_shapes(mode: FakeTensorMode, path: str, *args: Any) -> Any:
+def _on_shapes(mode: FakeTensorMode, number: int, *args: Any) -> Any:
     with mode:
-        return _call.run(path, *args)
+        return _call.run(number, *args)
 
 
 @_call.py_impl(ProxyTorchDispatchMode)
-def _as_node(mode: ProxyTorchDispatchMode, path: str, *args: Any) -> Any:
+def _as_node(mode: ProxyTorchDispatchMode, number: int, *args: Any) -> Any:
     with disable_proxy_modes_tracing():
-        made = _call(path, *args)
+        made = _call(number, *args)
     proxies = pytree.tree_map(mode.tracer.unwrap_proxy, args)  # type: ignore[union-attr]
-    node = mode.tracer.create_proxy("call_function", _call, (path, *proxies), {})
+    node = mode.tracer.create_proxy("call_function", _call, (number, *proxies), {})
     return track_tensor_tree(made, node, constant=None, tracer=mode.tracer)
 
 
-def is_custom_function(target: Any) -> bool:
-    """Whether a node of an exported program calls a custom function; its first argument is then the path."""
+def is_kept(target: Any) -> bool:
+    """Whether a node of an exported program stands for something that is kept whole."""
     return target is _call
 
 
 @contextmanager
-def kept_functions(tracer: fx.Tracer | None = None) -> Iterator[KeptFunctions]:
-    """Inside, custom functions become one node each: of this tracer, or of torch.export."""
-    kept = KeptFunctions()
+def keeping(tracer: fx.Tracer | None = None, modules: Mapping[str, nn.Module] | None = None) -> Iterator[Kept]:
+    """Inside, custom functions and the given modules become one node each: of this tracer, or of torch.export."""
+    kept = Kept()
 
     def apply(function: Any, *args: Any) -> Any:
         leaves = pytree.tree_leaves(args)
+        own = partial(_APPLY.__func__, function)
         if function.__module__.startswith("torch."):
-            return _APPLY.__func__(function, *args)
+            return own(*args)
         if tracer is not None and any(isinstance(leaf, fx.Proxy) for leaf in leaves):
             return tracer.create_proxy("call_module", kept.path(function), args, {})
         if tracer is None and any(isinstance(leaf, Tensor) for leaf in leaves):
-            return _call(kept.path(function), *args)
-        return _APPLY.__func__(function, *args)
+            return kept.call(kept.path(function), own, args, {})
+        return own(*args)
 
     before, _call.kept = _call.kept, kept
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    modules = modules or {}
+    for path, module in modules.items():
+        module.forward = partial(_call_module, kept, path, module.forward)
     try:
         yield kept
     finally:
         torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
         _call.kept = before
+        for module in modules.values():
+            del module.forward
+
+
+def _call_module(kept: Kept, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return kept.call(path, forward, args, kwargs)

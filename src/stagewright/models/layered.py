@@ -8,12 +8,13 @@ conv1 │ conv2 │ fc1 │ loss             stage(0, 2), stage(2, 4): run in tu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -26,8 +27,20 @@ from stagewright.models.stage import StageGraph, StageModule, assembled
 from stagewright.models.tracing import Traced
 from stagewright.models.values import TensorSpec, find_facts
 
+_FOUND = ("flow", "_gradients", "_names_by_layer", "tied")
+"""What is found out when first asked for, and stays true of copies."""
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Under autocast these compute in its format, whatever they are given."""
+
+
+Again = Callable[[Callable[[Tensor], Tensor]], "Layered"]
+
+
+class Weights(Protocol):
+    """Where the numbers come from of a model that has shapes alone."""
+
+    def fill(self, model: nn.Module, names: Iterable[str], device: torch.device | str) -> None:
+        """Puts those of some parameters and buffers into the model, on a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,10 @@ class Layered:
     num_targets: int
     evaluates: bool = True
     """Whether the stages do in evaluation what the model does."""
+    again: Again | None = None
+    """Finds the layers of the same model anew, with its example tensors changed."""
+    weights: Weights | None = None
+    """Where they come from, while the model has shapes alone: `load` gets those of a stage."""
 
     @cached_property
     def flow(self) -> Flow:
@@ -115,10 +132,34 @@ class Layered:
                 users.setdefault(name, []).append(layer)
         return tuple((name, tuple(layers)) for name, layers in users.items() if len(layers) > 1)
 
-    def evaluating(self, evaluates: bool) -> Layered:
-        """The same layers, with what was found out of them so far."""
-        made = replace(self, evaluates=evaluates)
-        vars(made).update({name: value for name, value in vars(self).items() if name in ("flow", "_gradients")})
+    def load(self, first: int, last: int, device: torch.device | str) -> None:
+        """Gets the weights of the layers first … last-1 that have shapes alone, and all buffers, to a device."""
+        if self.weights is not None:
+            _ = self._gradients  # found on shapes alone, so while there is nothing else
+            buffers = (name for name, _ in self.model.named_buffers())
+            self.weights.fill(self.model, [*self.parameter_names(first, last), *buffers], device)
+
+    def load_rest(self, device: torch.device | str) -> None:
+        """Gets what no layer uses, and yet belongs to the model."""
+        if self.weights is not None:
+            used = {*self.parameter_names(0, self.num_layers), *(name for name, _ in self.model.named_buffers())}
+            named = dict(self.model.named_parameters())
+            self.weights.fill(self.model, [name for name in named if name not in used], device)
+
+    def loaded(self, device: torch.device | str) -> Layered:
+        """These layers with all weights in place, on a device; the sample is zeros there."""
+        self.load(0, self.num_layers, device)
+        self.load_rest(device)
+        for node in self.traced.graph.nodes:
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), partial(_moved, device))
+        objects = self._current(self.traced.objects)
+        tensors = tuple(torch.zeros_like(each, device=device) for each in self.traced.tensors)
+        return self.changed(traced=replace(self.traced, objects=objects, tensors=tensors))
+
+    def changed(self, **changes: Any) -> Layered:
+        """The same layers but for some fields, with what was found out of them so far."""
+        made = replace(self, **changes)
+        vars(made).update({name: value for name, value in vars(self).items() if name in _FOUND})
         return made
 
     def copy(self, own: Collection[str] | None = None) -> Layered:
@@ -135,6 +176,22 @@ class Layered:
             vars(made)["flow"] = find_flow(made.traced, {twins[node]: fact for node, fact in self.flow.facts.items()})
         if "_gradients" in vars(self):
             vars(made)["_gradients"] = self._gradients.of_copy(twins)
+        return made
+
+    def at_length(self, length: int) -> Layered:
+        """The same layers of the same model for rows of another length, which a trace may have written down."""
+        now = self.inputs[0].shape_per_row[0]
+        if self.again is None:
+            raise ModelError(f"the layers were found with rows of {now}, and cannot be found anew", "use one length")
+
+        def resized(tensor: Tensor) -> Tensor:
+            if tensor.dim() < 2 or tensor.size(1) != now:
+                return tensor
+            return tensor.index_select(1, torch.arange(length, device=tensor.device) % now)
+
+        made = self if length == now else self.again(resized)
+        if made.names != self.names:
+            raise ModelError(f"the layers of rows of {length} are others than those of rows of {now}", "use one length")
         return made
 
     def cuts(self) -> tuple[int, ...]:
@@ -243,21 +300,21 @@ class Layered:
     @cached_property
     def _names_by_layer(self) -> tuple[tuple[str, ...], ...]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        result = []
+        current, result = self._current(self.traced.objects), []
         for layer in range(self.num_layers):
-            used = self._parameters_in(self._start(layer), self._start(layer + 1))
+            used = self._parameters_in(current, self._start(layer), self._start(layer + 1))
             result.append(tuple(dict.fromkeys(names[id(parameter)] for parameter in used)))
         return tuple(result)
 
-    def _parameters_in(self, start: int, end: int) -> list[nn.Parameter]:
+    def _parameters_in(self, objects: Mapping[str, Any], start: int, end: int) -> list[nn.Parameter]:
         used: list[nn.Parameter] = []
         for node in self.order[start:end]:
             if self.flow.facts[node].is_constant:  # a dtype, a size or a device is no use of a weight
                 continue
             for part in (node, *node.all_input_nodes):
-                thing = self.traced.objects.get(str(part.target))
+                thing = objects.get(str(part.target))
                 if part.op == "call_module" and part is node:
-                    used += self.traced.objects[str(node.target)].parameters()
+                    used += objects[str(node.target)].parameters()
                 elif part.op == "get_attr" and isinstance(thing, nn.Parameter):
                     used.append(thing)
         return used
@@ -267,9 +324,10 @@ class Layered:
         return frozenset(self.model.state_dict(keep_vars=True))
 
     def _current(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model holds now: moving a model to another device replaces its buffers."""
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        return {path: buffers.get(path, thing) for path, thing in objects.items()}
+        """What the model holds now: moving a model to another device replaces its buffers, loading its parameters."""
+        now: dict[str, Any] = dict(self.model.named_buffers(remove_duplicate=False))
+        now.update(self.model.named_parameters(remove_duplicate=False))
+        return {path: now.get(path, thing) for path, thing in objects.items()}
 
     def _sorted(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Objects in the model's own order, so that a tied parameter keeps its first name."""
@@ -278,6 +336,11 @@ class Layered:
             for path in _prefixes(name):
                 ranks.setdefault(path, rank)
         return dict(sorted(objects.items(), key=lambda item: ranks.get(item[0], len(ranks))))
+
+
+def _moved(device: torch.device | str, argument: Any) -> Any:
+    """A device that a graph on shapes alone names, as another one."""
+    return torch.device(device) if argument == torch.device("meta") else argument
 
 
 def outputs_of(graph: fx.Graph) -> list[fx.Node]:

@@ -85,13 +85,32 @@ def named_layers(traced: Traced, named: Mapping[str, str]) -> tuple[Layer, ...]:
 
 def found_layers(flow: Flow, model: nn.Module) -> tuple[Layer, ...]:
     """The layers of a graph by its modules; where no cut is possible, two become one."""
-    if is_chain(model):
-        units: list[str | None] = [next(iter(_paths(node)), None) for node in flow.order]
+    called = [str(node.target) if node.op == "call_module" else None for node in flow.order]
+    if not blocks_of(model).keys().isdisjoint(called):
+        units = called
+    elif is_chain(model):
+        units = [next(iter(_paths(node)), None) for node in flow.order]
     else:
         open_paths = _opened(flow, model)
         units = [_unit(node, open_paths, model) for node in flow.order]
     layers = _layers(flow.order, units)
     return _distinct([layer for layer in layers if layer.start == 0 or not flow.stuck(layer.start)])
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with parameters around and between a model's blocks, and these: each is kept whole as a layer.
+
+    Models of transformers say what their blocks are; for others there are none.
+    """
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [path for path, module in model.named_modules() if type(module).__name__ in kinds]
+    around = {"", *(path[:at] for path in blocks for at in range(len(path)) if path[at] == ".")}
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules() if blocks else ():
+        is_inside = path not in around and path.rpartition(".")[0] in around
+        if is_inside and next(module.parameters(), None) is not None:
+            found[path] = module
+    return found
 
 
 def _layers(order: Sequence[fx.Node], units: Sequence[str | None]) -> tuple[Layer, ...]:

@@ -9,6 +9,7 @@ of tokens counts the tokens whose label is not −100.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,12 +63,14 @@ class _CrossEntropySum:
 class _TokenCrossEntropySum:
     """The cross entropy of logits [rows, tokens, words] and labels [rows, tokens], summed over the tokens.
 
-    Labels of -100 do not count.
+    Labels of -100 do not count. Where it shifts, the label of a token is that of the one after it.
     """
 
     label_smoothing: float = 0.0
+    shifts: bool = False
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        labels = self._own(labels)
         # Token by token in one long row: with the words in the middle, as a transpose would put them, sums over them
         # jump through memory and take twice as long.
         logits, labels = logits.flatten(0, 1), labels.flatten()
@@ -76,12 +79,16 @@ class _TokenCrossEntropySum:
                 _wide(logits), labels, reduction="sum", label_smoothing=self.label_smoothing, ignore_index=IGNORED
             )
         # Logits are widened inside the kernel: autocast would write them down once more, and their gradient too.
-        with torch.autocast(logits.device.type, enabled=False):
+        with nullcontext() if logits.is_meta else torch.autocast(logits.device.type, enabled=False):
             wide = None if logits.dtype == torch.float64 else torch.float32
             return F.nll_loss(F.log_softmax(logits, -1, dtype=wide), labels, ignore_index=IGNORED, reduction="sum")
 
     def count(self, labels: Tensor) -> Tensor:
-        return labels.ne(IGNORED).sum()
+        return self._own(labels).ne(IGNORED).sum()
+
+    def _own(self, labels: Tensor) -> Tensor:
+        """Labels at the places of the scores that are compared with them."""
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if self.shifts else labels
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,11 @@ def cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
 def token_cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
     """The loss of a language model: `loss(logits, labels)`, labels already shifted."""
     return _TokenCrossEntropySum(label_smoothing=label_smoothing)
+
+
+def causal_cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
+    """The loss of a causal language model: `loss(logits, labels)`, labels where their tokens are in the inputs."""
+    return _TokenCrossEntropySum(label_smoothing=label_smoothing, shifts=True)
 
 
 def smoothed(loss: Loss, label_smoothing: float) -> Loss:

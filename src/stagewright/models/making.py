@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
 from stagewright.models.checking import checked
 from stagewright.models.exporting import trace_exported
 from stagewright.models.layered import Layered, outputs_of, stuck_at
-from stagewright.models.layering import find_flow, found_layers, named_layers
+from stagewright.models.layering import blocks_of, find_flow, found_layers, named_layers
 from stagewright.models.loss import LOSS, LOSS_PATH, Loss, LossModule
 from stagewright.models.modes import name_places
 from stagewright.models.tracing import TRACED_ROWS, Sample, Traced, is_chain, trace_sequential, trace_symbolic
@@ -40,14 +42,35 @@ def make_layered(
     """
     model, kwargs = _unwrapped(model, kwargs or {})
     _check_modules(model)
-    example = Sample(args=sample, kwargs=kwargs)
+    given: dict[str, Any] = {"loss": loss, "names": names, "check": check}
+    made = _made(model, Sample(args=sample, kwargs=kwargs), targets=targets, **given)
+    vars(made)["again"] = partial(_made_again, model, sample, kwargs, targets, given)
+    return made
+
+
+def _made_again(
+    model: nn.Module, sample: Any, kwargs: Any, targets: Any, given: Mapping[str, Any],
+    changed: Callable[[Tensor], Tensor],
+) -> Layered:  # fmt: skip
+    """The layers of a model, found with its example tensors changed."""
+    args, named, goals = pytree.tree_map_only(Tensor, changed, (sample, dict(kwargs), targets))
+    return make_layered(model, args, named, targets=goals, **given)
+
+
+def _made(
+    model: nn.Module, example: Sample, *, loss: Loss | None, targets: tuple[Tensor, ...],
+    names: Mapping[str, str] | None, check: bool,
+) -> Layered:  # fmt: skip
+    """The layers by the first way that changes nothing."""
     few = example.with_rows(TRACED_ROWS)
     if names is not None:
         traced = _with_loss(trace_symbolic(model, few, list(names)), loss, targets)
         layers = named_layers(traced, names)
         return Layered(model=model, traced=traced, layers=layers, num_targets=len(targets) if loss else 0)
     ways: tuple[_Way, ...] = (trace_symbolic, trace_exported)
-    if is_chain(model):
+    if whole := blocks_of(model):
+        ways = (partial(trace_exported, whole=whole), *ways)
+    elif is_chain(model):
         ways = (lambda _, few: trace_sequential(model, few),)
     for trace in ways:
         is_last = trace is ways[-1]
@@ -81,7 +104,7 @@ def _checked(layered: Layered, sample: Sample, targets: tuple[Tensor, ...], *, i
             "put what a trace does not see (numbers from outside torch, state, hooks on tensors) into a module without "
             "children, which is kept whole, or outside of the model",
         )
-    return layered.evaluating(evaluates)
+    return layered.changed(evaluates=evaluates)
 
 
 def _unwrapped(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

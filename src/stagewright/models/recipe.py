@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,11 @@ class Recipe:
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     loss: Loss
+
+    def on(self, device: torch.device) -> Recipe:
+        """The same on another device; weights are drawn on the CPU, so they do not depend on it."""
+        inputs, targets = (tuple(each.to(device) for each in some) for some in (self.inputs, self.targets))
+        return replace(self, module=self.module.to(device), inputs=inputs, targets=targets)
 
 
 def image_recipe(module: nn.Module, layers: Mapping[str, str], image_size: int, label_smoothing: float) -> Recipe:

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 import stagewright
 from stagewright.errors import ModelError
-from stagewright.models.functions import kept_functions
+from stagewright.models.functions import keeping
 from stagewright.models.modes import autocast_on, casts, mode_now, runnable
 
 TRACED_ROWS = 2
@@ -207,7 +207,7 @@ def trace_symbolic(model: nn.Module, sample: Sample, leaves: Sequence[str] = ())
     names = [_name_of(tensor, given) for tensor in sample.tensors]
     with torch.enable_grad(), autocast_on(), _unchanged(model):
         tracer = _ModuleTracer(leaves)
-        with kept_functions(tracer) as kept:
+        with keeping(tracer) as kept:
             found = tracer.trace(model, concrete_args=constants or None)
         graph = _without_constants(found, names)
         objects = {**_referred(model, graph, kept.modules), **kept.modules}

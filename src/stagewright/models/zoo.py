@@ -9,13 +9,14 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import nn
 
 from stagewright.errors import ModelError
 from stagewright.models import alexnet, gpt, resnet, tiny, vgg
+from stagewright.models.huggingface import HUGGING_FACE, Adapt, build_pretrained
 from stagewright.models.layered import Layered
 from stagewright.models.loss import smoothed
 from stagewright.models.making import make_layered
+from stagewright.models.own import PYTHON, build_own
 from stagewright.models.recipe import Recipe
 
 
@@ -71,13 +72,33 @@ def build_model(
     num_classes: int | None = None,
     image_size: int | None = None,
     label_smoothing: float = 0.0,
-    adapt: Callable[[nn.Module], nn.Module] | None = None,
+    adapt: Adapt | None = None,
+    from_scratch: bool = False,
+    sequence_length: int | None = None,
+    check: bool = True,
+    load: bool = True,
     **options: Any,
 ) -> Layered:
-    """A model of the zoo as layers, with the same weights wherever it is built with the same seed.
+    """A model by its name as layers, with the same weights wherever it is built with the same seed.
 
-    On the device "meta" it has shapes and no weights, and takes neither time nor memory.
+    The name is one of the zoo, `hf:FOLDER` or `python:FILE.py:FUNCTION`. On the device "meta" it has shapes and no
+    weights, and takes neither time nor memory; without `load` weights that are in a folder stay there until a stage
+    asks for its own. `adapt` changes the module before its layers are looked for.
     """
+    if name.startswith((HUGGING_FACE, PYTHON)):
+        for option, value in {"image_size": image_size, **options}.items():
+            if value is not None:
+                raise ModelError(f"'{name}' has no option '{option}'", "what a model is like stands in its own files")
+    if name.startswith(HUGGING_FACE):
+        made = build_pretrained(
+            name, seed=seed, num_classes=num_classes, sequence_length=sequence_length, from_scratch=from_scratch,
+            label_smoothing=label_smoothing, adapt=adapt, check=check,
+        )  # fmt: skip
+        return made.loaded(device) if load and torch.device(device).type != "meta" else made
+    if name.startswith(PYTHON):
+        return build_own(name, seed=seed, adapt=adapt)
+    if sequence_length is not None:
+        options["context"] = sequence_length
     entry = _find_entry(name)
     sizes = {"num_classes": num_classes, "image_size": image_size}
     recipe = _build(entry, options | {k: v for k, v in sizes.items() if v is not None}, seed, device)
@@ -104,15 +125,4 @@ def _build(entry: _Entry, options: Mapping[str, Any], seed: int, device: torch.d
         torch.manual_seed(seed)
         with on if on.type == "meta" else torch.device("cpu"):
             recipe = entry.build(**options)
-    return recipe if on.type in ("meta", "cpu") else _moved(recipe, on)
-
-
-def _moved(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe on another device: weights are always drawn on the CPU, so they do not depend on it."""
-    return Recipe(
-        module=recipe.module.to(device),
-        layers=recipe.layers,
-        inputs=tuple(tensor.to(device) for tensor in recipe.inputs),
-        targets=tuple(tensor.to(device) for tensor in recipe.targets),
-        loss=recipe.loss,
-    )
+    return recipe if on.type in ("meta", "cpu") else recipe.on(on)

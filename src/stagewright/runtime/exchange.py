@@ -6,7 +6,7 @@ on this very worker ────────▶ ┘                             
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,8 +21,12 @@ from stagewright.schedule import Action, Kind
 class Exchange:
     """The rows that a worker's replicas share with replicas of neighbouring stages, here and on other workers."""
 
-    def __init__(self, worker: int, replicas: Mapping[int, Replica], transport: Transport, settings: Settings) -> None:
+    def __init__(
+        self, worker: int, replicas: Mapping[int, Replica], transport: Transport, settings: Settings,
+        length_of: Callable[[int], int | None],
+    ) -> None:  # fmt: skip
         self.worker, self.replicas, self.transport, self._settings = worker, replicas, transport, settings
+        self._length_of = length_of
 
     def is_ready(self, action: Action) -> bool:
         """Whether a forward or backward has all its rows."""
@@ -102,7 +106,7 @@ class Exchange:
         """What the rows of a microbatch arrive in, made when the first of them is due."""
         in_flight, share = here.activations if is_forward else here.gradients, here.share(key[1])
         if key not in in_flight and share is not None:
-            specs = here.runner.inputs if is_forward else here.runner.returned
+            specs = here.arriving(self._length_of(key[0]), is_forward=is_forward)
             shapes = [((share.stop - share.start, *spec.shape_per_row), spec.dtype) for spec in specs]
             layout = self._settings.channels_last
             in_flight[key] = InFlight([self.transport.empty(shape, dtype, layout) for shape, dtype in shapes], [])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +26,17 @@ class Feed(Protocol):
         """The loss's targets for the same rows."""
 
 
+def lengths_of(feed: Feed) -> tuple[int, ...]:
+    """The lengths that the rows of a feed may have, batch by batch; none where all are as in the model's sample."""
+    lengths = tuple(getattr(feed, "lengths", ()))
+    return lengths if len(lengths) > 1 else ()
+
+
+def length_of(feed: Feed, batch: int) -> int | None:
+    """The length of a batch's rows, which every worker knows; None where all are as in the model's sample."""
+    return int(getattr(feed, "length")(batch)) if lengths_of(feed) else None  # noqa: B009  only some feeds have it
+
+
 class FunctionFeed:
     """Rows from a function of (batch, start, stop) that returns (inputs, targets)."""
 
@@ -37,12 +50,46 @@ class FunctionFeed:
         return self._rows(batch, start, stop)[1]
 
 
+class ReadAhead:
+    """A feed whose rows are made ahead of time by threads, and pinned where they go to a card."""
+
+    def __init__(self, feed: Feed, device: torch.device, *, batches: int = 2, threads: int = 2) -> None:
+        self.feed, self._device, self._batches = feed, device, batches
+        self.lengths, self.length = lengths_of(feed), partial(length_of, feed)
+        self._pool = ThreadPoolExecutor(threads, "stagewright-rows")
+        self._coming: dict[tuple[str, int, int, int], Future[list[Tensor]]] = {}
+
+    def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return self._take("inputs", batch, start, stop)
+
+    def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        return self._take("targets", batch, start, stop)
+
+    def _take(self, which: str, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+        for each in range(batch, batch + self._batches + 1):
+            if (key := (which, each, start, stop)) not in self._coming:
+                self._coming[key] = self._pool.submit(self._make, *key)
+        given = self._coming.pop((which, batch, start, stop)).result()
+        # torch keeps memory that it pinned until copies from it are over.
+        return [each.to(self._device, non_blocking=each.is_pinned()) for each in given]
+
+    def _make(self, which: str, batch: int, start: int, stop: int) -> list[Tensor]:
+        made = getattr(self.feed, which)(batch, start, stop)
+        pins = self._device.type == "cuda"
+        return [each.pin_memory() if pins and each.device.type == "cpu" else each for each in made]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 class CheckedFeed:
     """A feed whose rows come to a worker's device, wherever they were made, and are what was asked for."""
 
     def __init__(self, feed: Feed, device: torch.device, *, all_labels_count: bool) -> None:
         """`all_labels_count` says that the loss is known as a mean over rows alone."""
         self._feed, self._device, self._all_labels_count = feed, device, all_labels_count
+        self.lengths, self.length = lengths_of(feed), partial(length_of, feed)
 
     def inputs(self, specs: Sequence[TensorSpec], batch: int, start: int, stop: int) -> list[Tensor]:
         """The model's inputs for some rows, in the formats in which the first stage takes them."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stagewright.cost import handled_by_each
+from stagewright.errors import ModelError, UsageError
 from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.models.tracing import undisturbed
 from stagewright.plan import Plan, Share, overlaps
@@ -28,6 +31,15 @@ from stagewright.runtime.tied import Tied, copies_in, make_tied
 from stagewright.runtime.transport import is_staged
 from stagewright.runtime.weights import OptimizerMaker, Weights
 from stagewright.runtime.world import World, gather_json
+
+
+class AtLength(NamedTuple):
+    """A stage for rows of another length: its modules, one for each slot of the weights, and its shapes."""
+
+    modules: list[nn.Module]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    targets: tuple[TensorSpec, ...]
 
 
 class Outbox:
@@ -68,6 +80,8 @@ class Replica:
     """What the model calls the tensors that its stage knows by another name."""
     deferred: list[DeferredGradients] = field(default_factory=list)
     """For each of its modules the linear layers whose weight gradients are made for several microbatches at once."""
+    at: dict[int, AtLength] = field(default_factory=dict)
+    """The stage by the length of rows, where that changes from batch to batch."""
     activations: dict[Key, InFlight] = field(default_factory=dict)
     """Inputs on their way, by microbatch."""
     gradients: dict[Key, InFlight] = field(default_factory=dict)
@@ -82,6 +96,26 @@ class Replica:
     """How many backwards of a batch are still to come."""
     _shares: dict[int, Share | None] = field(default_factory=dict)
     _partners: dict[tuple[int, int], dict[int, tuple[int, int]]] = field(default_factory=dict)
+
+    def module(self, batch: int, length: int | None = None, *, newest: bool = False) -> nn.Module:
+        """The stage with the weights that a batch uses, or the newest ones, for rows of a length."""
+        index = self.weights.index(self.weights.num_updates - 1 if newest else batch)
+        return self.weights.modules[index] if length is None else self.at[length].modules[index]
+
+    def inputs(self, length: int | None) -> tuple[TensorSpec, ...]:
+        """The inputs for rows of a length."""
+        return self.runner.inputs if length is None else _reshaped(self.runner.inputs, self.at[length].inputs)
+
+    def targets(self, length: int | None) -> tuple[TensorSpec, ...]:
+        """The targets for rows of a length."""
+        return self.runner.targets if length is None else _reshaped(self.runner.targets, self.at[length].targets)
+
+    def arriving(self, length: int | None, *, is_forward: bool) -> tuple[TensorSpec, ...]:
+        """What comes from the stage before, or from the one after: the gradients of the outputs that need them."""
+        if is_forward:
+            return self.inputs(length)
+        outputs = self.runner.outputs if length is None else _reshaped(self.runner.outputs, self.at[length].outputs)
+        return tuple(spec for spec in outputs if spec.needs_grad)
 
     @property
     def trained(self) -> list[str]:
@@ -137,18 +171,24 @@ class Replica:
 
 
 def make_replicas(
-    plan: Plan, layered: Layered, world: World, settings: Settings, make_optimizer: OptimizerMaker
-) -> dict[int, Replica]:
-    """The stages that the plan puts on this worker, ready to run. All workers must call it, for the groups."""
+    plan: Plan, layered: Layered, world: World, settings: Settings, make_optimizer: OptimizerMaker,
+    lengths: Sequence[int] = (),
+) -> dict[int, Replica]:  # fmt: skip
+    """The stages that the plan puts on this worker, ready to run. All workers must call it, for the groups.
+
+    With `lengths` rows may have any of these, batch by batch.
+    """
+    if lengths and settings.compile:
+        raise UsageError("--compile makes code for one length of rows, and these have several", "leave --compile out")
+    others = {length: layered.at_length(length) for length in lengths}
     replicas: dict[int, Replica] = {}
     if settings.sync_batch_norm:
         check_batch_norm(plan)
     edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
-    modules = {
-        number: _place(layered.stage(*edges[number : number + 2]), settings, world.device)
-        for number, workers in enumerate(plan.workers)
-        if world.worker in workers
-    }
+    own = [number for number, workers in enumerate(plan.workers) if world.worker in workers]
+    for number in own:
+        layered.load(edges[number], edges[number + 1], world.device)
+    modules = {number: _place(layered.stage(*edges[number : number + 2]), settings, world.device) for number in own}
     shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, members in enumerate(plan.workers):
         group = world.group("reduce", members)
@@ -163,14 +203,18 @@ def make_replicas(
             copy_from(members[0], [*module.parameters(), *module.buffers()], group)
         copies, names = copies_in(module, tied), _other_names(module, layered)
         weights = Weights(module, plan.versions[number], make_optimizer, layered.unreached, copies, names)
-        deferred = _deferred(weights, copies) if _defers(plan, number, settings) else []
+        deferred = _deferred(weights, copies) if not lengths and _defers(plan, number, settings) else []
         reducer = Reducer(weights.parameters, plan.stages[number].num_buckets, group, add_up)
         for batch, each in enumerate(deferred):
             each.put(reducer.places(weights.slot(batch)))
         replica = members.index(world.worker)
         seed, recompute = mix(settings.seed, number, replica), plan.stages[number].recompute
         runner = StageRunner(number, module, settings, recompute=recompute, seed=seed)
-        replicas[number] = Replica(number, replica, plan, runner, weights, reducer, tied, names, deferred)
+        at = {
+            length: _at_length(other, (edges[number], edges[number + 1]), weights, settings, world.device)
+            for length, other in others.items()
+        }
+        replicas[number] = Replica(number, replica, plan, runner, weights, reducer, tied, names, deferred, at)
         if settings.compile:
             weights.modules = [compiled(slot, plan, world.device) for slot in weights.modules]
     _infer_dtypes(replicas, plan, layered, world, settings)
@@ -181,6 +225,30 @@ def _deferred(weights: Weights, copies: Mapping[str, Sequence[nn.Parameter]]) ->
     """The linear layers of each of a stage's modules, before a reducer listens to their weights."""
     apart = {id(each) for slots in copies.values() for each in slots}
     return [DeferredGradients(each, apart) for each in weights.modules]
+
+
+def _at_length(
+    layered: Layered, edges: tuple[int, int], weights: Weights, settings: Settings, device: torch.device
+) -> AtLength:
+    """A stage found for rows of another length, with the weights and buffers of every slot."""
+    own, stage = {name for name, _ in layered.model.named_buffers()}, layered.stage(*edges)
+    modules: list[nn.Module] = []
+    for slot in weights.modules:
+        buffers = {name: each for name, each in slot.named_buffers(remove_duplicate=False) if name in own}
+        known: dict[str, Tensor] = {**buffers, **dict(slot.named_parameters(remove_duplicate=False))}
+        named = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
+        shared = {id(each): known[name] for name, each in named if name in known}
+        made = copy.deepcopy(stage, memo=dict(shared))
+        if {id(each) for each in made.parameters()} != {id(each) for each in slot.parameters()}:
+            raise ModelError("a stage has other parameters when its rows have another length", "use one length")
+        modules.append(_place(made, settings, device))
+    placed = _place(stage, settings, device)
+    return AtLength(modules, placed.inputs, placed.outputs, placed.targets)
+
+
+def _reshaped(specs: Sequence[TensorSpec], shapes: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The specs with the shapes of others."""
+    return tuple(replace(spec, shape_per_row=other.shape_per_row) for spec, other in zip(specs, shapes, strict=True))
 
 
 def _other_names(module: nn.Module, layered: Layered) -> dict[str, str]:

@@ -71,11 +71,6 @@ class StageRunner:
         self.held: dict[Key, _Held] = {}
         self._uses_a_weight_twice: bool | None = None
 
-    @property
-    def returned(self) -> tuple[TensorSpec, ...]:
-        """The outputs whose gradients come back."""
-        return tuple(spec for spec in self.outputs if spec.needs_grad)
-
     def forward(
         self, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, start: int = 0,
         hold: bool = True,

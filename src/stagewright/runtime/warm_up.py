@@ -35,21 +35,23 @@ def _run_everything_once(worker: Worker) -> None:
             for rows in sorted(sizes) * 2:  # the second time adds to gradients and sums
                 run = partial(_run_once, worker, here, slot, rows)
                 run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
+                for length in here.at:
+                    _run_once(worker, here, slot, rows, length)
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
         for versions in (here.weights, *here.tied):
             _update_once(versions, worker.world.device)
 
 
-def _run_once(worker: Worker, here: Replica, slot: int, rows: int) -> None:
+def _run_once(worker: Worker, here: Replica, slot: int, rows: int, length: int | None = None) -> None:
     """Forward and backward of one slot on rows of zeros."""
     runner, key = here.runner, (slot, -1)
     if replays(here.plan):  # a gradient is never added to, and where graphs are replayed it must not be
         for parameter in here.weights.modules[slot].parameters():
             parameter.grad = None
-    inputs = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.inputs]
-    targets = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in runner.targets]
-    made = runner.forward(here.weights.modules[slot], key, inputs, targets)
+    inputs = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in here.inputs(length)]
+    targets = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in here.targets(length)]
+    made = runner.forward(here.module(slot, length), key, inputs, targets)
     if runner.has_loss:
         worker.note(-1, rows, made, targets)
         worker.figures(-1)

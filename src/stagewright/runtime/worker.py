@@ -16,7 +16,7 @@ from stagewright.plan import Share
 from stagewright.policy import RULES
 from stagewright.runtime.clock import Clock
 from stagewright.runtime.exchange import Exchange
-from stagewright.runtime.feed import CheckedFeed, Feed
+from stagewright.runtime.feed import CheckedFeed, Feed, lengths_of
 from stagewright.runtime.order import receives_ahead, together
 from stagewright.runtime.precision import LossScale, Verdict, sum_of_squares
 from stagewright.runtime.replica import Replica, make_replicas
@@ -52,9 +52,8 @@ class Worker:
             )
         self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
         self.metric, self.num_metrics = metric, num_metrics
-        self.replicas = make_replicas(self.plan, layered, world, settings, make_optimizer)
+        self.replicas = make_replicas(self.plan, layered, world, settings, make_optimizer, lengths_of(feed))
         self.transport = make_transport(world, self.plan, settings)
-        self.exchange = Exchange(world.worker, self.replicas, self.transport, settings)
         self.clock = Clock(world.worker, world.device)
         self.scale = LossScale(settings, world.device, self.plan.versions)
         self.verdicts: dict[int, Verdict] = {}
@@ -62,6 +61,7 @@ class Worker:
         """What counts the targets of a batch, where the loss is not divided by rows."""
         self._all_labels_count = isinstance(layered.loss, MeanLoss) and self.count is None
         self.feed = CheckedFeed(feed, world.device, all_labels_count=self._all_labels_count)
+        self.exchange = Exchange(world.worker, self.replicas, self.transport, settings, self.feed.length)
         self._figures: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
         self._updates: dict[int, int] = {}
@@ -114,16 +114,18 @@ class Worker:
         helper.is_training, helper._figures, helper.gate = False, {}, None
         helper.wants_metric = lambda batch: True
         helper.replicas = {
-            stage: Replica(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
+            stage: Replica(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer, at=here.at)
             for stage, here in self.replicas.items()
         }
-        helper.exchange = Exchange(self.world.worker, helper.replicas, self.transport, self.settings)
+        helper.exchange = Exchange(
+            self.world.worker, helper.replicas, self.transport, self.settings, helper.feed.length
+        )
         helper.handlers = helper._table()
         return helper
 
     def current_modules(self) -> list[nn.Module]:
         """The stages with their newest weights."""
-        return [here.weights.newest() for here in self.replicas.values()]
+        return [here.module(0, length, newest=True) for here in self.replicas.values() for length in (None, *here.at)]
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches: in its own sequence, or as rows arrive."""
@@ -203,13 +205,13 @@ class Worker:
         inputs = (
             self.exchange.inputs(here, key)
             if here.stage
-            else self.feed.inputs(here.runner.inputs, key[0], share.start, share.stop)
+            else self.feed.inputs(here.inputs(self.feed.length(key[0])), key[0], share.start, share.stop)
         )
         last = here.runner.has_loss
         targets = self._targets(here, key[0], share.start, share.stop) if last else ()
         for tied in here.tied:
             tied.catch_up(key[0] - tied.num_versions, skips=self.skips)
-        module = here.weights.module(key[0]) if self.is_training else here.weights.newest()
+        module = here.module(key[0], self.feed.length(key[0]), newest=not self.is_training)
         made = here.runner.forward(module, key, inputs, targets, start=share.start, hold=self.is_training)
         if self.watch is not None and self.is_training:
             self.watch.after_forward(here, module, key, inputs, targets, made)
@@ -223,7 +225,7 @@ class Worker:
         here, key, _ = self._find(action)
         gradients = self.exchange.output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
-        self.self_check.add(here, key, gradients, scale)
+        self.self_check.add(here, key, gradients, scale, self.feed.length(key[0]))
         is_last = self._arm(here, key)
         with here.backward_of(key[0], is_last=is_last):
             returned = here.runner.backward(key, gradients, scale)
@@ -236,7 +238,7 @@ class Worker:
         module = here.weights.module(key[0])
         gradients = self.exchange.output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
-        self.self_check.add(here, key, gradients, scale)
+        self.self_check.add(here, key, gradients, scale, self.feed.length(key[0]))
         returned = here.runner.backward_input(module, key, gradients, scale)
         self.exchange.keep_gradients(here, key, returned)
 
@@ -303,7 +305,7 @@ class Worker:
 
     def _targets(self, here: Replica, batch: int, start: int, stop: int) -> list[Tensor]:
         """The targets of some rows of a batch."""
-        return self.feed.targets(here.runner.targets, batch, start, stop)
+        return self.feed.targets(here.targets(self.feed.length(batch)), batch, start, stop)
 
     # The end of a batch
 

@@ -15,7 +15,7 @@ from stagewright.training.sinks import check_sinks
 
 def check_packages(config: Config) -> None:
     """Refuses options that need packages which are not installed, before anything is opened or built."""
-    for folder in config.data.folders:
+    for folder in () if config.data.is_text else config.data.folders:
         need(f"{'--data' if folder == config.data.data else '--evaluation-data'} {folder}", "PIL")
     check_sinks(config.job.sinks)
 

@@ -7,12 +7,13 @@ import shlex
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from rich.console import Console
 
 from stagewright.cluster import Cluster, Device, count, make_cluster, parse_placement
+from stagewright.data.packing import TokenRows
 from stagewright.errors import DataError, PlacementError, UsageError
 from stagewright.models import Layered, build_model, forward_flops, parameter_counts
 from stagewright.plan import Plan
@@ -35,9 +36,13 @@ from stagewright.training.events import nothing_left, plan_lines
 from stagewright.training.job import Job, JobOptions
 from stagewright.training.recipes import Recipe
 from stagewright.training.start import states_of, train
+from stagewright.training.text import TextFeed, check_text_options, text_rows
 
 if TYPE_CHECKING:
     from stagewright.data.source import Dataset
+
+    _Rows: TypeAlias = Dataset | TokenRows
+    """Images, or rows of text."""
 
 _DEFAULT_ROWS = 32
 """Rows a device, where no batch is given."""
@@ -59,8 +64,7 @@ def run_command(
     settings, where = _settings_of(config), config.where
     if not where.nodes:
         check_device(settings)
-    dataset, evaluation_set = _dataset_of("data", config), _dataset_of("evaluation_data", config)
-    model = _model_of(config, dataset)
+    dataset, evaluation_set, model = _data_and_model(config)
     cluster = cluster or _local_cluster(config, settings)
     plan = _plan_of(config, model, cluster)
     _check_devices(plan, settings, where.share)
@@ -103,6 +107,16 @@ def _steps_done(job: Job, folder: Path | None) -> int:
     return 0 if found is None else int(found[1]["step"])
 
 
+def _data_and_model(config: Config) -> tuple[_Rows | None, _Rows | None, Layered]:
+    """What the run trains on, what it is evaluated on, and the model, which knows how long rows of text are."""
+    check_text_options(config)
+    if not config.data.is_text:
+        dataset, evaluation_set = _dataset_of("data", config), _dataset_of("evaluation_data", config)
+        return dataset, evaluation_set, _model_of(config, dataset)
+    model = _model_of(config, None)
+    return *text_rows(config, model), model
+
+
 def _settings_of(config: Config) -> Settings:
     """How the run computes."""
     device: Any = config.where.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -123,17 +137,20 @@ def _dataset_of(key: str, config: Config) -> Dataset | None:
         raise DataError(f"{spelled(key)} {folder}: {fault.what}", fault.todo) from None
 
 
-def _say_what_is_skipped(console: Console, *datasets: Dataset | None) -> None:
+def _say_what_is_skipped(console: Console, *datasets: _Rows | None) -> None:
     """Prints how many records were left out, and the first of them."""
     faults = [fault for dataset in datasets if dataset is not None for fault in dataset.faults]
     if faults:
         console.print(f"data: {count(len(faults), 'record')} skipped; the first: {faults[0]}", markup=False)
 
 
-def _feed_of(dataset: Dataset | None, model: Layered, config: Config, *, is_training: bool = True) -> Feed | None:
-    """The images as the model takes them; None where they are made up."""
+def _feed_of(dataset: _Rows | None, model: Layered, config: Config, *, is_training: bool = True) -> Feed | None:
+    """The images or the text as the model takes them; None where they are made up."""
     if dataset is None:
         return None
+    if isinstance(dataset, TokenRows):
+        lengths = config.data.lengths
+        return TextFeed(dataset, model, seed=config.settings.seed, is_training=is_training, lengths=lengths)
     from stagewright.training.data import DataFeed  # needs the extra `data`
 
     shape = model.inputs[0].shape_per_row
@@ -150,7 +167,8 @@ def _model_of(config: Config, dataset: Dataset | None) -> Layered:
     classes = config.model.num_classes or (dataset.num_classes if dataset is not None else None)
     return build_model(
         config.model.name, seed=config.settings.seed, num_classes=classes, image_size=config.model.image_size,
-        label_smoothing=config.recipe.label_smoothing, adapt=lora_of(config),
+        label_smoothing=config.recipe.label_smoothing, sequence_length=config.model.sequence_length,
+        from_scratch=config.model.from_scratch, check=not is_worker(), load=False, adapt=lora_of(config),
     )  # fmt: skip
 
 
@@ -213,7 +231,7 @@ def _check_devices(plan: Plan, settings: Settings, share: int) -> None:
         )
 
 
-def _job_of(config: Config, plan: Plan, dataset: Dataset | None, evaluation_set: Dataset | None) -> Job:
+def _job_of(config: Config, plan: Plan, dataset: _Rows | None, evaluation_set: _Rows | None) -> Job:
     """How long the run goes on: so many epochs, but no more than so many steps."""
     asked, epochs = config.job, config.recipe.epochs
     per_epoch = _steps_an_epoch(config, plan, dataset)
@@ -229,7 +247,7 @@ def _job_of(config: Config, plan: Plan, dataset: Dataset | None, evaluation_set:
     })  # fmt: skip
 
 
-def _steps_an_epoch(config: Config, plan: Plan, dataset: Dataset | None) -> int | None:
+def _steps_an_epoch(config: Config, plan: Plan, dataset: _Rows | None) -> int | None:
     """How many whole batches an epoch has; None where nobody counts in epochs."""
     images = config.data.epoch_images if dataset is None else len(dataset)
     if images is None and not config.recipe.needs_epochs:
@@ -237,20 +255,22 @@ def _steps_an_epoch(config: Config, plan: Plan, dataset: Dataset | None) -> int 
     images = images or _IMAGENET_IMAGES
     if images < plan.batch:
         raise UsageError(
-            f"an epoch of {config.data.data} has {images:,} images, fewer than the batch of {plan.batch:,}",
+            f"an epoch of {config.data.data} has {images:,} {'rows' if config.data.is_text else 'images'}, fewer than "
+            f"the batch of {plan.batch:,}",
             "use a smaller --batch",
         )
     return images // plan.batch
 
 
-def _evaluation_rows(config: Config, plan: Plan, dataset: Dataset | None, evaluation_set: Dataset | None) -> int:
-    """How many images an evaluation has; 0 where none is asked for."""
+def _evaluation_rows(config: Config, plan: Plan, dataset: _Rows | None, evaluation_set: _Rows | None) -> int:
+    """How many rows an evaluation has; 0 where none is asked for."""
     if evaluation_set is not None:
         return len(evaluation_set)
     if config.data.evaluation_data is None and config.job.evaluate_every is None:
         return 0
     if dataset is not None:
-        raise UsageError("--evaluate-every needs images to evaluate on", "add --evaluation-data FOLDER")
+        share = "--validation 0.05 or " if config.data.is_text else ""
+        raise UsageError("--evaluate-every needs rows to evaluate on", f"add {share}--evaluation-data FOLDER")
     return _EVALUATION_BATCHES * plan.batch
 
 

@@ -24,7 +24,15 @@ from stagewright.training.sections import read_section, section_keys
 
 CONFIG_FILE = "config.yaml"
 """The configuration in a run's folder; its workers read it."""
-SYNTHETIC = "synthetic"
+SYNTHETIC, TEXT, TOKENS = "synthetic", "text:", "tokens:"
+"""What data is called, or begins with, that is no folder of images."""
+
+
+def is_text(data: str) -> bool:
+    """Whether this names text, or tokens that were made of it."""
+    return data.startswith((TEXT, TOKENS))
+
+
 _Layer = Mapping[str, Mapping[str, Any]]
 """Plain values by section and key, as one source gives them."""
 
@@ -34,11 +42,15 @@ class ModelOptions:
     """Which model, and how large."""
 
     name: str
-    """a model of `stagewright models`"""
+    """a model of `stagewright models`, hf:FOLDER or python:FILE.py:FUNCTION"""
     image_size: int | None = Field(default=None, ge=1)
     """side of the images"""
     num_classes: int | None = Field(default=None, ge=1)
     """classes that the model tells apart"""
+    sequence_length: int | None = Field(default=None, ge=2)
+    """tokens of a row; the model's own context by default"""
+    from_scratch: bool = False
+    """draw the weights of hf:FOLDER instead of reading them"""
     lora: int | None = Field(default=None, ge=1)
     """freeze the model, and train low-rank adapters of this rank in it (needs peft)"""
     lora_targets: tuple[str, ...] = ()
@@ -57,18 +69,32 @@ class DataOptions:
     """What it is trained and evaluated on."""
 
     data: str = SYNTHETIC
-    """synthetic, or a folder of records, tar shards or images"""
+    """synthetic, a folder of records, tar shards or images, text:FILE_OR_FOLDER, or tokens:FOLDER"""
     evaluation_data: str | None = None
-    """synthetic, or a folder to evaluate on"""
+    """the same, to evaluate on"""
+    validation: float | None = Field(default=None, gt=0, lt=1)
+    """share of the text's rows that is kept apart, to evaluate on"""
+    tokenizer: str | None = None
+    """folder of the tokenizer; the model's own by default"""
+    pack: Literal["join", "documents", "off"] | None = None
+    """documents joined to whole rows, each in rows of its own, or one row each; off where some tokens do not count"""
+    lengths: int = Field(default=1, ge=1, le=16)
+    """to how many lengths rows of --pack documents or off are padded, batch by batch"""
     on_corrupt: Literal["stop", "skip"] = "stop"
-    """images that cannot be read"""
+    """images and lines of text that cannot be read"""
     epoch_images: int | None = Field(default=None, ge=1)
     """images of an epoch of synthetic data; ImageNet's by default"""
 
     @property
     def folders(self) -> list[str]:
         """Where data is read from; none for what is made up."""
-        return [folder for folder in (self.data, self.evaluation_data) if folder not in (None, SYNTHETIC)]
+        given = [each for each in (self.data, self.evaluation_data) if each not in (None, SYNTHETIC)]
+        return [each.removeprefix(TEXT).removeprefix(TOKENS) for each in given if each is not None]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the rows are tokens of text."""
+        return is_text(self.data)
 
 
 @dataclass(frozen=True, kw_only=True)

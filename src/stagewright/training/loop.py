@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
 from stagewright.models.roles import parameter_roles
 from stagewright.record import Record, Source
-from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
+from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
 from stagewright.runtime.launch.environment import RUN_FOLDER
 from stagewright.runtime.launch.joining import Take, joined
 from stagewright.runtime.replica import fed_inputs, with_dtypes
@@ -69,7 +70,8 @@ def work(
 
 def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     """Trains, evaluates where asked, and gathers the record."""
-    metric = (accuracy_sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
+    sums = partial(accuracy_sums, shifts=getattr(run.layered.loss, "shifts", False))
+    metric = (sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
     assert run.own is not None
     if run.world.worker == 0 and RUN_FOLDER not in os.environ:
         run.schedule.save(run.folder / SCHEDULE_FILE)  # for those who read the recorders
@@ -220,7 +222,10 @@ def feed_of(run: Run) -> Feed:
     """Where the rows come from."""
     if run.data is None:
         return synthetic_feed(run.layered, run.settings, run.world.device)
-    return FunctionFeed(run.data) if callable(run.data) else _settled(run.data, run)
+    if not callable(run.data):
+        return _settled(run.data, run)
+    feed = FunctionFeed(run.data)
+    return ReadAhead(feed, run.world.device, batches=1, threads=1) if run.world.device.type == "cuda" else feed
 
 
 def _evaluation_of(run: Run) -> Feed | None:
@@ -233,11 +238,11 @@ def _evaluation_of(run: Run) -> Feed | None:
 
 
 def _settled(feed: Feed, run: Run) -> Feed:
-    """The feed, told which rows this worker needs, where it wants to know."""
+    """The feed, told which rows this worker needs, where it wants to know; read ahead where it can be."""
     settle = getattr(feed, "settle", None)
     if settle is not None:
         settle(run.schedule.plan, run.settings)
-    return feed
+    return ReadAhead(feed, run.world.device) if getattr(feed, "may_be_read_ahead", False) else feed
 
 
 def synthetic_feed(layered: Layered, settings: Settings, device: torch.device, num_classes: int = 10) -> Feed:

@@ -26,12 +26,15 @@ def has_accuracy(model: Layered) -> bool:
     return len(scores) == len(labels) + 1 and labels in (scores[:-1], scores[1:])
 
 
-def accuracy_sums(predictions: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+def accuracy_sums(predictions: Sequence[Tensor], targets: Sequence[Tensor], *, shifts: bool = False) -> Tensor:
     """How many rows have their label first, and among the first five, as sums over the rows.
 
     Several labels a row count as their mean, those that do not count left out; classes are last, or after the rows.
+    Where the loss shifts, the scores of a token are for the next one's label.
     """
     scores, labels = predictions[0], targets[0]
+    if shifts:
+        scores, labels = scores[:, :-1], labels[:, 1:]
     if scores.shape[:-1] != labels.shape:
         scores = scores.movedim(1, -1)
     best = scores.topk(min(_TOP_K, scores.size(-1)), dim=-1).indices

@@ -27,6 +27,7 @@ from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.training.checks import check_device
 from stagewright.training.config import CONFIG_FILE, Config
+from stagewright.training.dataset import Collate, MapStyle, as_feed
 from stagewright.training.gathering import MakeOptimizer, Rows
 from stagewright.training.job import Job
 from stagewright.training.loop import work
@@ -40,7 +41,8 @@ def train(
     schedule: Schedule,
     model: Layered,
     *,
-    data: Feed | Rows | None = None,
+    data: Feed | Rows | MapStyle | None = None,
+    collate_fn: Collate | None = None,
     recipe: Recipe | MakeOptimizer | None = None,
     job: Job | None = None,
     settings: Settings | None = None,
@@ -58,13 +60,15 @@ def train(
 
     Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
     plan, which run the same script again, and waits for them. What follows in the script runs in all these processes;
-    `is_main()` is true in one. `data` gives the rows of a batch: a function of (batch, start, stop) → (inputs,
-    targets), or a Feed; None makes them up. `recipe` is a Recipe, or a function from parameters
-    to an optimizer. With `hosts` the workers are started there, each host with those of its own devices. With a
-    `config`, which the run's folder keeps, workers read that instead of running the script.
+    `is_main()` is true in one. `data` gives the rows of a batch: a map-style torch Dataset with an optional
+    `collate_fn`, a function of (batch, start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a
+    Recipe, or a function from parameters to an optimizer. With `hosts` the workers are started there, each host with
+    those of its own devices. With a `config`, which the run's folder keeps, workers read that instead of running the
+    script.
     `share` workers fit on a card, even where the plan has fewer.
     """
     job, settings = job or Job(), settings or Settings()
+    feed: Feed | Rows | None = as_feed(data, model, settings, collate_fn)
     schedule = _schedule_now(schedule)
     if not is_remote(hosts):
         check_device(settings)
@@ -72,9 +76,9 @@ def train(
     _check_smoothing(recipe, model)
     check_sinks(job.sinks)
     _check_resume(job, folder)
-    about = _about_run(schedule.plan, model, settings, recipe, data)
+    about = _about_run(schedule.plan, model, settings, recipe, feed)
     how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite}
-    rest = (schedule, model, job, settings, recipe or Recipe(), data, evaluation, cluster, source)
+    rest = (schedule, model, job, settings, recipe or Recipe(), feed, evaluation, cluster, source)
     # Whoever started workers here follows their events; without such a one they show them themselves.
     shown = None if RUN_FOLDER in os.environ else console or Console()
     if is_worker():

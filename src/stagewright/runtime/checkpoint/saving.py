@@ -314,6 +314,7 @@ def _own_share(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
 
 def _outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
     """What the whole model has that no stage does: tensors that nothing uses, and second names of tied ones."""
+    layered.load_rest("cpu")
     used = {id(tensor) for tensor in layered.stage(0, layered.num_layers).state_dict(keep_vars=True).values()}
     tensors: Tensors = {}
     aliases: dict[str, str] = {}

@@ -38,19 +38,23 @@ class SelfCheck:
         self._batch: int | None = None
         self._expected: dict[tuple[int, str], Tensor] = {}
 
-    def add(self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
+    def add(
+        self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor, length: int | None = None
+    ) -> None:
         """Runs a microbatch of the first batch once more, plainly; before its own backward lets go of its inputs."""
         if not self._is_on or here.replica != 0 or (self._is_compiled and here.runner.draws):  # which draws otherwise
             return
         self._batch = key[0] if self._batch is None else self._batch
         if key[0] == self._batch:
             try:
-                self._run(here, key, gradients, scale)
+                self._run(here, key, gradients, scale, length)
             except torch.OutOfMemoryError:  # a card that is just large enough for the run itself
                 self._is_on = False
 
-    def _run(self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
-        module = _plain(here.weights.module(key[0]))
+    def _run(
+        self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor, length: int | None
+    ) -> None:
+        module = _plain(here.module(key[0], length))
         weights = {name: module.get_parameter(name).detach().requires_grad_() for name in here.trained}
         for name, weight in weights.items():
             copy_hooks(module.get_parameter(name), weight)

@@ -1,0 +1,247 @@
+"""A model of the transformers library by its folder: `hf:FOLDER`, or `hf:NAME` where its files are at hand.
+
+    config.json ─▶ shapes alone ─▶ layers      a worker reads the tensors of its own stage when it needs them
+
+Its blocks run their own code in the stages: a trace follows only the code around them. Only tensors are inputs, by the
+names that the model calls them, and its scores are its one output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.errors import ModelError
+from stagewright.models.layered import Again, Layered
+from stagewright.models.loss import Loss, causal_cross_entropy_sum, cross_entropy_sum, smoothed, token_cross_entropy_sum
+from stagewright.models.making import make_layered
+from stagewright.models.pretrained import Pretrained, read_index
+
+HUGGING_FACE = "hf:"
+"""How the names of these models begin."""
+
+CONFIG = "config.json"
+_LENGTH = 1024
+"""Tokens of a row where neither the model nor anybody else says how many, and the most that are taken unasked."""
+
+Adapt = Callable[[nn.Module], nn.Module]
+"""Changes a model that has shapes alone, before its layers are looked for: adapters are put in here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What a model is for: transformers' class for it, what it takes, and its loss."""
+
+    auto: str
+    heads: tuple[str, ...]
+    """How the names of such models end."""
+    inputs: tuple[str, ...]
+    loss: Loss
+
+
+_TASKS = {
+    "causal": _Task(
+        auto="AutoModelForCausalLM", heads=("ForCausalLM", "LMHeadModel"), inputs=("input_ids",),
+        loss=causal_cross_entropy_sum(),
+    ),
+    "masked": _Task(
+        auto="AutoModelForMaskedLM", heads=("ForMaskedLM",), inputs=("input_ids", "attention_mask"),
+        loss=token_cross_entropy_sum(),
+    ),
+    "classification": _Task(
+        auto="AutoModelForSequenceClassification", heads=("ForSequenceClassification",),
+        inputs=("input_ids", "attention_mask"), loss=cross_entropy_sum(),
+    ),
+    "seq2seq": _Task(
+        auto="AutoModelForSeq2SeqLM", heads=("ForConditionalGeneration",),
+        inputs=("input_ids", "attention_mask", "decoder_input_ids"), loss=token_cross_entropy_sum(),
+    ),
+}  # fmt: skip
+
+
+def build_pretrained(
+    name: str, *, seed: int = 0, num_classes: int | None = None, sequence_length: int | None = None,
+    from_scratch: bool = False, label_smoothing: float = 0.0, adapt: Adapt | None = None, check: bool = True,
+) -> Layered:  # fmt: skip
+    """The layers of the model in a folder, on the device "meta", and where its weights are.
+
+    With `num_classes` it tells rows apart: the folder's own head, or a new one where it has another.
+    """
+    folder = find_folder(name.removeprefix(HUGGING_FACE))
+    config = _read_config(folder)
+    task = _TASKS["classification" if num_classes else _task_of(config, folder)]
+    if num_classes:
+        config.num_labels = num_classes
+    model = _skeleton(task, config)
+    weights = Pretrained(
+        model, {} if from_scratch else read_index(folder), folder=folder, seed=seed, from_scratch=from_scratch
+    )
+    loss = smoothed(task.loss, label_smoothing) if label_smoothing else task.loss
+    inputs, labels = _sample(task, config, sequence_length)
+    model = adapt(model) if adapt is not None else model
+    with _mask_left_out():
+        layered = make_layered(model, (), inputs, loss=loss, targets=(labels,), check=check)
+    return layered.changed(weights=weights, again=partial(_again, layered.again))
+
+
+def find_folder(name: str) -> Path:
+    """The folder of a model: a path, or that of a name of the Hub whose files are here or can be fetched."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        raise ModelError(f"hf:{name}: there is no such folder", "give one that holds config.json and safetensors files")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:  # each of the many reasons not to reach it has a class of its own
+        why = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"hf:{name} is no folder, and its files are not here and cannot be fetched: {why}",
+            "give the path of a folder with config.json and safetensors files",
+        ) from None
+
+
+def _read_config(folder: Path) -> Any:
+    """What config.json says of the model."""
+    from transformers import AutoConfig
+
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder} has no {CONFIG}", "give a folder that save_pretrained wrote")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # JSON's, transformers' and its models' own
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{folder / CONFIG} cannot be read: {lines[0]}", "is it of another version?") from None
+
+
+def _task_of(config: Any, folder: Path) -> str:
+    """What the model in a folder was saved for; one without a head is taken for a causal language model."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    for task, about in _TASKS.items():
+        if named.endswith(about.heads):
+            return task
+    if named.endswith("Model") or not named:
+        return "seq2seq" if config.is_encoder_decoder else "causal"
+    raise ModelError(
+        f"{folder / CONFIG} is of a {named}, which is no language model that is known here",
+        f"there are those that end in {', '.join(end for each in _TASKS.values() for end in each.heads)}",
+    )
+
+
+def _skeleton(task: _Task, config: Any) -> nn.Module:
+    """The model with shapes and no weights, in single precision, taking its inputs by name and giving its scores."""
+    import transformers
+
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            "output_router_logits is on: the balance of the router is over all rows of a batch, which no stage sees",
+            'set "output_router_logits": false in config.json',
+        )
+    config.use_cache = False
+    config.dtype = torch.float32
+    try:
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, task.auto).from_config(config, dtype=torch.float32)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"transformers cannot build a {config.model_type} as {task.auto}: {lines[0]}") from error
+    if config._experts_implementation == "grouped_mm":
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register("grouped_mm_or_shapes", _experts)
+        config._experts_implementation = "grouped_mm_or_shapes"
+    model.train()
+    _steady(model)
+    own = type(model)
+    model.__class__ = type(own.__name__, (own,), {"forward": _FORWARDS[task.inputs], "__module__": own.__module__})
+    return model
+
+
+def _steady(model: nn.Module) -> None:
+    """Refuses layers that are dropped as a whole; those that could be and are not, are not asked."""
+    for path, module in model.named_modules():
+        rate = getattr(module, "layerdrop", None)
+        if rate:
+            raise ModelError(
+                f"layerdrop = {rate} drops layers of '{path}' at random", 'set "layerdrop": 0 in config.json'
+            )
+        if rate is not None:  # it would draw a number for each layer all the same, and branch on it
+            own = type(module)
+            steady = property(lambda self: False, lambda self, is_on: None)
+            module.__class__ = type(own.__name__, (own,), {"training": steady, "__module__": own.__module__})
+            vars(module).pop("training", None)
+
+
+def _scores(model: Any, **inputs: Tensor) -> Any:
+    """What transformers' own forward makes of the inputs, without the rest."""
+    own: Any = type(model).__mro__[1]
+    return own.forward(model, **inputs, **({"use_cache": False} if own.can_generate() else {})).logits
+
+
+def _causal(self: Any, input_ids: Tensor) -> Any:
+    return _scores(self, input_ids=input_ids)
+
+
+def _encoding(self: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+    return _scores(self, input_ids=input_ids, attention_mask=attention_mask)
+
+
+def _translating(self: Any, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Any:
+    return _scores(self, input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids)
+
+
+_FORWARDS: Mapping[tuple[str, ...], Callable[..., Any]] = {
+    ("input_ids",): _causal,
+    ("input_ids", "attention_mask"): _encoding,
+    ("input_ids", "attention_mask", "decoder_input_ids"): _translating,
+}
+
+
+def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Any:
+    """A mixture's experts as transformers computes them, and on shapes alone by the way that works there."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    way = "batched_mm" if hidden.device.type == "meta" else "grouped_mm"
+    return ALL_EXPERTS_FUNCTIONS[way](module, hidden, chosen, weights)
+
+
+def _sample(task: _Task, config: Any, length: int | None) -> tuple[dict[str, Tensor], Tensor]:
+    """A row of inputs and its labels, shapes alone."""
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if length is not None and longest is not None and length > longest:
+        raise ModelError(
+            f"a row of {length} tokens is longer than the {longest} that {config.model_type} has positions for",
+            f"take --sequence-length {longest} or less",
+        )
+    tokens = torch.empty(1, length or min(longest or _LENGTH, _LENGTH), dtype=torch.int64, device="meta")
+    labels = tokens[:, 0] if task is _TASKS["classification"] else tokens
+    return {name: torch.empty_like(tokens) for name in task.inputs}, labels
+
+
+def _again(found: Again | None, changed: Callable[[Tensor], Tensor]) -> Layered:
+    """The layers found anew, with the same masks."""
+    assert found is not None
+    with _mask_left_out():
+        return found(changed)
+
+
+@contextmanager
+def _mask_left_out() -> Iterator[None]:
+    """Inside, transformers makes a mask only where attention needs one, as it does when it is not being traced.
+
+    Without a mask attention is torch's fused kernel, causal where the model is.
+    """
+    with (
+        patch("transformers.masking_utils.is_torchdynamo_exporting", return_value=False),
+        patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
+    ):
+        yield

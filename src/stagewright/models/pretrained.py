@@ -1,0 +1,220 @@
+"""The weights of a pretrained model: read from its folder tensor by tensor, or drawn.
+
+    model.safetensors.index.json ─▶ which file has which tensor ─▶ the tensors of one stage, straight to its device
+
+What a folder calls a tensor need not be what the model calls it, and several may make one: transformers knows how.
+What is drawn follows from the seed and the module's name alone, so it is the same in whatever stage the module is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from stagewright.errors import ModelError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_WRAPPED = ".base_layer."
+"""What adapters put into the names of the parameters that they stand before."""
+
+
+def read_index(folder: Path) -> dict[str, Path]:
+    """For each tensor in a folder the file that holds it; every file is looked at, but nothing is read."""
+    if (folder / INDEX).is_file():
+        try:
+            listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = {str(name): folder / str(file) for name, file in listed.items()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{folder / INDEX} cannot be read: {error}") from None
+    elif (folder / SINGLE).is_file():
+        files = dict.fromkeys(_names_in(folder / SINGLE), folder / SINGLE)
+    else:
+        raise ModelError(
+            f"{folder} has no weights: neither {SINGLE} nor {INDEX}",
+            "save it with save_pretrained, or draw weights with --from-scratch",
+        )
+    for file in sorted(set(files.values())):
+        lost = {name for name, of in files.items() if of == file} - _names_in(file)
+        if lost:
+            raise ModelError(f"{file} lacks '{min(lost)}', which {INDEX} says it has", "fetch the folder again")
+    return files
+
+
+def _names_in(file: Path) -> set[str]:
+    """The names of the tensors in a file; refuses one that is missing, cut off or no safetensors."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return set(opened.keys())
+    except FileNotFoundError:
+        raise ModelError(f"{file} is missing, though {INDEX} names it", "fetch the folder again") from None
+    except (SafetensorError, OSError) as fault:
+        raise ModelError(f"{file} cannot be read: {fault}", "it may have been cut off: fetch it again") from None
+
+
+class Pretrained:
+    """Where the weights of a model come from that has shapes alone."""
+
+    def __init__(
+        self, model: Any, files: Mapping[str, Path], *, folder: Path, seed: int, from_scratch: bool
+    ) -> None:  # fmt: skip
+        self.folder, self.from_scratch = folder, from_scratch
+        self._files, self._seed, self._model = files, seed, model
+        self._plain = model.state_dict()
+        if files and not self._sources.keys() & self._plain.keys():
+            raise ModelError(
+                f"no tensor in {folder} belongs to a {type(model).__name__}: it has '{min(files)}', not "
+                f"'{min(self._plain)}'",
+                "is config.json of another model?",
+            )
+
+    @cached_property
+    def drawn(self) -> tuple[str, ...]:
+        """The tensors that the folder does not have, though it has others."""
+        tied = getattr(self._model, "all_tied_weights_keys", {})
+        return tuple(name for name in self._plain if self._files and name not in self._sources and name not in tied)
+
+    @cached_property
+    def _sources(self) -> dict[str, tuple[Any, tuple[tuple[str, str], ...]]]:
+        """For each tensor of the model the rule that makes it, and the (pattern, name) of each that it is made of."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        rules = get_model_conversion_mapping(self._model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        made: dict[str, list[tuple[str, str]]] = {}
+        rule_of: dict[str, Any] = {}
+        prefix = self._model.base_model_prefix
+        for name in sorted(self._files, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, self._plain)
+            if target not in self._plain and name in self._plain:
+                target, pattern = name, None
+            rule_of[target] = by_pattern.get(str(pattern))
+            made.setdefault(target, []).append((pattern or name, name))
+        found = {target: (rule_of[target], tuple(names)) for target, names in made.items()}
+        for target, rule in rule_of.items():  # a rule may make several from one: the first stands for them
+            for other in rule.target_patterns[1:] if rule is not None else ():
+                found[target.replace(rule.target_patterns[0], other)] = found[target]
+        return found
+
+    def fill(self, model: nn.Module, names: Iterable[str], device: torch.device | str) -> None:
+        """Gives parameters and buffers that have shapes alone their numbers, on a device; others are left alone."""
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        wanted = {name for name in names if tensors[name].is_meta}
+        places: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            places.setdefault(id(tensor), []).append(name)
+        given = {name: places[id(tensors[name])] for name in sorted(wanted)}
+        with ExitStack() as files:
+            opened: dict[Path, Any] = {}
+            for name, everywhere in given.items():
+                plain = next((each for each in map(_plain, everywhere) if each in self._sources), None)
+                if plain is None or not tensors[name].is_meta:
+                    continue
+                made = self._read(plain, opened, files, device)
+                _put(model, everywhere, made.to(tensors[name].dtype))
+        left = [name for name in given if _at(model, name).is_meta]
+        if left:
+            self._draw(model, {name: given[name] for name in left}, device)
+
+    def _read(self, name: str, opened: dict[Path, Any], files: ExitStack, device: torch.device | str) -> Tensor:
+        """One tensor of the model, from those of the folder."""
+        rule, sources = self._sources[name]
+        read = []
+        for pattern, source in sources:
+            file = self._files[source]
+            if file not in opened:
+                opened[file] = files.enter_context(safe_open(file, framework="pt", device=str(device)))
+            read.append((pattern, opened[file].get_tensor(source)))
+        if rule is None:
+            made: Tensor = read[0][1]
+        else:
+            made = self._converted(name, rule, sources, read)
+        expected = self._plain[name].shape
+        if made.shape != expected:
+            raise ModelError(
+                f"'{sources[0][1]}' in {self._files[sources[0][1]]} has the shape {tuple(made.shape)}, the model "
+                f"{tuple(expected)}",
+                "is config.json of another model?",
+            )
+        return made
+
+    def _converted(self, name: str, rule: Any, sources: Any, read: Any) -> Tensor:
+        rule = deepcopy(rule)
+        for (pattern, source), (_, tensor) in zip(sources, read):
+            rule.add_tensor(name, source, pattern, tensor)
+        made = rule.convert(name, model=self._model, config=self._model.config, hf_quantizer=None, loading_info=None)
+        found: Any = made[name]
+        whole: Tensor = found[0] if isinstance(found, list) else found
+        return whole
+
+    def _draw(self, model: nn.Module, names: Mapping[str, Collection[str]], device: torch.device | str) -> None:
+        """Draws numbers on the CPU, module by module, each from a seed of its own; children come before parents."""
+        for name, everywhere in names.items():
+            _put(model, everywhere, torch.empty_like(_at(model, name), device="cpu"))
+        owners = {name.rpartition(".")[0] for each in names.values() for name in each}
+        within = {".".join(owner.split(".")[:depth]) for owner in owners for depth in range(owner.count(".") + 2)}
+        kept = [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
+        fresh = {id(_at(model, name)) for name in names}
+        for tensor in kept:
+            tensor._is_hf_initialized = id(tensor) not in fresh  # type: ignore[attr-defined]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for path in sorted(within, key=lambda each: (-each.count("."), each)):
+                torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
+                self._draw_module(model, path, fresh)
+        for name, everywhere in names.items():
+            _put(model, everywhere, _at(model, name).to(device))
+
+    def _draw_module(self, model: nn.Module, path: str, fresh: Collection[int]) -> None:
+        from transformers import PreTrainedModel, initialization
+
+        module = model.get_submodule(path)
+        own = [each for each in module.parameters(recurse=False) if id(each) in fresh]
+        if (kind := _adapter(path)) is not None:
+            for each in own:
+                nn.init.zeros_(each) if kind == "B" else nn.init.kaiming_uniform_(each, a=math.sqrt(5))
+            return
+        parts = path.split(".") if path else []
+        owners = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+        owner = next((each for each in owners if isinstance(each, PreTrainedModel)), self._model)
+        with initialization.guard_torch_init_functions():
+            owner._init_weights(module)
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter as it is without adapters."""
+    return name.replace(_WRAPPED, ".")
+
+
+def _adapter(path: str) -> str | None:
+    """Which of a low-rank adapter's two matrices a module is: A, B, or None."""
+    return next((kind for kind in "AB" if f".lora_{kind}." in f".{path}."), None)
+
+
+def _at(model: nn.Module, name: str) -> Tensor:
+    owner, _, own = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), own)
+    return found
+
+
+def _put(model: nn.Module, names: Collection[str], tensor: Tensor) -> None:
+    """Puts one tensor in all places where the model has it."""
+    first = _at(model, next(iter(names)))
+    if isinstance(first, nn.Parameter):
+        tensor = nn.Parameter(tensor.detach(), requires_grad=first.requires_grad)
+    for name in names:
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        (module._parameters if own in module._parameters else module._buffers)[own] = tensor  # type: ignore[assignment]
