@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stagewright.data.augment import EvalTransform, TrainTransform, Transform
-from stagewright.data.loader import CROPS, Loader
+from stagewright.data.loader import Loader
 from stagewright.data.opening import open_dataset
-from stagewright.data.order import draw_uniform
+from stagewright.data.order import Draw, draw_uniform
 from stagewright.data.source import Dataset
 from stagewright.data.writing import write_images
 
@@ -65,7 +65,7 @@ class PillowRows(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        draws = draw_uniform(0, 0, CROPS, index, num=self.transform.num_draws)[0]
+        draws = draw_uniform(0, 0, Draw.CROP, index, num=self.transform.num_draws)[0]
         image = Image.open(io.BytesIO(self.dataset.encoded(index))).convert("RGB")
         crop = self.transform.crop(image.height, image.width, draws.tolist())
         box = (crop.left, crop.top, crop.left + crop.width, crop.top + crop.height)

@@ -53,18 +53,15 @@ def make_model() -> sw.Layered:
 
 
 def make_cluster() -> sw.Cluster:
-    """Four workers of this machine; with fewer cores each has its share, and so have the links."""
-    from stagewright.profiling.detect import cpu_cluster, num_cores
+    """Four workers that share this machine's cores, with what moving and adding up a byte costs these."""
+    from stagewright.profiling.detect import cpu_cluster
+    from stagewright.profiling.links import measure_links
 
-    made = cpu_cluster(NUM_DEVICES, "this-machine")
-    host, share = made.hosts[0], min(1.0, num_cores() / NUM_DEVICES)
-    devices = tuple(replace(device, speed=share) for device in host.devices)
-    links = tuple(replace(link, bytes_per_s=link.bytes_per_s * share) for link in host.links)
-    return replace(made, hosts=(replace(host, devices=devices, links=links),))
+    return measure_links(cpu_cluster(NUM_DEVICES, "this-machine"))
 
 
 def measure(model: sw.Layered) -> sw.Profile:
-    """The model's profile, as a worker with one thread runs it."""
+    """The model's profile, as a worker with one thread runs it while the others compute too."""
     sizes = [BATCH // 16, BATCH // 4, BATCH]
     with Progress(TextColumn("     timing each layer"), BarColumn(), console=console, transient=True) as bar:
         task = bar.add_task("")
@@ -72,6 +69,7 @@ def measure(model: sw.Layered) -> sw.Profile:
             model,
             batch_sizes=sizes,
             name="demo-net",
+            workers=NUM_DEVICES,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
 
@@ -117,8 +115,7 @@ def show_profile(profile: sw.Profile) -> None:
 
 def show_plans(found: Search, cluster: sw.Cluster, records: list[sw.Record]) -> None:
     """What is predicted for the plans, and the reason."""
-    speed = cluster.hosts[0].devices[0].speed
-    console.print(f"     each has {speed:.0%} of a core")
+    console.print(f"     {NUM_DEVICES} workers share {cluster.cores:g} cores")
     for record in records:
         plan = record.plan
         cut = " | ".join(f"{stage.layers[0]} … {stage.layers[-1]}" for stage in plan.stages)

@@ -24,13 +24,10 @@ from stagewright.plan import Policy, Route
 from stagewright.policy import RULES
 from stagewright.profile import LayerProfile, Profile
 
-_BUCKET_BYTES = 16 << 20
-"""Gradients are reduced in pieces of at most about this size, so that the first can start while backward still runs."""
-
 KEPT_SHARE = 0.5
 """Of a linear layer's weights, what the rows that it keeps for later weight gradients may take beside them."""
 
-Number = TypeVar("Number", int, float)
+_Number = TypeVar("_Number", int, float)
 
 
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -392,13 +389,13 @@ def _check_kind(profile: Profile, cluster: Cluster) -> None:
         raise ProfileError(f"{said}{', '.join(sorted(unsaid))} too", todo)
 
 
-def _sums(values: Sequence[Number]) -> tuple[Number, ...]:
+def _sums(values: Sequence[_Number]) -> tuple[_Number, ...]:
     return tuple(accumulate(values, initial=type(values[0])(0)))
 
 
-def num_buckets(gradient_bytes: int) -> int:
+def num_buckets(gradient_bytes: int, most_bytes: int = 16 << 20) -> int:
     """How many buckets a stage's gradients make: several, so that only a small last one outlasts backward.
 
-    None is larger than `_BUCKET_BYTES`; up to eight, none is smaller than an eighth of that, to be worth a message.
+    None is larger than `most_bytes`; up to eight, none is smaller than an eighth of that, to be worth a message.
     """
-    return max(math.ceil(gradient_bytes / _BUCKET_BYTES), min(8, 8 * gradient_bytes // _BUCKET_BYTES), 1)
+    return max(math.ceil(gradient_bytes / most_bytes), min(8, 8 * gradient_bytes // most_bytes), 1)

@@ -134,7 +134,7 @@ class Plan(Saved):
 
     def shares(self, stage: int, microbatch: int) -> tuple[Share, ...]:
         """Which replica of a stage handles which rows of a microbatch, in the order of rows; none without rows."""
-        start, stop = microbatch_rows(self.batch, self.num_microbatches, microbatch)
+        start, stop = _microbatch_rows(self.batch, self.num_microbatches, microbatch)
         num_replicas = self.replicas[stage]
         if start == stop:
             return ()
@@ -152,7 +152,7 @@ class Plan(Saved):
     def patterns(self) -> tuple[tuple[int, int], ...]:
         """For each microbatch (its rows, its place in the turns of the replicas): equal ones are shared out alike."""
         cycle = math.lcm(*self.replicas) if self.route == "rotate" else 1
-        edges = (microbatch_rows(self.batch, self.num_microbatches, n) for n in range(self.num_microbatches))
+        edges = (_microbatch_rows(self.batch, self.num_microbatches, n) for n in range(self.num_microbatches))
         return tuple((stop - start, number % cycle) for number, (start, stop) in enumerate(edges))
 
 
@@ -179,7 +179,7 @@ def overlaps(
     return found
 
 
-def microbatch_rows(rows: int, num_microbatches: int, microbatch: int) -> tuple[int, int]:
+def _microbatch_rows(rows: int, num_microbatches: int, microbatch: int) -> tuple[int, int]:
     """First row and end of a microbatch; sizes differ by one row at most."""
     return rows * microbatch // num_microbatches, rows * (microbatch + 1) // num_microbatches
 

@@ -189,7 +189,7 @@ class Schedule(Saved):
 
     @property
     def text(self) -> str:
-        """The orders as lines, worker by worker: what `parse_orders` reads."""
+        """The orders as lines, worker by worker."""
         width = len(str(len(self.orders) - 1))
         return "\n".join(f"{worker:>{width}} │ {format_order(order)}" for worker, order in enumerate(self.orders))
 
@@ -225,8 +225,3 @@ class Schedule(Saved):
 
 
 _DRAWN = COMPUTE | {Kind.AGREE, Kind.UPDATE}
-
-
-def parse_orders(text: str) -> tuple[Order, ...]:
-    """The orders that `Schedule.text` wrote, a line a worker."""
-    return tuple(parse_order(line.partition("│")[2] if "│" in line else line) for line in text.splitlines())

@@ -187,7 +187,7 @@ def read_plain(path: Path) -> object:
 def parse_plain(text: str, *, is_yaml: bool, where: str) -> object:
     """Plain values from JSON or YAML text; the damage is named with its line."""
     try:
-        return load_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_without_twins, parse_int=_small_int)
+        return _load_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_without_twins, parse_int=_small_int)
     except json.JSONDecodeError as fault:
         raise FileError(f"{where}: not JSON: {fault.msg} in line {fault.lineno}, column {fault.colno}") from None
     except yaml.YAMLError as fault:
@@ -220,7 +220,7 @@ def _small_int(text: str) -> int:
     return number
 
 
-def load_yaml(text: str) -> object:
+def _load_yaml(text: str) -> object:
     """Plain values from YAML, the aliases written out."""
     loader = _PlainLoader(text)
     try:

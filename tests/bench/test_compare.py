@@ -11,13 +11,13 @@ import pytest
 
 from stagewright.bench.compare import (
     Comparison,
+    _judge,
+    _middle_ranks,
+    _rank_test,
+    _ratio_interval,
+    _smallest_p,
     changed_facts,
     compare,
-    judge,
-    middle_ranks,
-    rank_test,
-    ratio_interval,
-    smallest_p,
 )
 from tests.report.synthetic import dp, make_record
 
@@ -30,7 +30,7 @@ def save(folder: Path, name: str, rates: Sequence[float], **keys: object) -> Non
 
 
 def test_ranks_of_equal_values_are_shared() -> None:
-    assert middle_ranks((3.0, 1.0, 3.0, 2.0)) == [3.5, 1.0, 3.5, 2.0]
+    assert _middle_ranks((3.0, 1.0, 3.0, 2.0)) == [3.5, 1.0, 3.5, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_ranks_of_equal_values_are_shared() -> None:
     ],
 )
 def test_the_rank_test_is_exact(first: Sequence[float], second: Sequence[float], p: float) -> None:
-    assert rank_test(first, second) == pytest.approx(p)
-    assert rank_test(second, first) == pytest.approx(p)
+    assert _rank_test(first, second) == pytest.approx(p)
+    assert _rank_test(second, first) == pytest.approx(p)
 
 
 def test_large_samples_follow_the_normal_distribution() -> None:
     """12 against 12 has 2.7 million arrangements; the exact p of a complete separation is 7.4e-7, here near it."""
-    apart = rank_test(range(12), range(12, 24))
-    mixed = rank_test(range(0, 24, 2), range(1, 24, 2))
+    apart = _rank_test(range(12), range(12, 24))
+    mixed = _rank_test(range(0, 24, 2), range(1, 24, 2))
     assert 0 < apart < 1e-4
     assert mixed > 0.5
 
@@ -62,7 +62,7 @@ def test_large_samples_follow_the_normal_distribution() -> None:
 def test_chance_is_called_change_as_seldom_as_it_says() -> None:
     dice = random.Random(3)
     samples = [([dice.gauss(0, 1) for _ in range(5)], [dice.gauss(0, 1) for _ in range(5)]) for _ in range(2000)]
-    share = sum(rank_test(one, two) <= 0.05 for one, two in samples) / len(samples)
+    share = sum(_rank_test(one, two) <= 0.05 for one, two in samples) / len(samples)
     # 5 and 5 have steps in p: the largest at or below 0.05 is 0.032
     assert share == pytest.approx(0.032, abs=0.012)
 
@@ -73,14 +73,14 @@ def test_the_interval_holds_the_ratio() -> None:
     for _ in range(200):
         one = [dice.gauss(100, 3) for _ in range(9)]
         two = [dice.gauss(110, 3) for _ in range(9)]
-        low, high = ratio_interval(one, two)
+        low, high = _ratio_interval(one, two)
         held += low <= 1.1 <= high
     assert held / 200 > 0.88
 
 
 def test_how_few_runs_are_too_few() -> None:
-    assert smallest_p(3, 3) > 0.05 > smallest_p(4, 4)
-    assert smallest_p(1, 7) > 0.05
+    assert _smallest_p(3, 3) > 0.05 > _smallest_p(4, 4)
+    assert _smallest_p(1, 7) > 0.05
 
 
 def test_of_many_cases_a_small_p_alone_is_no_change() -> None:
@@ -89,8 +89,8 @@ def test_of_many_cases_a_small_p_alone_is_no_change() -> None:
     def cases(count: int, p: float) -> list[Comparison]:
         return [Comparison(name="x", source="measured", verdict="noise", ratio=1.1, p=p)] * count
 
-    assert {one.verdict for one in judge([*cases(1, 0.03), *cases(19, 0.8)])} == {"noise"}
-    assert {one.verdict for one in judge(cases(20, 0.03))} == {"faster"}
+    assert {one.verdict for one in _judge([*cases(1, 0.03), *cases(19, 0.8)])} == {"noise"}
+    assert {one.verdict for one in _judge(cases(20, 0.03))} == {"faster"}
 
 
 def test_two_folders(tmp_path: Path) -> None:

@@ -15,20 +15,17 @@ from typing import Any
 
 import pytest
 
-from stagewright.bench.environment import capture
-from stagewright.bench.harness import rows_of, run_suite
-from stagewright.bench.run import Session
-from stagewright.bench.shelf import locked
+from stagewright.bench.harness import Session, locked, rows_of, run_suite
+from stagewright.bench.machine import Here, capture, descendants
 from stagewright.bench.suite import make_suite
-from stagewright.bench.task import Choices, Here, Task, make_tasks
-from stagewright.bench.watch import descendants
+from stagewright.bench.task import Choices, Task, make_tasks
 from stagewright.errors import UsageError
 from stagewright.record import Record
 from stagewright.report import make_report
 from stagewright.report.cases import Failure, read_results
 
 ROOT = Path(__file__).parents[2]
-HERE = Here(num_cards=0, is_root=False, verbs=("train", "simulate"))
+HERE = Here(num_cards=0, is_root=False)
 PRETEND = (sys.executable, "-m", "tests.bench.pretend")
 FACTS = {"host": "h", "cpu": "c", "commit": "1"}
 
@@ -269,7 +266,7 @@ def test_a_simulation_that_no_device_could_hold_says_so(tmp_path: Path, session:
     (progress,) = run_suite("small", tasks, tmp_path / "out", 1, session)
 
     assert isinstance(progress.result, Record)
-    assert any(note.startswith("does not fit: ") and "which has 11.8 GiB" in note for note in progress.result.notes)
+    assert any(note.startswith("does not fit: ") and "and has 11.8 GiB" in note for note in progress.result.notes)
 
 
 def test_what_cannot_run_here_is_a_row_with_the_reason(tmp_path: Path, session: Session) -> None:
@@ -281,7 +278,7 @@ def test_what_cannot_run_here_is_a_row_with_the_reason(tmp_path: Path, session: 
     list(run_suite("small", tasks, tmp_path / "out", 3, session))
 
     reasons = [row.reason for row in rows_of(tasks, tmp_path / "out")]
-    assert reasons[0] == "this version of stagewright has no verb `rehearse`"
+    assert reasons[0] == "emulated hosts need root: run the suite with sudo"
     assert reasons[1] == "its records are not here: name their folder with --data FOLDER"
     assert reasons[2].startswith("it does not fit titan-v-8: ")
     failures = {failure.name: failure for failure in read_results(tmp_path / "out").failures}
@@ -290,9 +287,9 @@ def test_what_cannot_run_here_is_a_row_with_the_reason(tmp_path: Path, session: 
 
 
 def test_a_rehearsal_needs_root_and_is_the_same_command_otherwise() -> None:
-    able = Here(num_cards=0, is_root=True, verbs=("train", "rehearse", "simulate"))
+    able = Here(num_cards=0, is_root=True)
     (task,) = tasks_of("mlp", run="rehearse", here=able)
-    (barred,) = tasks_of("mlp", run="rehearse", here=Here(num_cards=0, is_root=False, verbs=able.verbs))
+    (barred,) = tasks_of("mlp", run="rehearse", here=Here(num_cards=0, is_root=False))
 
     (large,) = tasks_of("mlp", run="rehearse", here=able, devices=9, batch=9)
 
@@ -303,7 +300,7 @@ def test_a_rehearsal_needs_root_and_is_the_same_command_otherwise() -> None:
 
 
 def test_cards_that_are_shared_are_enough_and_are_told_of() -> None:
-    one_card = Here(num_cards=1, is_root=False, verbs=("train",))
+    one_card = Here(num_cards=1, is_root=False)
     (alone,) = tasks_of("mlp", device="cuda", here=one_card)
     (eight,) = tasks_of("mlp", device="cuda", devices=8, here=one_card, choices=Choices(share=8))
     (lacking,) = tasks_of("mlp", device="cuda", devices=8, here=one_card)

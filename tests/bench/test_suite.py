@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.bench.suite import load_suite, make_suite, ready_made_suites
 from stagewright.errors import FileError, StagewrightError, UsageError
-from stagewright.schema import load_yaml
+from stagewright.schema import _load_yaml
 
 HEAD = {"format": "stagewright.suite", "version": 1, "name": "s"}
 
@@ -29,7 +29,7 @@ def test_a_matrix_is_written_out_in_order_without_what_is_left_out() -> None:
     """
     settings = {"vgg": {"model": "vgg16", "batch": 14}, "split": {"placement": "0:0-6.0:7", "staleness": "ssp"}}
 
-    cases = suite_of(load_yaml(text), settings=settings).cases  # type: ignore[arg-type]
+    cases = suite_of(_load_yaml(text), settings=settings).cases  # type: ignore[arg-type]
 
     assert [case.name for case in cases] == ["vgg16-3-1-1f1b", "vgg16-3-1-dynamic", "vgg16-10-1-1f1b"]
     assert {case.plan.placement for case in cases} == {"0:0-6.0:7"}

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stagewright.bench import watch
-from stagewright.bench.watch import Seen, Watch, look_at_cards, look_at_workers
+from stagewright.bench import machine
+from stagewright.bench.machine import Seen, Watch, look_at_cards, look_at_workers
 
 MIB = 1 << 20
 WORKER = """
@@ -92,12 +92,12 @@ def test_the_drivers_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_library_nvidia_smi_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(watch, "ask", lambda words: "721, 33\n4839, [N/A]\n[N/A], [N/A]\n")
+    monkeypatch.setattr(machine, "ask", lambda words: "721, 33\n4839, [N/A]\n[N/A], [N/A]\n")
 
     assert list(look_at_cards()()) == [(0, 721 * MIB, 0.33), (1, 4839 * MIB, None)]
 
 
 def test_moments_without_use_do_not_lower_the_mean() -> None:
     seen = Watch(lambda: iter(()))
-    seen.samples = [watch.Sample(0.0, 0, 5, 0.0), watch.Sample(0.2, 0, 9, 0.5), watch.Sample(0.4, 0, 7, 0.7)]
+    seen.samples = [machine.Sample(0.0, 0, 5, 0.0), machine.Sample(0.2, 0, 9, 0.5), machine.Sample(0.4, 0, 7, 0.7)]
     assert seen.seen() == {0: Seen(9, pytest.approx(0.6))}

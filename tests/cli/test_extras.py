@@ -34,7 +34,6 @@ LINES = {
     "plan tiny.profile.json --cluster local-cpu --batch 16 -o plan.json": "",
     "schedule plan.json": "",
     "simulate plan.json --profile tiny.profile.json --cluster local-cpu -o results/s.record.json": "",
-    "calibrate measured.csv --no-leave-one-out": "",
     "data make shapes --images 4": f"`stagewright data make` {PILLOW}",
     "data convert classes parts": f"--format ofrecord {PROTOBUF}",
     "data convert classes shards --format tar": "",
@@ -86,7 +85,7 @@ class Ran(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where everything is run: beside a set of images, parts of records, and measured rows."""
+    """Where everything is run: beside a set of images and parts of records."""
     made = tmp_path_factory.mktemp("plain")
     (made / "hook").mkdir()
     (made / "hook" / "sitecustomize.py").write_text(HOOK)
@@ -94,11 +93,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "classes" / "cat" / "0.jpg").write_bytes(bytes.fromhex("ffd8ffe0"))
     (made / "given").mkdir()
     (made / "given" / "part-00000").write_bytes(b"")
-    (made / "measured.csv").write_text(
-        "id,cluster,model,stage_devices,cut_share,weight_versions,batch_per_device,precision,data,step_s,"
-        "memory_mib_first_stage,memory_mib_last_stage\n"
-        "one,titan-v-8,alexnet-of,1,,1,256,fp32,synthetic,0.05193,2361,\n"
-    )
     return made
 
 

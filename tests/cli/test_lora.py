@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stagewright.models import build_model
 from stagewright.models.lora import Lora
-from stagewright.runtime.resuming import find_checkpoint, whole_model
+from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
 
 from .conftest import Run
 
@@ -44,7 +44,7 @@ def test_adapters_load_in_peft_and_merge(run: Run, tmp_path: Path) -> None:
     assert found is not None
     ours = build_model("gpt-tiny", adapt=Lora(rank=4, targets=("qkv", "mlp.0"), alpha=6.0)).model
     untrained = logits(ours)
-    ours.load_state_dict(whole_model(found[0])[0])
+    ours.load_state_dict(whole_model(found[0]))
     plain = build_model("gpt-tiny").model
     assert torch.equal(untrained, logits(plain))
     with warnings.catch_warnings():

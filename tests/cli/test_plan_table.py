@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.cli.plan import passed_over, rows, tell_apart
+from stagewright.cli.plan import _passed_over, _tell_apart, rows
 from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
 from stagewright.planning.choose import Choice
@@ -40,16 +40,16 @@ def search(best: Choice, *others: Choice, data_parallel: Choice | None = None) -
 def test_plans_of_one_shape_are_told_apart_by_what_differs_and_no_more() -> None:
     first = make_plan(num_microbatches=2)
     stale = replace(first, stages=(replace(first.stages[0], versions=2), first.stages[1]))
-    assert tell_apart([first, make_plan(cut="c")]) == ["7-1 cut at b", "7-1 cut at c"]
-    assert tell_apart([first, replace(first, num_microbatches=1), make_plan(cut="c")]) == [
+    assert _tell_apart([first, make_plan(cut="c")]) == ["7-1 cut at b", "7-1 cut at c"]
+    assert _tell_apart([first, replace(first, num_microbatches=1), make_plan(cut="c")]) == [
         "7-1 cut at b, 2 microbatches", "7-1 cut at b, 1 microbatch", "7-1 cut at c",
     ]  # fmt: skip
-    assert tell_apart([first, replace(first, route="rotate", policy="gpipe"), stale]) == [
+    assert _tell_apart([first, replace(first, route="rotate", policy="gpipe"), stale]) == [
         "7-1 cut at b, split, 1f1b, exact",
         "7-1 cut at b, rotate, gpipe, exact",
         "7-1 cut at b, split, 1f1b, versions 2,1",
     ]
-    assert tell_apart([first, make_plan("0:0,0:2-7.0:1", num_microbatches=2)]) == [
+    assert _tell_apart([first, make_plan("0:0,0:2-7.0:1", num_microbatches=2)]) == [
         "7-1 cut at b, on 0:0-6.0:7", "7-1 cut at b, on 0:0,0:2-7.0:1",
     ]  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_no_row_is_faster_than_the_one_that_is_marked() -> None:
     deep = choice(make_plan("0:0-5.0:6.0:7"), 0.98)
     found = search(choice(make_plan(), 1.0), deep, choice(make_plan(cut="c"), 1.1))
     assert [one.step_s for one, _ in rows(found)] == [1.0, 1.1]
-    assert list(passed_over(found)) == ["6-1-1 cut at b, c would be 2.0% faster (980.0 ms): too little for 3 stages."]
+    assert list(_passed_over(found)) == ["6-1-1 cut at b, c would be 2.0% faster (980.0 ms): too little for 3 stages."]
 
 
 @pytest.mark.parametrize("words", ["alexnet --batch 512 --staleness any", "vgg16 --batch 224 --staleness ssp"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cli.rehearse import NOT_HERE, rehearse
+from stagewright.cli.rehearse import _NOT_HERE, rehearse
 from stagewright.cli.train import train
 from stagewright.errors import UsageError
 from stagewright.record import Record
@@ -77,7 +77,7 @@ def test_a_wrong_option_is_told_before_anything_is_measured(tmp_path: Path) -> N
 
 def test_it_has_the_options_of_train_but_those_that_say_where_workers_run() -> None:
     own = set(inspect.signature(rehearse).parameters)
-    assert set(inspect.signature(train).parameters) - own == {*NOT_HERE, "dry_run"}
+    assert set(inspect.signature(train).parameters) - own == {*_NOT_HERE, "dry_run"}
     assert own - set(inspect.signature(train).parameters) == {"cluster", "slices", "rate", "measure"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stagewright.data.order import SLOTS, draw_bits, draw_uniform, epoch_order, shuffle_buffer
+from stagewright.data.order import Draw, _draw_bits, _shuffle_buffer, draw_uniform, epoch_order
 from stagewright.errors import UsageError
 
 
@@ -62,7 +62,7 @@ def test_a_buffer_of_one_leaves_files_whole() -> None:
 
 
 def test_a_row_leaves_the_buffer_no_sooner_than_it_can_enter() -> None:
-    order = shuffle_buffer(np.arange(500), 20, seed=0, epoch=0)
+    order = _shuffle_buffer(np.arange(500), 20, seed=0, epoch=0)
     assert all(row < step + 20 for step, row in enumerate(order))
     assert order.tolist() != list(range(500))
 
@@ -72,12 +72,12 @@ def test_the_sort_equals_the_loop_it_stands_for(num: int, buffer: int, seed: int
     source = iter(range(num))
     held = [row for row, _ in zip(source, range(buffer))] if num > buffer else list(range(num))
     source = iter(range(len(held), num))
-    slots = draw_bits(seed, 5, SLOTS, num=max(0, num - buffer))[0] % np.uint64(max(1, min(buffer, num)))
+    slots = _draw_bits(seed, 5, Draw.SLOTS, num=max(0, num - buffer))[0] % np.uint64(max(1, min(buffer, num)))
     out = []
     for slot, row in zip(slots.tolist(), source):
         out.append(held[slot])
         held[slot] = row
-    order = shuffle_buffer(np.arange(num), buffer, seed=seed, epoch=5).tolist()
+    order = _shuffle_buffer(np.arange(num), buffer, seed=seed, epoch=5).tolist()
     assert order[: len(out)] == out
     assert sorted(order[len(out) :]) == sorted(held)
 

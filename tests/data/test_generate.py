@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from stagewright.data.augment import EvalTransform, TrainTransform
-from stagewright.data.generate import MAX_CLASSES, class_look, draw_image, make_images
+from stagewright.data.generate import _MAX_CLASSES, _class_look, _draw_image, make_images
 from stagewright.data.inspection import Spread, inspect_dataset, save_contact_sheet
 from stagewright.data.loader import Loader
 from stagewright.data.opening import open_dataset
@@ -30,13 +30,13 @@ def test_the_set_is_written_in_every_format(tmp_path: Path, format: str) -> None
 
 
 def test_classes_all_look_different() -> None:
-    assert len({class_look(label) for label in range(MAX_CLASSES)}) == MAX_CLASSES
+    assert len({_class_look(label) for label in range(_MAX_CLASSES)}) == _MAX_CLASSES
 
 
 def test_the_same_seed_draws_the_same_image() -> None:
-    assert (draw_image(3, 8, 24, seed=1) == draw_image(3, 8, 24, seed=1)).all()
-    assert (draw_image(3, 8, 24, seed=1) != draw_image(3, 8, 24, seed=2)).any()
-    assert (draw_image(3, 8, 24, seed=1) != draw_image(3, 9, 24, seed=1)).any()
+    assert (_draw_image(3, 8, 24, seed=1) == _draw_image(3, 8, 24, seed=1)).all()
+    assert (_draw_image(3, 8, 24, seed=1) != _draw_image(3, 8, 24, seed=2)).any()
+    assert (_draw_image(3, 8, 24, seed=1) != _draw_image(3, 9, 24, seed=1)).any()
 
 
 @pytest.mark.parametrize("options", [{"num_classes": 0}, {"num_classes": 1000}, {"num_images": 0}, {"size": 4}])

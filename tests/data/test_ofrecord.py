@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.data import ofrecord
-from stagewright.data.ofrecord import Message, OFRecords, encode_image, scan_part, write_part
+from stagewright.data.ofrecord import OFRecords, _Message, _scan_part, encode_image, write_part
 from stagewright.errors import DataError
 
 VECTOR = (
@@ -97,7 +97,7 @@ def test_a_corrupt_message_between_whole_ones_is_named_or_skipped(tmp_path: Path
     ],
 )
 def test_a_record_that_is_no_labelled_image_says_why(tmp_path: Path, label: dict[str, list], says: str) -> None:
-    message = Message()
+    message = _Message()
     message.feature["encoded"].bytes_list.value.append(JPEG)
     for kind, values in label.items():
         getattr(message.feature["class/label"], kind).value.extend(values)
@@ -142,4 +142,4 @@ def test_scanning_reads_lengths_only(tmp_path: Path) -> None:
             stream.write(struct.pack("<q", 2**27))
             stream.seek(2**27, 1)
         stream.truncate()
-    assert scan_part(path)[0] == [(8 + number * (8 + 2**27), 2**27) for number in range(4)]
+    assert _scan_part(path)[0] == [(8 + number * (8 + 2**27), 2**27) for number in range(4)]

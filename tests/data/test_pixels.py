@@ -16,7 +16,7 @@ from PIL import Image
 from stagewright.data import pixels as pixels_of
 from stagewright.data.augment import Crop, EvalTransform, TrainTransform, normalise
 from stagewright.data.order import draw_uniform
-from stagewright.data.pixels import cut_below, image_shape, read_crop, reduced, reduction_for
+from stagewright.data.pixels import _cut_below, _reduction_for, image_shape, read_crop, reduced
 from stagewright.errors import DataError
 
 Encode = Callable[..., bytes]
@@ -35,7 +35,7 @@ def difference(data: bytes, crop: Crop, size: int) -> float:
     pixels = read_crop(data, lambda height, width: crop, size)
     assert (pixels.shape, pixels.dtype) == ((size, size, 3), np.uint8)
     if data[:2] == b"\xff\xd8":
-        by = reduction_for(crop, size)
+        by = _reduction_for(crop, size)
         small = reduced(crop, by, *image_shape(data))
         crop = Crop(small.top * by, small.left * by, small.height * by, small.width * by, crop.flip)
     return float(abs(pixels - by_pillow(data, crop, size)).mean())
@@ -75,7 +75,7 @@ def test_other_formats_are_read_whatever_they_are_called(encode: Encode, format:
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 def test_cutting_below_leaves_the_rows_above_untouched(encode: Encode, bottom: int, subsampling: int) -> None:
     data = encode(300, 64, subsampling=subsampling)
-    cut, height = cut_below(data, 300, 64, bottom)
+    cut, height = _cut_below(data, 300, 64, bottom)
     assert (height < 300) == (bottom < 287), "rows below are left out"
     assert bottom <= height <= bottom + 2 + 16
     whole = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
@@ -86,14 +86,14 @@ def test_cutting_below_leaves_the_rows_above_untouched(encode: Encode, bottom: i
 
 def test_what_cannot_be_cut_is_left_whole(encode: Encode) -> None:
     for data in (encode(300, 64, progressive=True), encode(300, 64)[:-2]):
-        assert cut_below(data, 300, 64, 10) == (data, 300)
+        assert _cut_below(data, 300, 64, 10) == (data, 300)
 
 
 @pytest.mark.parametrize(
     ("side", "reduction"), [(223, 1), (447, 1), (448, 2), (895, 2), (896, 4), (1792, 8), (9000, 8)]
 )
 def test_reduced_only_while_the_crop_stays_large_enough(side: int, reduction: int) -> None:
-    assert reduction_for(Crop(0, 0, side, side + 50), 224) == reduction
+    assert _reduction_for(Crop(0, 0, side, side + 50), 224) == reduction
 
 
 def test_a_cut_off_file_is_an_error_whatever_the_crop(encode: Encode) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
 from stagewright.cost import Costs
+from stagewright.planning.candidates import Candidate, price
 from stagewright.planning.estimate import Estimator
 from stagewright.planning.groups import Setting
-from stagewright.planning.quick import Candidate, price
 from stagewright.planning.spaces import Devices
 
 
@@ -19,8 +19,8 @@ def best_of_all(costs: Costs, settings: Sequence[Setting]) -> tuple[float, Candi
         estimator = Estimator(costs, setting)
         for candidate in every_candidate(costs, setting):
             found = price(candidate, estimator)
-            if found is not None and found[0] < best_s:
-                best_s, best = found[0], candidate
+            if found is not None and found.step_s < best_s:
+                best_s, best = found.step_s, candidate
     return best_s, best
 
 

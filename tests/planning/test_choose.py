@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from stagewright.cluster import DeviceId
 from stagewright.plan import Plan, Stage
+from stagewright.planning.candidates import Candidate, Found, Leaders
 from stagewright.planning.choose import TIE, Choice, plainest, to_score
-from stagewright.planning.exact import Leaders, Placed
+from stagewright.planning.groups import Setting
 
 
 def choice(num_stages: int, step_s: float, **other: Any) -> Choice:
@@ -25,25 +26,20 @@ def test_of_equally_fast_plans_the_plainest_is_taken_and_else_the_fastest() -> N
 
 
 def test_the_best_plans_of_few_stages_are_simulated_though_the_estimate_prefers_others() -> None:
-    leaders, nobody = Leaders(most=2), cast(Any, None)
+    leaders = Leaders(most=2)
 
     def offer(sizes: tuple[int, ...], step_s: float, first: int = 1) -> None:
         edges = (0, *range(first, first + len(sizes) - 1), 20)
-        stages = (
-            Placed(low, high, tuple(DeviceId(number, n) for n in range(size)), recompute=False)
-            for number, (low, high, size) in enumerate(zip(edges, edges[1:], sizes))
-        )
-        leaders.offer(step_s, tuple(stages), nobody)
+        groups = tuple(tuple(DeviceId(number, n) for n in range(size)) for number, size in enumerate(sizes))
+        leaders.offer(Found(step_s, Candidate(edges, groups, Setting(batch=8)), (False,) * len(sizes)))
 
     deep = (1,) * 5
     for sizes, step_s, first in ((deep, 1.0, 1), (deep, 1.1, 2), ((2, 1), 1.4, 1), ((2, 1), 1.3, 2), ((3, 1), 1.5, 1)):
         offer(sizes, step_s, first)
     offer((1, 1, 2), 1.2)
     offer((1,) * 6, 1.3)
-    assert [step_s for step_s, _, _ in leaders.found] == [1.0, 1.1]
-    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.3, 1.5, 1.2], "of 2-1 the better cut, and 3-1"
+    assert [found.step_s for found in leaders.found] == [1.0, 1.1]
+    assert [found.step_s for found in to_score(leaders)] == [1.0, 1.1, 1.3, 1.5, 1.2], "of 2-1 the better cut, and 3-1"
     for sizes, step_s in (((2, 2), 1.6), ((1, 2), 1.7), ((1, 1), 1.35)):
         offer(sizes, step_s)
-    assert [step_s for step_s, _, _ in to_score(leaders)] == [1.0, 1.1, 1.3, 1.35, 1.5, 1.2], (
-        "three sizes of two stages"
-    )
+    assert [found.step_s for found in to_score(leaders)] == [1.0, 1.1, 1.3, 1.35, 1.5, 1.2], "three sizes of two stages"

@@ -13,14 +13,13 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
-from stagewright.planning.choose import whole_plan
+from stagewright.planning.candidates import Candidate, Found, Leaders, price
 from stagewright.planning.estimate import estimate
-from stagewright.planning.exact import PLAIN_SLACK, SIZES, Leaders, Placed, search_exactly
+from stagewright.planning.exact import PLAIN_SLACK, search_exactly
 from stagewright.planning.groups import Setting
 from stagewright.planning.problem import Problem, make_problem
-from stagewright.planning.quick import Candidate, price
 from stagewright.planning.search import make_plan
-from stagewright.planning.spaces import Runs, Subsets
+from stagewright.planning.spaces import runs, subsets
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_options, random_profile
 from tests.planning.exhaustive import best_of_all, every_candidate
 
@@ -45,7 +44,7 @@ def best_parallel(problem: Problem, settings: list[Setting]) -> float:
     """Exact data parallelism, which competes even where all others keep two versions."""
     edges, devices = (0, len(problem.costs.profile.layers)), problem.costs.cluster.device_ids
     priced = (price(Candidate(edges, (devices,), each), problem.estimator(each)) for each in settings)
-    return min((found[0] for found in priced if found is not None), default=float("inf"))
+    return min((found.step_s for found in priced if found is not None), default=float("inf"))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -68,7 +67,7 @@ def test_labels_alone_find_the_optimum_without_a_good_plan_to_begin_with(seed: i
     problem = make_problem(Costs(profile, cluster), options)
     (setting,) = problem.settings()
     leaders = Leaders()
-    search_exactly(problem.estimator(setting), problem.cuts, Subsets(problem.costs, cluster.device_ids), leaders)
+    search_exactly(problem.estimator(setting), problem.cuts, subsets(problem.costs, cluster.device_ids), leaders)
     assert leaders.bound == pytest.approx(best_of_all(problem.costs, [setting])[0], rel=1e-9)
 
 
@@ -81,15 +80,15 @@ def test_the_best_plans_of_two_stages_come_along_though_deeper_ones_are_a_little
     problem = make_problem(Costs(profile, cluster), options)
     (setting,) = problem.settings()
     estimator, leaders = problem.estimator(setting), Leaders()
-    search_exactly(estimator, problem.cuts, Subsets(problem.costs, cluster.device_ids), leaders)
+    search_exactly(estimator, problem.cuts, subsets(problem.costs, cluster.device_ids), leaders)
     best: dict[tuple[int, ...], float] = {}
     for candidate in every_candidate(problem.costs, setting):
         found = price(candidate, estimator) if len(candidate.groups) == 2 else None
         if found is not None:
             sizes = tuple(map(len, candidate.groups))
-            best[sizes] = min(found[0], best.get(sizes, float("inf")))
-    near = sorted(step_s for step_s in best.values() if step_s <= PLAIN_SLACK * leaders.bound)[:SIZES]
-    kept = [step_s for step_s, _, _ in leaders.shallow.get(2, [])]
+            best[sizes] = min(found.step_s, best.get(sizes, float("inf")))
+    near = sorted(step_s for step_s in best.values() if step_s <= PLAIN_SLACK * leaders.bound)[: leaders.sizes]
+    kept = [found.step_s for found in leaders.shallow.get(2, [])]
     assert kept[: len(near)] == pytest.approx(near, rel=1e-9)
 
 
@@ -136,9 +135,7 @@ def test_recomputing_only_where_memory_needs_it_is_best(seed: int) -> None:
 
 def whole_of(candidate: Candidate, problem: Problem) -> Plan:
     """A candidate as a plan that does not recompute."""
-    edges, groups = candidate.edges, candidate.groups
-    stages = [Placed(edges[n], edges[n + 1], group, False) for n, group in enumerate(groups)]
-    return whole_plan(problem, stages, problem.estimator(candidate.setting))
+    return problem.plan(Found(0.0, candidate, (False,) * len(candidate.groups)))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -150,20 +147,19 @@ def test_a_candidate_is_priced_as_its_plan_is_estimated(seed: int) -> None:
     for candidate in list(every_candidate(problem.costs, setting))[::17]:
         priced = price(candidate, problem.estimator(setting))
         if priced is not None:
-            plan = whole_plan(problem, priced[1], problem.estimator(setting))
-            assert estimate(plan, problem.costs).step_s == pytest.approx(priced[0], rel=1e-12)
+            assert estimate(problem.plan(priced), problem.costs).step_s == pytest.approx(priced.step_s, rel=1e-12)
 
 
 def test_equal_devices_are_tried_once() -> None:
     """Four twins: a stage gets one, two, three or four of them, and it does not matter which."""
     costs = Costs(chain((1.0, 1.0)), make_cluster(4))
-    space = Subsets(costs, costs.cluster.device_ids)
+    space = subsets(costs, costs.cluster.device_ids)
     assert [len(group) for group, _ in space.groups(space.start)] == [1, 2, 3, 4]
 
 
 def test_runs_hand_out_neighbours_from_the_end() -> None:
     ids = make_cluster(4).device_ids
-    space = Runs(ids, (1, 2))
+    space = runs(ids, (1, 2))
     assert [[str(id) for id in group] for group, _ in space.groups(1)] == [["0:2"], ["0:1", "0:2"]]
 
 
@@ -175,12 +171,12 @@ def test_leaders_keep_the_best_of_each_shape() -> None:
     leaders = Leaders(most=2)
     for setting in problem.settings():
         search_exactly(
-            problem.estimator(setting), problem.cuts, Subsets(problem.costs, problem.costs.cluster.device_ids), leaders
+            problem.estimator(setting), problem.cuts, subsets(problem.costs, problem.costs.cluster.device_ids), leaders
         )
-    shapes = [[len(stage.devices) for stage in stages] for _, stages, _ in leaders.found]
+    shapes = [found.candidate.sizes for found in leaders.found]
     assert len(leaders.found) == 2
-    assert leaders.found[0][0] <= leaders.found[1][0]
-    assert shapes[0] == [2]  # nothing to reduce and nothing to carry: data parallelism
+    assert leaders.found[0].step_s <= leaders.found[1].step_s
+    assert shapes[0] == (2,)  # nothing to reduce and nothing to carry: data parallelism
 
 
 def test_memory_decides_where_weights_may_lie() -> None:

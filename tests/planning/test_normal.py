@@ -12,7 +12,7 @@ from stagewright.cost import Costs
 from stagewright.plan import Plan, Route, Stage
 from stagewright.planning import PlanOptions, fixed_plan
 from stagewright.planning.estimate import estimate
-from stagewright.planning.normal import normal_form
+from stagewright.planning.fixed import normal_form
 from stagewright.planning.search import make_plan
 from stagewright.scheduling import make_schedule
 from tests.planning.cases import GIB, MIB, chain

@@ -15,8 +15,8 @@ from stagewright.cluster import Device, make_cluster
 from stagewright.cost import Costs
 from stagewright.errors import PlanError
 from stagewright.planning import PlanOptions
+from stagewright.planning.candidates import Candidate, price
 from stagewright.planning.problem import make_problem
-from stagewright.planning.quick import Candidate, price
 from stagewright.planning.search import Search, make_plan
 from stagewright.profile import Profile
 from stagewright.profiling.pipedream import import_pipedream
@@ -111,7 +111,7 @@ def price_of(profile: Profile, plan: PipeDreamPlan, num_devices: int, rate: floa
     groups = tuple(cluster.device_ids[low:high] for low, high in zip(ends, ends[1:]))
     edges = (0, *accumulate(map(len, plan.stages)))
     priced = [price(Candidate(edges, groups, each), problem.estimator(each)) for each in problem.settings()]
-    return min((found[0] for found in priced if found is not None), default=float("inf"))
+    return min((found.step_s for found in priced if found is not None), default=float("inf"))
 
 
 def plan_for(profile: Profile, num_devices: int, rate: float, staleness: str) -> Search:

@@ -17,8 +17,8 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError, StagewrightError, UsageError
 from stagewright.plan import Plan, Policy
 from stagewright.planning import PlanOptions
+from stagewright.planning.balanced import thin_cuts
 from stagewright.planning.choose import Score
-from stagewright.planning.quick import thin_cuts
 from stagewright.planning.reasons import bytes_text, shape
 from stagewright.planning.search import make_plan
 from stagewright.profile import Profile
@@ -100,6 +100,13 @@ def test_a_slow_device_gets_less_or_nothing() -> None:
     work = sum(len(stage.layers) for stage in found.best.plan.stages if "0:2" in map(str, stage.devices))
     assert work in (0, 4)  # left out, or one of three replicas that gets no row of eight
     assert found.best.step_s < 2.1
+
+
+def test_many_devices_that_differ_are_exchanged_between_stages() -> None:
+    """Without that the search ends at 1.003 s: too many devices to look at every group of them."""
+    draw = random.Random(7)
+    profile, cluster = random_profile(draw, draw.choice((10, 18, 26))), random_cluster(draw, draw.choice((7, 8)))
+    assert make_plan(profile, cluster, PlanOptions(batch=24)).best.step_s <= 0.7432 * 1.01
 
 
 @pytest.mark.parametrize("memory", [1, 1000])

@@ -65,8 +65,8 @@ def test_a_profile_is_printed_as_json() -> None:
     ("words", "error"),
     [
         (("tiny-cnn",), "the batch is not given"),
-        (("tiny-cnn", "--batch", "0"), "--batch 0: expected 1 row or more"),
-        (("tiny-cnn", "--batch", "x"), "--batch x: expected"),
+        (("tiny-cnn", "--batch", "0"), "--batch has 0: expected 1 or more"),
+        (("tiny-cnn", "--batch", "x"), "--batch is 'x': expected whole numbers"),
         (("--batch", "8"), "no model is given"),
         (("tiny-cnn", "--batch", "8", "--device", "tpu"), "no kind of device is named 'tpu'"),
         (("tiny-cnn", "--batch", "8", "--device", "v100", "--calibrate", "fast"), "expected MODEL:ROWS:IMAGES_PER_S"),

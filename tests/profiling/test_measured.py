@@ -42,6 +42,26 @@ def test_a_profile_has_every_layer_at_every_size(tmp_path: Path) -> None:
     assert Profile.load(profile.save(tmp_path / "p.json")) == profile
 
 
+def test_other_workers_compute_meanwhile_and_are_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are cores for, the one that measures among them."""
+    seen: set[int] = set()
+
+    def beside() -> list[str]:
+        tables = (Path(f"/proc/self/task/{task.name}/children") for task in Path("/proc/self/task").iterdir())
+        numbers = {number for table in tables for number in table.read_text().split()}
+        names = [Path(f"/proc/{number}/cmdline").read_text() for number in numbers]
+        return [name for name in names if "stagewright.profiling.busy" in name]
+
+    monkeypatch.setattr(measured, "num_cores", lambda: 3)
+    model = build_model("tiny-cnn")
+    made = make_profile(
+        model, batch_sizes=(2,), repeats=1, workers=8, progress=lambda done, total: seen.add(len(beside()))
+    )
+    assert seen == {2}
+    assert beside() == []
+    assert "2 workers beside" in made.notes[0]
+
+
 def wide_model() -> Layered:
     """Linear layers with something between that has no weights."""
     layers = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256))

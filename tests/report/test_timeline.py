@@ -12,8 +12,7 @@ from stagewright.record import Span
 from stagewright.report import chrome_trace, timeline_svg
 from stagewright.report.cases import make_cases
 from stagewright.report.charts import run_data
-from stagewright.report.timeline import Window, action_text, lanes, one_step, thin
-from stagewright.report.trace import flow_events
+from stagewright.report.timeline import Window, _flow_events, action_text, lanes, one_step, thin
 
 from .synthetic import make_record
 
@@ -110,5 +109,5 @@ def test_two_transfers_of_the_same_rows_are_paired_in_the_order_of_their_issue()
         Span(0, "SF", 2, 0, 0, 2.0, 3.0, 1),  # an interleaved stage, between the same workers
         Span(1, "RF", 3, 0, 0, 2.0, 3.0, 0),
     )
-    events = [event for event in flow_events(spans, lanes(spans)) if event["ph"] == "f"]
+    events = [event for event in _flow_events(spans, lanes(spans)) if event["ph"] == "f"]
     assert [event["ts"] for event in events] == [1e6, 3e6]

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from stagewright.cluster import parse_placement
 from stagewright.models import Layered
 from stagewright.plan import Plan, Stage, parse_staleness
-from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
@@ -144,7 +143,7 @@ def run_case(case: Case, world: World) -> float:
     worker = Worker(
         schedule, layered, world, settings, make_optimizer=OPTIMIZERS[case.optimizer], feed=FunctionFeed(rows)
     )
-    run_dynamic(worker, case.steps) if case.policy == "dynamic" else worker.run(case.steps)
+    worker.run(case.steps)
     worker.close()
     return difference(case, layered, worker)
 

@@ -18,15 +18,15 @@ from stagewright.cluster import DeviceId, parse_placement
 from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
-from stagewright.runtime import preflight
-from stagewright.runtime.hosts import OverSsh, host_commands
-from stagewright.runtime.preflight import (
+from stagewright.runtime.launch.ssh import OverSsh, host_commands
+from stagewright.runtime.safety import preflight
+from stagewright.runtime.safety.preflight import (
     Machine,
+    _saved_bytes,
     check_before_launch,
     check_hosts,
     facts,
     needed_bytes,
-    saved_bytes,
     too_little_memory,
 )
 from stagewright.runtime.settings import Settings
@@ -55,7 +55,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.M
     layered = layered_tower()
     schedule = make_schedule(plan_of(Case("3-1"), layered.names))
     broken = replace(schedule, orders=(schedule.orders[0][1:], *schedule.orders[1:]))
-    monkeypatch.setattr(preflight, "available_memory", lambda: 100)
+    monkeypatch.setattr(preflight, "_available_memory", lambda: 100)
     with pytest.raises(UsageError) as told:
         check_before_launch(broken, layered, Settings(), tmp_path / "missing" / "..", states=lambda role: 2, keep=None)
     lines = str(told.value).splitlines()
@@ -109,7 +109,7 @@ def test_activations_count(recompute: bool, held: int) -> None:
         )
         for rows in (8, 808)
     )
-    saved = saved_bytes(plan_of(Case("2-2"), layered.names), layered, Settings())
+    saved = _saved_bytes(plan_of(Case("2-2"), layered.names), layered, Settings())
     assert min(saved) > 0
     # 800 rows more are 100 more for each of two replicas in each of four microbatches
     assert [after - before for before, after in zip(few, many)] == [
@@ -122,7 +122,7 @@ def test_counting_activations_leaves_the_model_as_it_is() -> None:
     before = {name: tensor.clone() for name, tensor in layered.model.state_dict().items()}
     drawn = torch.random.get_rng_state()
     plan = Plan(model="tiny-cnn", stages=(Stage(layers=layered.names, devices=(DeviceId(0, 0),)),), batch=8)
-    assert saved_bytes(plan, layered, Settings())[0] > 0
+    assert _saved_bytes(plan, layered, Settings())[0] > 0
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert all(torch.equal(tensor, before[name]) for name, tensor in layered.model.state_dict().items())
     assert all(parameter.grad is None for parameter in layered.model.parameters())
@@ -130,7 +130,7 @@ def test_counting_activations_leaves_the_model_as_it_is() -> None:
 
 def test_one_device_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layered = layered_tower()
-    monkeypatch.setattr(preflight, "available_memory", lambda: 100)
+    monkeypatch.setattr(preflight, "_available_memory", lambda: 100)
     with pytest.raises(UsageError, match="the workers together need"):
         sw.train(make_schedule(plan_of(Case("1"), layered.names)), layered, folder=tmp_path / "run")
 
@@ -146,7 +146,7 @@ def test_the_disk_must_hold_the_checkpoints(tmp_path: Path, monkeypatch: pytest.
 def asked(port: int, *paths: str, **other: object) -> list[str]:
     """Commands that answer as hosts do; `other` changes what the second one says."""
     code = (
-        "import json, sys; from stagewright.runtime.preflight import facts; "
+        "import json, sys; from stagewright.runtime.safety.preflight import facts; "
         f"print(json.dumps({{**facts(sys.argv[2:], int(sys.argv[1]) or None), **{other!r}}}))"
     )
     return [sys.executable, "-c", code]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
-from stagewright.bench.watch import descendants
+from stagewright.bench.machine import descendants
 from stagewright.errors import RunError
 from tests.runtime.running import ROOT, run_here
 

@@ -6,7 +6,8 @@ from textwrap import dedent
 
 from stagewright.cluster import DeviceId, parse_placement
 from stagewright.plan import Plan
-from stagewright.scheduling.sketch import placed_plan, sketch_plan
+from stagewright.schedule import Order, parse_order
+from stagewright.scheduling.sketch import sketch_plan
 
 
 def plan_of(replicas: tuple[int, ...], num_microbatches: int = 1, **options) -> Plan:
@@ -16,7 +17,7 @@ def plan_of(replicas: tuple[int, ...], num_microbatches: int = 1, **options) -> 
 
 def placed(text: str, num_microbatches: int = 1, **options) -> Plan:
     """Stages on the devices that a placement names, which they may share."""
-    return placed_plan(parse_placement(text), num_microbatches=num_microbatches, **options)
+    return sketch_plan(parse_placement(text), num_microbatches=num_microbatches, **options)
 
 
 def wrapped(replicas: tuple[int, ...], num_devices: int, num_microbatches: int = 1, **options) -> Plan:
@@ -25,9 +26,14 @@ def wrapped(replicas: tuple[int, ...], num_devices: int, num_microbatches: int =
     for count in replicas:
         stages.append(tuple(DeviceId(0, (next_device + number) % num_devices) for number in range(count)))
         next_device += count
-    return placed_plan(stages, num_microbatches=num_microbatches, **options)
+    return sketch_plan(stages, num_microbatches=num_microbatches, **options)
 
 
 def drawn(text: str) -> str:
     """A grid as it stands in a test."""
     return dedent(text).strip("\n")
+
+
+def orders_of(text: str) -> tuple[Order, ...]:
+    """The orders that `Schedule.text` wrote, a line a worker."""
+    return tuple(parse_order(line.partition("│")[2] if "│" in line else line) for line in text.splitlines())

@@ -108,17 +108,6 @@ def test_any_hold_works_and_is_kept_but_for_gpipe(plan, hold, staleness):
     assert all(count <= hold for count in carry_out(schedule, 3, meet=True).values())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(large_plans(), st.lists(st.floats(1e-6, 10), min_size=8, max_size=8), st.sampled_from(["0", "ssp"]))
-def test_any_costs_give_a_right_schedule(plan, seconds, staleness):
-    def costs(kind, stage, rows):
-        return seconds[stage] * rows * (2 if kind == "B" else 1)
-
-    schedule = make_schedule(plan, costs=costs, staleness=staleness, num_microbatches=min(6, plan.num_microbatches))
-    check_schedule(schedule)
-    carry_out(schedule, 3, meet=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(8,) * 8, (63, 1), (1,) * 64, (31, 33)])
 @pytest.mark.parametrize("route", ["split", "rotate"])

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule import Schedule, format_order, parse_order, parse_orders
+from stagewright.schedule import Schedule, format_order, parse_order
 from stagewright.scheduling import check_schedule, make_schedule
 from stagewright.scheduling.check import first_difference
-from tests.scheduling.cases import drawn, placed, plan_of, wrapped
+from tests.scheduling.cases import drawn, orders_of, placed, plan_of, wrapped
 from tests.scheduling.interpreter import FaultError, carry_out
 
 GOOD = {
@@ -171,7 +171,7 @@ def test_a_lock_is_shown_with_everybody_who_waits():
         RF1.1<2 F2.1 B2.1 SB2.1>2 RF1.0<1 F2.0 B2.0 SB2.0>1 U2
     """
     with pytest.raises(ScheduleError) as caught:
-        check_schedule(replace(good, orders=parse_orders(drawn(orders))))
+        check_schedule(replace(good, orders=orders_of(drawn(orders))))
     assert "worker 0, B0.0: it waits for ever" in str(caught.value)
     assert "workers wait: 0 at B0.0 of batch 0, 1 at B1.0 of batch 0, 2 at F1.1 of batch 0, 3 at F2.1" in str(
         caught.value

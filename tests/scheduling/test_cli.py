@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from stagewright.cli.schedule import schedule
 from stagewright.errors import ScheduleError, UsageError
 from stagewright.schedule import Schedule
-from stagewright.scheduling.torch_csv import read_csv
 from tests.scheduling.cases import drawn, plan_of
+from tests.scheduling.torch_reader import read_csv
 
 
 def run(line: str, *more: str) -> str:
@@ -90,8 +90,8 @@ def test_a_plan_file_with_other_sizes(tmp_path):
         ("", UsageError, "0 of a plan file, --replicas and --placement were given"),
         ("--replicas 1 --placement 0:0", UsageError, "2 of a plan file, --replicas and --placement"),
         ("--replicas 7,0", ScheduleError, "stage 1 has 0 replicas"),
-        ("--replicas 1 --microbatches 0", ScheduleError, "num_microbatches is 0"),
-        ("--replicas 1 --policy best", ScheduleError, "policy 'best' is unknown"),
+        ("--replicas 1 --microbatches 0", UsageError, "--microbatches is 0: expected 1 or more"),
+        ("--replicas 1 --policy best", UsageError, "--schedule is 'best': expected one of gpipe"),
         ("--replicas 1,1 --staleness ssp --batches 1", ScheduleError, "2 weight versions in a run of 1"),
     ],
 )

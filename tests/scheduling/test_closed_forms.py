@@ -8,7 +8,7 @@ import pytest
 
 from stagewright.policy import holds
 from stagewright.scheduling import make_schedule
-from stagewright.scheduling.ideal import balanced_costs, run_ideally
+from stagewright.scheduling.ideal import run_ideally
 from tests.scheduling.cases import placed, plan_of
 from tests.scheduling.interpreter import carry_out
 
@@ -85,4 +85,4 @@ def test_the_stale_synchronous_loop_has_no_bubble_in_its_steady_state(stages):
 
 def test_balanced_stages_that_take_turns_keep_each_other_busy():
     plan = plan_of((3, 1), 30, route="rotate")
-    assert run_ideally(make_schedule(plan), 1, balanced_costs(plan)).idle_share < 0.15
+    assert run_ideally(make_schedule(plan), is_balanced=True).idle_share < 0.15

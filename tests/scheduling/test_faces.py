@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.errors import FileError, ScheduleError
-from stagewright.schedule import Action, Schedule, parse_order, parse_orders
+from stagewright.schedule import Action, Schedule, parse_order
 from stagewright.scheduling import make_schedule
 from stagewright.scheduling.drawing import draw_svg, timed_grid
-from tests.scheduling.cases import drawn, placed, plan_of, wrapped
+from tests.scheduling.cases import drawn, orders_of, placed, plan_of, wrapped
 
 SAMPLES = [
     make_schedule(plan_of((3, 1), 6, route="rotate"), agree=True),
@@ -24,7 +24,7 @@ SAMPLES = [
 
 @pytest.mark.parametrize("schedule", SAMPLES)
 def test_text_parses_back(schedule):
-    assert parse_orders(schedule.text) == schedule.orders
+    assert orders_of(schedule.text) == schedule.orders
 
 
 @pytest.mark.parametrize("schedule", SAMPLES)
@@ -109,12 +109,3 @@ def test_the_picture_has_a_box_for_every_computation_and_a_row_for_every_worker(
     assert len(boxes) == len(computed)
     assert sorted(texts) == sorted([*computed, *map(str, range(len(schedule.orders)))])
     assert all(float(box.get("width")) > 0 for box in boxes)
-
-
-def test_the_picture_is_drawn_to_the_given_costs():
-    schedule = make_schedule(plan_of((1,)))
-    wide, narrow = (
-        float(ElementTree.fromstring(draw_svg(schedule, 1, costs)).get("width"))
-        for costs in (lambda kind, stage, rows: 5.0 if kind == "B" else 1.0, None)
-    )
-    assert wide > narrow

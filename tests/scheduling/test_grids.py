@@ -189,14 +189,3 @@ def test_buckets_are_reduced_in_the_order_in_which_backward_fills_them():
     plan = plan_of((2,))
     plan = replace(plan, stages=(replace(plan.stages[0], num_buckets=3),))
     assert checked(plan).text.splitlines()[0] == "0 │ F0.0 B0.0 G0/0 G0/1 G0/2 U0"
-
-
-def test_longer_durations_change_the_order_of_receipts():
-    """With a slow first replica group the receipts stand where they are due, not all in front."""
-
-    def costs(kind, stage, rows):
-        return 10.0 * rows if stage == 0 else 1.0
-
-    plan = plan_of((1, 1), 2, batch=2)
-    assert checked(plan).text.splitlines()[1].startswith("1 │ RF0.0<0 F1.0 RF0.1<0 B1.0")
-    assert checked(plan, costs=costs).text.splitlines()[1].startswith("1 │ RF0.0<0 F1.0 B1.0 SB1.0>0 RF0.1<0")

@@ -1,4 +1,4 @@
-"""CSV files that torch.distributed.pipelining reads, and its own that are read here."""
+"""CSV files that torch.distributed.pipelining reads; its own, which are read here, are schedules that run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from stagewright.errors import ScheduleError
 from stagewright.schedule import COMPUTE, format_order
 from stagewright.scheduling import check_schedule, make_schedule
-from stagewright.scheduling.torch_csv import read_csv, write_csv
+from stagewright.scheduling.torch_csv import write_csv
 from tests.scheduling.cases import drawn, placed, plan_of
 from tests.scheduling.interpreter import carry_out
+from tests.scheduling.torch_reader import read_csv
 
 RECTANGULAR = {
     "gpipe": make_schedule(plan_of((1, 1, 1), 4), policy="gpipe"),
@@ -115,9 +116,9 @@ def test_overlapped_and_empty_cells_are_read():
         ("", "the CSV file names stages"),
         ("0F0,0B0\n2F0,2B0\n", r"names stages \[0, 2\]: expected 0, 1, 2"),
         ("0F0,0B0\n0F1,0B1\n", r"stage 0 is in rows \[0, 1\]"),
-        ("0B0,0F0\n1F0,1B0\n", "row 0 of the CSV file waits for ever at 0B0"),
+        ("0B0,0F0\n1F0,1B0\n", "row 0 of the CSV file waits for ever at B0.0"),
         ("0F0,0B0\n1B0,1F0\n", "B1.0: of batch n it must come after F1.0"),
-        ("0F0,0B0\n1F0\n", "row 0 of the CSV file waits for ever at 0B0"),
+        ("0F0,0B0\n1F0\n", "row 0 of the CSV file waits for ever at B0.0"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(text, message):

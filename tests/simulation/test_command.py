@@ -1,4 +1,4 @@
-"""`stagewright simulate` and `stagewright calibrate`, from the outside."""
+"""`stagewright simulate`, from the outside."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stagewright.cli.calibrate import calibrate
 from stagewright.cli.simulate import simulate
 from stagewright.cluster import Cluster
-from stagewright.errors import DataError, PlanError, UsageError
+from stagewright.errors import PlanError, UsageError
 from stagewright.record import Record
 from tests.simulation.cases import even_profile, plan, star
 
 APP = typer.Typer()
 APP.command()(simulate)
-APP.command()(calibrate)
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def files(tmp_path):
 
 
 def call(files, *options):
-    what = ["simulate", files["plan"], "--profile", files["profile"], "--cluster", files["cluster"]]
+    what = [files["plan"], "--profile", files["profile"], "--cluster", files["cluster"]]
     result = CliRunner().invoke(APP, [*what, *options])
     if result.exception is not None:
         raise result.exception
@@ -60,7 +58,7 @@ def test_a_plan_that_does_not_fit_ends_with_an_error_after_its_figures(files, tm
     small = replace(wide.hosts[0].devices[2], memory_bytes=1000)
     devices = (*wide.hosts[0].devices[:2], small)
     cluster = replace(wide, hosts=(replace(wide.hosts[0], devices=devices),)).save(tmp_path / "small.json")
-    what = ["simulate", files["plan"], "--profile", files["profile"], "--cluster", str(cluster)]
+    what = [files["plan"], "--profile", files["profile"], "--cluster", str(cluster)]
 
     def called(*options):
         return CliRunner().invoke(APP, [*what, *options])
@@ -111,9 +109,3 @@ def test_sweeps_are_a_table_and_a_plot(files, tmp_path):
 def test_options_that_mean_nothing_are_refused(files, options, fault):
     with pytest.raises(UsageError, match=fault):
         call(files, *options)
-
-
-def test_calibrate_refuses_what_is_no_table(tmp_path):
-    (tmp_path / "rows.csv").write_text("id,cluster\n")
-    result = CliRunner().invoke(APP, ["calibrate", str(tmp_path / "rows.csv")])
-    assert isinstance(result.exception, DataError)

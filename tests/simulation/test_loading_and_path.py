@@ -10,7 +10,7 @@ from stagewright.errors import UsageError
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import fastest_schedule, simulate
 from stagewright.simulation.steady import find_steady
-from stagewright.simulation.whatif import Point, faster_links, knee, parse_counts, parse_factors
+from stagewright.simulation.whatif import Point, faster_links, knee, parse_factors
 from tests.simulation.cases import even_profile, layer, plan, profile, star
 
 
@@ -112,8 +112,5 @@ def test_factors_that_mean_nothing_are_refused(text):
         parse_factors(text)
 
 
-def test_factors_and_counts_are_read():
+def test_factors_are_read():
     assert parse_factors("×2,x0.5,4") == (2.0, 0.5, 4.0)
-    assert parse_counts("8, 16", "--devices") == (8, 16)
-    with pytest.raises(UsageError, match="--devices '8,0'"):
-        parse_counts("8,0", "--devices")

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from stagewright.data.augment import IMAGENET_MEAN, IMAGENET_STD
-from stagewright.data.writing import numbered_classes, write_images
+from stagewright.data.writing import _numbered_classes, write_images
 
 SIZE = 16
 
@@ -19,7 +19,7 @@ def write_numbered(directory: Path, num: int) -> Path:
     """Writes images 0 … num − 1, at most 250, in files of 7."""
     write_images(
         directory, ((grey(number), number) for number in range(num)), "ofrecord",
-        class_names=numbered_classes(num), images_per_file=7,
+        class_names=_numbered_classes(num), images_per_file=7,
     )  # fmt: skip
     return directory
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from stagewright.runtime.checkpoint import Checkpointer
+from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
+from stagewright.runtime.checkpoint.saving import Checkpointer
 from stagewright.runtime.feed import FunctionFeed
-from stagewright.runtime.resuming import find_checkpoint, restore
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world

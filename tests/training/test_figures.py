@@ -14,7 +14,7 @@ from stagewright.models import build_model
 from stagewright.models.lora import Lora
 from stagewright.plan import Plan, Stage
 from stagewright.record import Record
-from stagewright.training.display import plain_line
+from stagewright.training.events import plain_line
 from stagewright.training.metrics import peak_flops, perplexity, token_flops, tokens_of_row
 
 BATCH, STEPS = 4, 4

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stagewright.training.memory import driver_bytes, memory_figures
+from stagewright.training.gathering import driver_bytes, memory_figures
 
 CARD = torch.device("cuda", 1)
 

@@ -8,7 +8,7 @@ from stagewright.cluster import DeviceId
 from stagewright.errors import PlanError
 from stagewright.plan import Plan
 from stagewright.scheduling import make_schedule
-from stagewright.training.replan import describe_change, plan_without, plan_without_hosts
+from stagewright.training.restarting import _describe_change, _plan_without, _plan_without_hosts
 from tests.runtime.cases import PLACEMENTS, Case, plan_of
 
 NAMES = tuple(f"l{number}" for number in range(6))
@@ -32,7 +32,7 @@ def plan(placement: str) -> Plan:
 )
 def test_the_stages_stay_and_the_devices_move(placement: str, lost: str, expected: str) -> None:
     before = plan(placement)
-    after = plan_without(before, {DeviceId(0, int(device)) for device in lost.split(",")})
+    after = _plan_without(before, {DeviceId(0, int(device)) for device in lost.split(",")})
     assert after.placement == expected
     assert (after.layers, after.batch) == (before.layers, before.batch)
     make_schedule(after)
@@ -42,20 +42,20 @@ def test_every_loss_of_some_devices_leaves_a_plan() -> None:
     for name in PLACEMENTS:
         whole = plan(name)
         for survivor in whole.devices:
-            after = plan_without(whole, set(whole.devices) - {survivor})
+            after = _plan_without(whole, set(whole.devices) - {survivor})
             assert after.devices == (survivor,)
             make_schedule(after)
 
 
 def test_nothing_left_is_said() -> None:
     with pytest.raises(PlanError, match="all devices"):
-        plan_without(plan("3-1"), set(plan("3-1").devices))
+        _plan_without(plan("3-1"), set(plan("3-1").devices))
 
 
 def test_hosts_move_up() -> None:
     before = Plan.from_dict({**plan("3-1").to_dict(), "stages": [
         {"layers": list(NAMES[:3]), "devices": "0:0,1:0-1"}, {"layers": list(NAMES[3:]), "devices": "2:0"},
     ]})  # fmt: skip
-    after = plan_without_hosts(before, {1})
+    after = _plan_without_hosts(before, {1})
     assert after.placement == "0:0.1:0"
-    assert describe_change(before, after) == "going on as 1-1 instead of 3-1: 0:0.1:0 instead of 0:0,1:0-1.2:0"
+    assert _describe_change(before, after) == "going on as 1-1 instead of 3-1: 0:0.1:0 instead of 0:0,1:0-1.2:0"

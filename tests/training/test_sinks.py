@@ -15,8 +15,7 @@ import pytest
 
 from stagewright.cli import main
 from stagewright.errors import UsageError
-from stagewright.training.display import plain_line
-from stagewright.training.events import Teller, read_events
+from stagewright.training.events import Teller, plain_line, read_events
 from stagewright.training.sinks import check_sinks, open_sinks
 
 TRAIN = {

@@ -7,12 +7,11 @@ how much, of a bootstrap interval of the ratio of medians (Efron, "Bootstrap met
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import combinations
 from math import comb, erfc, sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,15 +22,10 @@ _Verdict = Literal["faster", "slower", "noise", "same", "too few runs", "not the
 _LEVEL = 0.05
 """How often, of all cases that did not change, one may be called changed (Benjamini and Hochberg 1995: of those called
 changed, how many may not have)."""
-_MAX_ARRANGEMENTS = 200_000
-"""Up to so many ways to deal the ranks out, all are counted; beyond, the normal distribution is near enough."""
-_DRAWS = 4000
-_SAME = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One case in both folders."""
+class Comparison(NamedTuple):
+    """One case in both folders; what `--json` prints."""
 
     name: str
     source: str
@@ -47,94 +41,74 @@ class Comparison:
     runs: tuple[int, int] = (0, 0)
     why: str = ""
 
-    def summary(self) -> Mapping[str, Any]:
-        """The figures that `--json` prints."""
-        return {**vars(self), "runs": list(self.runs)}
-
 
 def compare(before: Path, after: Path) -> list[Comparison]:
     """Every case that is in either folder; verdicts take account of how many cases were looked at."""
-    first, second = _by_name(before), _by_name(after)
-    made = []
-    for key in dict.fromkeys((*first, *second)):
-        name, source = key
-        if key not in second or key not in first:
-            made.append(Comparison(name=name, source=source, verdict="only in A" if key in first else "only in B"))
-        else:
-            made.append(_compare_cases(first[key], second[key]))
-    return judge(made)
-
-
-def _by_name(folder: Path) -> dict[tuple[str, str], Case]:
-    """The cases of a folder by name and source."""
-    return {(case.name, case.source): case for case in read_results(folder).cases}
+    first, second = (
+        {(case.name, case.source): case for case in read_results(folder).cases} for folder in (before, after)
+    )
+    return _judge([
+        _compare_cases(first[key], second[key]) if key in first and key in second
+        else Comparison(*key, "only in A" if key in first else "only in B")
+        for key in dict.fromkeys((*first, *second))
+    ])  # fmt: skip
 
 
 def _compare_cases(one: Case, two: Case) -> Comparison:
     """One case before and after; no verdict yet where chance may explain the difference."""
-    told: dict[str, Any] = {"name": one.name, "source": one.source, "runs": (len(one.rates), len(two.rates))}
+    made = Comparison(one.name, one.source, "noise", runs=(len(one.rates), len(two.rates)))
     # Another machine is what may be compared; other work is not.
     unlike = [text for text in differences(two, one) if not text.startswith("cluster ")]
     unlike += [] if plan_key(one.plan) == plan_key(two.plan) else ["the plans differ"]
     if unlike:
-        return Comparison(**told, verdict="not the same work", why="; ".join(unlike))
-    figures: dict[str, Any] = {
-        "before": one.samples_per_s,
-        "after": two.samples_per_s,
-        "ratio": two.samples_per_s / one.samples_per_s,
-    }
+        return made._replace(verdict="not the same work", why="; ".join(unlike))
+    ratio = two.samples_per_s / one.samples_per_s
+    made = made._replace(before=one.samples_per_s, after=two.samples_per_s, ratio=ratio)
     if one.source == "simulated":
         # Nothing wavers in a simulation: any difference is a change.
-        ratio = figures["ratio"]
-        verdict: _Verdict = "same" if abs(ratio - 1) <= _SAME else "faster" if ratio > 1 else "slower"
-        return Comparison(**told, **figures, verdict=verdict)
-    if smallest_p(len(one.rates), len(two.rates)) > _LEVEL:
+        return made._replace(verdict="same" if abs(ratio - 1) <= 1e-9 else "faster" if ratio > 1 else "slower")
+    if _smallest_p(*made.runs) > _LEVEL:
         why = "no result could tell so few runs from chance: 4 on either side can"
-        return Comparison(**told, **figures, verdict="too few runs", why=why)
-    low, high = ratio_interval(one.rates, two.rates)
-    p = rank_test(one.rates, two.rates)
-    return Comparison(**told, **figures, low=low, high=high, p=p, verdict="noise")
+        return made._replace(verdict="too few runs", why=why)
+    low, high = _ratio_interval(one.rates, two.rates)
+    return made._replace(low=low, high=high, p=_rank_test(one.rates, two.rates))
 
 
-def judge(made: Sequence[Comparison]) -> list[Comparison]:
+def _judge(made: Sequence[Comparison]) -> list[Comparison]:
     """The verdicts: of m tested cases those k with the smallest p are changes, k the largest with p ≤ 0.05 · k / m."""
     ranked = sorted(one.p for one in made if one.p is not None)
-    passing = [p for place, p in enumerate(ranked, 1) if p <= _LEVEL * place / len(ranked)]
-    limit = max(passing, default=-1.0)
-
-    def judged(one: Comparison) -> Comparison:
-        if one.p is None or one.ratio is None or one.p > limit:
-            return one
-        return replace(one, verdict="faster" if one.ratio > 1 else "slower")
-
-    return [judged(one) for one in made]
+    limit = max((p for place, p in enumerate(ranked, 1) if p <= _LEVEL * place / len(ranked)), default=-1.0)
+    return [
+        one if one.p is None or one.ratio is None or one.p > limit
+        else one._replace(verdict="faster" if one.ratio > 1 else "slower")
+        for one in made
+    ]  # fmt: skip
 
 
-def smallest_p(first: int, second: int) -> float:
+def _smallest_p(first: int, second: int) -> float:
     """The smallest p that the rank test can give for so many observations."""
     return min(1.0, 2 / comb(first + second, first))
 
 
-def rank_test(first: Sequence[float], second: Sequence[float]) -> float:
+def _rank_test(first: Sequence[float], second: Sequence[float]) -> float:
     """How probable a difference of ranks at least this large is, if both come from one distribution; two-sided.
 
     Σ ranks of `first` against all ways to deal the same ranks, ties shared, to so many observations.
     """
-    ranks = middle_ranks((*first, *second))
+    ranks = _middle_ranks((*first, *second))
     number, total = len(first), len(ranks)
     expected = number * sum(ranks) / total
     found = abs(sum(ranks[:number]) - expected)
-    if comb(total, number) <= _MAX_ARRANGEMENTS:
+    if comb(total, number) <= 200_000:  # beyond, the normal distribution is near enough
         sums = (sum(chosen) for chosen in combinations(ranks, number))
         far = [abs(each - expected) >= found - 1e-9 for each in sums]
         return sum(far) / len(far)
-    variance = (
-        number * (total - number) / (total * (total - 1)) * sum((rank - sum(ranks) / total) ** 2 for rank in ranks)
-    )
+    spread = sum((rank - sum(ranks) / total) ** 2 for rank in ranks)
+    variance = spread * number * (total - number) / (total * (total - 1))
     return erfc(max(found - 0.5, 0.0) / sqrt(2 * variance)) if variance else 1.0
 
 
-def middle_ranks(values: Sequence[float]) -> list[float]:
+def _middle_ranks(values: Sequence[float]) -> list[float]:
     """Each value's rank from 1; equal values share the mean of theirs."""
     ordered = sorted(values)
     first = {value: place for place, value in reversed(list(enumerate(ordered, 1)))}
@@ -142,11 +116,10 @@ def middle_ranks(values: Sequence[float]) -> list[float]:
     return [(first[value] + last[value]) / 2 for value in values]
 
 
-def ratio_interval(first: Sequence[float], second: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+def _ratio_interval(first: Sequence[float], second: Sequence[float], share: float = 0.95) -> tuple[float, float]:
     """Where the ratio of the medians lies, by drawing from each side's observations over and over; seed fixed."""
     dice = np.random.default_rng(0)
-    one = np.median(dice.choice(np.array(first), (_DRAWS, len(first))), axis=1)
-    two = np.median(dice.choice(np.array(second), (_DRAWS, len(second))), axis=1)
+    one, two = (np.median(dice.choice(np.array(side), (4000, len(side))), axis=1) for side in (first, second))
     low, high = np.quantile(two / one, ((1 - share) / 2, (1 + share) / 2))
     return float(low), float(high)
 

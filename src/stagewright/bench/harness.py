@@ -2,22 +2,61 @@
 
 case     a  b  c   a  b  c   a  b  c          so that a machine that grows slower does so for all cases alike
 number   1  1  1   2  2  2   3  3  3
+
+out/
+  bench.json                      the suite, each case's command, and the machine and commit it was begun on
+  titan-v-8.cluster.yaml          the hardware of simulations
+  vgg16-dp8/
+    vgg16-dp8.1.record.json       ┐ a repetition is done once its record or its failure lies here,
+    vgg16-dp8.2.failure.json      ┘ which appears whole or not at all
+    vgg16-dp8.1.log               what the run printed, after its command
+    vgg16-dp8.1.environment.json
+    vgg16-dp8.1.samples.csv       memory and utilisation of its devices, seen from outside
+    vgg16-dp8.1/                  the run's own files: events, summary.csv, logs of the workers
+    vgg16-dp8.zip                 all of these
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+import sys
 import time
+import traceback
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from statistics import mean, median
-from typing import Any, NamedTuple
+from statistics import mean
+from typing import ClassVar, NamedTuple
 
-from stagewright.bench.run import DOES_NOT_FIT, Session, run_once
-from stagewright.bench.shelf import Place, begin, locked, pack
+from pydantic import Field
+
+from stagewright.bench.machine import Look, Seen, Watch, card_of, identity, look_at_cards, look_at_workers
 from stagewright.bench.task import Task
+from stagewright.errors import FileError, StagewrightError, UsageError
 from stagewright.record import Record
-from stagewright.report.cases import FAILURE_END, RECORD_END, Failure
+from stagewright.report.cases import FAILURE_END, RECORD_END, Case, Failure
+from stagewright.report.comparison import peak_bytes
+from stagewright.report.figures import too_full
+from stagewright.runtime.launch.process import check_server, start_process
+from stagewright.schema import Saved, dump_json, schema
+from stagewright.simulation.run import IMAGENET_IMAGES
+from stagewright.simulation.setting import Scenario
+
+_DOES_NOT_FIT = "does not fit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What all runs of one `stagewright bench` share."""
+
+    facts: Mapping[str, str]
+    num_cards: int = 0
+    program: tuple[str, ...] = (sys.executable, "-m", "stagewright")
 
 
 class Progress(NamedTuple):
@@ -37,69 +76,48 @@ def run_suite(
     suite: str, tasks: Sequence[Task], folder: Path, repetitions: int, session: Session, *, retry: bool = False
 ) -> Iterator[Progress]:
     """Runs what is left of a suite, with `retry` also what failed, and tells of every run as it ends."""
+    runs = [(task, _Place(folder, task.case.name, number)) for number in range(1, repetitions + 1) for task in tasks]
+    took: dict[str, list[float]] = {}
     with locked(folder):
-        begin(folder, suite, tasks, repetitions, session.facts)
-        clock = _Clock(tasks, folder, repetitions)
-        for place in clock.places() if retry else ():
-            place.forget_failure()
-        for number in range(1, repetitions + 1):
-            for task in tasks:
-                place = Place(folder, task.case.name, number)
-                if _is_due(task, place):
-                    started = time.monotonic()
-                    result = run_once(task, place, session)
-                    yield clock.told(task, number, result, time.monotonic() - started)
+        _begin(folder, suite, tasks, repetitions, session.facts)
+        for _, place in runs if retry else ():
+            place.path(FAILURE_END).unlink(missing_ok=True)
+        for task, place in runs:
+            if not _is_due(task, place):
+                continue
+            started = time.monotonic()
+            result, seconds = _run_once(task, place, session), time.monotonic() - started
+            took.setdefault(task.case.name, []).append(seconds)
+            left = [other for other, at in runs if _is_due(other, at)]
+            done = sum(at.is_done for _, at in runs)
+            yield Progress(
+                task, place.number, result, seconds, done, done + len(left), _seconds_left(left, tasks, took)
+            )
         for task in tasks:
-            pack(folder, task.case.name)
+            _pack(folder, task.case.name)
 
 
-def _is_due(task: Task, place: Place) -> bool:
+def _is_due(task: Task, place: _Place) -> bool:
     """Whether a repetition is still to be run: not what is counted, nothing twice that cannot vary, no failed case."""
     if place.is_done or (place.number > 1 and (task.skipped or task.mode == "simulate")):
         return False
-    earlier = [Place(place.folder, place.case, number) for number in range(1, place.number)]
+    earlier = [_Place(place.folder, place.case, number) for number in range(1, place.number)]
     # A case that has only failed will fail again: its time is better spent on the others.
-    has_failed = any(one.has_failed for one in earlier)
-    return not has_failed or any(one.is_done and not one.has_failed for one in earlier)
+    return not any(one.has_failed for one in earlier) or any(one.is_done and not one.has_failed for one in earlier)
 
 
-class _Clock:
-    """What is done, and how long the rest will take by what the same cases have taken so far."""
-
-    def __init__(self, tasks: Sequence[Task], folder: Path, repetitions: int) -> None:
-        self._tasks, self._folder, self._repetitions = tasks, folder, repetitions
-        self._seconds: dict[str, list[float]] = {}
-
-    def told(self, task: Task, number: int, result: Record | Failure, seconds: float) -> Progress:
-        """Takes note of a run, and says how far the suite is."""
-        self._seconds.setdefault(task.case.name, []).append(seconds)
-        left = list(self.left())
-        done = sum(1 for place in self.places() if place.is_done)
-        return Progress(task, number, result, seconds, done, done + len(left), self.estimate(left))
-
-    def left(self) -> Iterator[Task]:
-        """The task of every repetition that is still to be run."""
-        each = (task for _ in range(self._repetitions) for task in self._tasks)
-        return (task for task, place in zip(each, self.places()) if _is_due(task, place))
-
-    def estimate(self, left: Sequence[Task]) -> float | None:
-        """Seconds for the rest: a case's own mean, or for a case not run yet that of the others of its mode."""
-        modes: dict[str, list[float]] = {}
-        for task in self._tasks:
-            modes.setdefault(task.mode, []).extend(self._seconds.get(task.case.name, []))
-        each = [self._seconds.get(task.case.name) or modes[task.mode] for task in left]
-        return sum(map(mean, each)) if all(each) else None
-
-    def places(self) -> Iterator[Place]:
-        """Every repetition of every task, in the order in which they run."""
-        for number in range(1, self._repetitions + 1):
-            for task in self._tasks:
-                yield Place(self._folder, task.case.name, number)
+def _seconds_left(left: Sequence[Task], tasks: Sequence[Task], took: Mapping[str, Sequence[float]]) -> float | None:
+    """How long the rest takes: a case's own mean, or for a case not run yet that of the others of its mode."""
+    alike = {
+        task.mode: [each for one in tasks if one.mode == task.mode for each in took.get(one.case.name, ())]
+        for task in left
+    }
+    each = [took.get(task.case.name) or alike[task.mode] for task in left]
+    return sum(map(mean, each)) if all(each) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A case of a suite in figures."""
+class Row(NamedTuple):
+    """A case of a suite in figures; what `--json` prints."""
 
     name: str
     source: str
@@ -115,10 +133,6 @@ class Row:
     reason: str = ""
     notes: tuple[str, ...] = ()
 
-    def summary(self) -> Mapping[str, Any]:
-        """The figures that `--json` prints."""
-        return {**vars(self), "notes": list(self.notes)}
-
 
 def rows_of(tasks: Sequence[Task], folder: Path) -> list[Row]:
     """Every case with what its repetitions came to, in the suite's order."""
@@ -129,24 +143,255 @@ def _row_of(task: Task, home: Path) -> Row:
     """The row of one case."""
     records = [Record.load(path) for path in sorted(home.glob(f"*{RECORD_END}"))]
     failures = [Failure.load(path) for path in sorted(home.glob(f"*{FAILURE_END}"))]
-    told: dict[str, Any] = {
-        "name": task.case.name,
-        "source": task.source,
-        "model": task.case.model,
-        "placement": task.case.placement,
-    }
     reason = failures[0].reason if failures else "" if records else "not run"
+    empty = Row(task.case.name, task.source, task.case.model, task.case.placement, reason=reason)
     if not records:
-        return Row(**told, reason=reason)
-    rates = [record.samples_per_s for record in records]
-    return Row(
-        **told, repetitions=len(records), images_per_s=median(rates), low=min(rates), high=max(rates),
-        step_images=records[0].step_samples, step_s=median(record.median_step_s for record in records),
-        peak_bytes=max((use.peak_bytes for record in records for use in record.devices), default=None),
-        reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *_too_full(records)),
+        return empty
+    case = Case(records=tuple(records), files=())
+    too_full = (note for note in records[0].notes if note.startswith(_DOES_NOT_FIT))
+    return empty._replace(
+        repetitions=len(records), images_per_s=case.samples_per_s, low=min(case.rates), high=max(case.rates),
+        step_images=records[0].step_samples, step_s=case.step_s, peak_bytes=peak_bytes(case) or None,
+        reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *too_full),
     )  # fmt: skip
 
 
-def _too_full(records: Sequence[Record]) -> list[str]:
-    """What the records say of memory that no device has."""
-    return [note for note in records[0].notes if note.startswith(DOES_NOT_FIT)]
+# ── one run ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _run_once(task: Task, place: _Place, session: Session) -> Record | Failure:
+    """Runs a repetition and counts it; the result."""
+    run = place.clear()
+    facts = {**session.facts, "command": task.command}
+    place.path(".environment.json").write_text(dump_json(facts), encoding="utf-8")
+    try:
+        if task.skipped:
+            result: Record | Failure = _failure(task, task.skipped)
+        elif task.mode == "simulate":
+            result = _simulate(task, place, session)
+        else:
+            result = _run_process(task, place, run, session)
+    except StagewrightError as fault:
+        result = _failure(task, f"{fault.what}: {fault.todo}" if fault.todo else fault.what)
+    # After this line it is done, before it it is not.
+    result.save(place.path(RECORD_END if isinstance(result, Record) else FAILURE_END))
+    return result
+
+
+def _failure(task: Task, reason: str) -> Failure:
+    """The row of a case that gave no record."""
+    case = task.case
+    return Failure(
+        name=case.name, reason=reason[:600], model=case.model, placement=case.placement, source=task.source,
+        command=task.command,
+    )  # fmt: skip
+
+
+def _simulate(task: Task, place: _Place, session: Session) -> Record | Failure:
+    """The simulation of a case, here and now: it has no start-up to share with others."""
+    assert task.cluster is not None
+    case, log = task.case, place.path(".log")
+    setting = Scenario(
+        model=case.model, precision=case.precision, data=case.data, epoch_images=case.epoch_images or IMAGENET_IMAGES
+    )
+    options = replace(case.plan, placement=case.placement)
+    try:
+        record = setting.record(task.cluster, options, name=case.name)
+    except Exception as fault:
+        log.write_text(f"$ {task.command}\n{traceback.format_exc()}", encoding="utf-8")
+        if isinstance(fault, StagewrightError):
+            raise
+        return _failure(task, f"{type(fault).__name__}: {fault}")
+    figures = f"step {record.median_step_s:.6f} s, {record.samples_per_s:.1f} images/s, limited by {record.limit}"
+    log.write_text("\n".join((f"$ {task.command}", figures, *task.notes, *record.notes, "")), encoding="utf-8")
+    # A simulation says nothing of the machine it was worked out on.
+    facts = {key: session.facts[key] for key in ("stagewright", "commit") if key in session.facts}
+    short = too_full(record, task.cluster)
+    notes = (*task.notes, *([f"{_DOES_NOT_FIT}: {short}"] if short else []), *record.notes)
+    return replace(record, command=task.command, environment=facts, notes=notes)
+
+
+def _run_process(task: Task, place: _Place, run: Path, session: Session) -> Record | Failure:
+    """The case as a process of its own, watched from outside while it runs; none outlives who started it."""
+    words, log = [*session.program, *task.words, "-o", str(run), "--json"], place.path(".log")
+    log.write_text(f"$ {task.command}\n", encoding="utf-8")
+    process = start_process("run", words, os.environ, log)
+    with Watch(_look_of(task, process.pid or 0, session)) as watch:
+        status = _ended(process, task.case.limit_s)
+    check_server([process])
+    place.path(".samples.csv").write_text(watch.table(), encoding="utf-8")
+    saved = run / "record.json"
+    if status == 0 and saved.exists():
+        return _finish(Record.load(saved), task, session, watch.seen())
+    said = log.read_text(encoding="utf-8", errors="replace")
+    return _failure(task, _reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
+
+
+def _look_of(task: Task, process: int, session: Session) -> Look:
+    """Cards where the case uses them, else its worker processes."""
+    uses_cards = session.num_cards > 0 and task.case.device != "cpu" and task.mode == "train"
+    return look_at_cards() if uses_cards else look_at_workers(process, alone=task.num_workers == 1)
+
+
+def _ended(process: BaseProcess, limit_s: float) -> int | None:
+    """The exit status; None for a run that was ended because it took too long."""
+    status = None
+    try:
+        process.join(limit_s)
+        status = process.exitcode
+    finally:
+        for end in (process.terminate, process.kill):
+            if process.exitcode is None:
+                end()
+                process.join(10)
+    return status
+
+
+def _reason_of(status: int | None, limit_s: float, said: str, run: Path) -> str:
+    """Why a run gave no record, in its own words where it has any."""
+    if status is None:
+        return f"it did not end within {limit_s:g} s (limit_s)"
+    if status == 0:
+        return "it ended well but left no record.json: with --nodes its folder must be one that all hosts share"
+    words = _own_words(said, run)
+    ended = f"signal {-status} ended it" if status < 0 else f"it ended with status {status}"
+    return words if words and status > 0 else f"{ended}{f': {words}' if words else ''}"
+
+
+def _own_words(said: str, run: Path) -> str:
+    """The last `error: …` of a log with the lines that belong to it, or its last line."""
+    lines = said.rstrip().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    if not starts:
+        return lines[-1].strip() if lines else ""
+    block = [lines[starts[-1]].removeprefix("error: ")]
+    for line in lines[starts[-1] + 1 :]:
+        if not line.startswith("       "):
+            break
+        block.append(line.strip())
+    # Where its files lay while it ran says nothing to who reads the row.
+    return "; ".join(line for line in block if str(run) not in line)
+
+
+def _finish(record: Record, task: Task, session: Session, seen: Mapping[int, Seen]) -> Record:
+    """The record under the case's name, with what was seen from outside and where it ran."""
+    cards = session.num_cards if task.case.device != "cpu" else 0
+    devices = tuple(
+        use if (found := seen.get(card_of(number, cards))) is None
+        else replace(use, driver_bytes=max(found.peak_bytes, use.driver_bytes or 0), driver_share=found.busy_share)
+        for number, use in enumerate(record.devices)
+    )  # fmt: skip
+    shared = f"{record.cluster}, {task.num_workers} workers on {cards}" if task.notes and cards else record.cluster
+    facts = {**record.environment, **{key: value for key, value in session.facts.items() if key != "host"}}
+    return replace(
+        record, name=task.case.name, source=task.source, cluster=shared, command=task.command, environment=facts,
+        devices=devices, notes=(*task.notes, *record.notes),
+    )  # fmt: skip
+
+
+# ── the folder ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@schema(error=UsageError)
+class _Begun(Saved):
+    """What a folder of results was begun with."""
+
+    FORMAT: ClassVar[str] = "stagewright.bench"
+    ERROR: ClassVar[type[StagewrightError]] = UsageError
+
+    suite: str
+    repetitions: int = Field(ge=1)
+    commands: Mapping[str, str]
+    """Of each case."""
+    identity: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The files of one repetition."""
+
+    folder: Path
+    case: str
+    number: int
+
+    def path(self, end: str) -> Path:
+        """The file with this ending."""
+        return self.folder / self.case / f"{self.case}.{self.number}{end}"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the repetition has been counted, well or badly ended."""
+        return self.path(RECORD_END).exists() or self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended badly."""
+        return self.path(FAILURE_END).exists()
+
+    def clear(self) -> Path:
+        """Removes what an interrupted attempt left; the new folder of the run."""
+        run = self.path("")
+        shutil.rmtree(run, ignore_errors=True)
+        for end in (".log", ".environment.json", ".samples.csv"):
+            self.path(end).unlink(missing_ok=True)
+        run.mkdir(parents=True)
+        return run
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder, so that no other process counts there meanwhile; the kernel lets go of it with the process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as fault:
+        raise FileError(f"{folder}: {fault.strerror}", "give a folder that can be written with -o") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            busy = f"another `stagewright bench` is at work in {folder}"
+            raise UsageError(busy, "wait for it, or use another folder with -o") from None
+        yield
+
+
+def _begin(folder: Path, suite: str, tasks: Sequence[Task], repetitions: int, facts: Mapping[str, str]) -> None:
+    """Writes down what is measured here; refuses to add to results of other settings, machines or commits."""
+    commands = {task.case.name: task.command for task in tasks}
+    path = folder / "bench.json"
+    before = _Begun.load(path) if path.exists() else None
+    if before is not None:
+        _check_same(folder, before, suite, commands, identity(facts))
+        commands = {**before.commands, **commands}
+        repetitions = max(repetitions, before.repetitions)
+    _Begun(suite=suite, repetitions=repetitions, commands=commands, identity=identity(facts)).save(path)
+    for cluster in {task.cluster.name: task.cluster for task in tasks if task.cluster is not None}.values():
+        cluster.save(folder / f"{cluster.name}.cluster.yaml")
+
+
+def _check_same(folder: Path, before: _Begun, suite: str, commands: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuses a folder whose results are not of the same suite, cases, machine and commit."""
+    todo = "use another folder with -o; `stagewright bench compare` sets the two against one another"
+    if before.suite != suite:
+        raise UsageError(f"{folder} holds results of the suite {before.suite}, not of {suite}", todo)
+    for key in dict.fromkeys((*before.identity, *now)):
+        then, this = before.identity.get(key, "none"), now.get(key, "none")
+        if then != this:
+            raise UsageError(f"{folder} was begun with {key} {then}, and here it is {this}", todo)
+    for name in before.commands.keys() & commands.keys():
+        # A case that could not run then has no results that another command would spoil.
+        if before.commands[name] not in ("", commands[name]):
+            raise UsageError(
+                f"{folder} holds results of {name} as `{before.commands[name]}`, which is now `{commands[name]}`", todo
+            )
+
+
+def _pack(folder: Path, case: str) -> Path:
+    """One archive of everything that a case left, written whole or not at all."""
+    home = folder / case
+    path, part = home / f"{case}.zip", home / f".{case}.zip.part"
+    files = sorted(file for file in home.rglob("*") if file.is_file() and file not in (path, part))
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in files:
+            archive.write(file, file.relative_to(folder))
+    return part.replace(path)

@@ -1,16 +1,32 @@
-"""Suites: files of cases, checked as a whole before anything runs."""
+"""Suites: files of cases, checked as a whole before anything runs.
+
+    settings:
+      vgg16: {model: vgg16, batch_per_device: 32}
+      split: {placement: 0:0-6.0:7, staleness: ssp}
+    cases:
+    - name: '{model}-{ratio}-{schedule}'
+      like: [vgg16, split]
+      matrix:
+        ratio: [3:1, 10:1]
+        schedule: [1f1b, dynamic]
+      without: [{ratio: 10:1, schedule: dynamic}]
+
+gives vgg16-3-1-1f1b, vgg16-3-1-dynamic and vgg16-10-1-1f1b. What a case says itself wins over what it is `like`, a
+later setting wins over an earlier one, and all win over `defaults`. A value of a matrix may be a mapping of keys.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
 
-from stagewright.bench.expand import expand
 from stagewright.cluster import Cluster, DeviceId, find_cluster, format_placement, parse_placement
 from stagewright.errors import FileError, StagewrightError, UsageError
 from stagewright.plan import Plan
@@ -18,13 +34,13 @@ from stagewright.planning.counted import find_model
 from stagewright.planning.fixed import fixed_plan
 from stagewright.planning.options import PlanOptions
 from stagewright.profile import Precision
-from stagewright.schema import Saved, adapter, check_head, describe, read_plain, schema, twin
+from stagewright.schema import Saved, adapter, check_head, describe, read_plain, schema, shown, twin
 from stagewright.training.sections import read_section, section_keys
 
 Mode = Literal["train", "rehearse", "simulate"]
+_Keys = Mapping[str, Any]
 _Value = str | int | float | bool | tuple[str | int | float, ...]
 RECORDS = "records"
-_REPETITIONS = 7
 
 
 @schema(error=UsageError)
@@ -102,7 +118,7 @@ class _SuiteFile(Saved):
     name: str
     about: str = ""
     cluster: str | None = None
-    repetitions: int = Field(default=_REPETITIONS, ge=1)
+    repetitions: int = Field(default=7, ge=1)
     defaults: Mapping[str, Any] = Field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
     cases: tuple[Mapping[str, Any], ...] = Field(min_length=1)
@@ -134,7 +150,7 @@ def make_suite(plain: object, *, where: str = "the suite") -> Suite:
     check_head(plain, _SuiteFile.FORMAT, _SuiteFile.VERSION, where)
     file = _SuiteFile.from_dict(plain, where=where)
     try:
-        cases = tuple(_make_case(keys) for keys in expand(file.defaults, file.settings, file.cases))
+        cases = tuple(_make_case(keys) for keys in _expand(file.defaults, file.settings, file.cases))
         _check_cases(cases)
         if file.cluster is not None:
             find_cluster(file.cluster)
@@ -181,3 +197,102 @@ def _check_cases(cases: Sequence[Case]) -> None:
                 f"case {case.name}: hosts is {case.hosts}, but the placement {case.placement} needs {case.num_hosts}",
                 "leave hosts out, or give devices instead of a placement",
             )
+
+
+# ── matrices and inheritance ────────────────────────────────────────────────────────────────────────────
+
+
+def _expand(defaults: _Keys, settings: Mapping[str, _Keys], cases: Sequence[_Keys]) -> list[dict[str, Any]]:
+    """The keys of every case, matrices and inheritance written out."""
+    made = []
+    for number, case in enumerate(cases):
+        if not isinstance(case.get("name"), str) or not case["name"]:
+            raise UsageError(f"case number {number + 1} has no name", "give it one: name: vgg16-dp")
+        for chosen in _combinations(case):
+            made.append(_inherit(defaults, settings, case, chosen))
+    return made
+
+
+def _combinations(case: _Keys) -> Iterator[dict[str, Any]]:
+    """One value of every axis of a case's matrix, in the order in which they are written; but those left out."""
+    matrix = case.get("matrix", {})
+    where = f"case {case['name']!r}: key matrix"
+    if not isinstance(matrix, Mapping):
+        raise UsageError(f"{where} is {shown(matrix)}: expected lists of values by key")
+    for key, values in matrix.items():
+        if not isinstance(values, list) or not values:
+            raise UsageError(f"{where}.{key} is {shown(values)}: expected a list of values")
+        if key in case and key != "like":
+            raise UsageError(f"case {case['name']!r}: key {key} is given and is in the matrix", "leave one of them out")
+    excluded = _left_out(case)
+    for values in product(*matrix.values()):
+        chosen = dict(zip(matrix, values))
+        if not any(all(chosen.get(key) == value for key, value in some.items()) for some in excluded):
+            yield chosen
+
+
+def _left_out(case: _Keys) -> Sequence[_Keys]:
+    """The combinations that a case goes without; each must name axes of its matrix."""
+    excluded = case.get("without", [])
+    for some in excluded if isinstance(excluded, list) else [excluded]:
+        if not isinstance(some, Mapping) or not some or not some.keys() <= case.get("matrix", {}).keys():
+            raise UsageError(
+                f"case {case['name']!r}: key without holds {shown(some)}: expected values of keys of the matrix"
+            )
+    return excluded  # type: ignore[no-any-return]
+
+
+def _inherit(defaults: _Keys, settings: Mapping[str, _Keys], case: _Keys, chosen: _Keys) -> dict[str, Any]:
+    """The keys of one case of a matrix, and its name."""
+    own = {key: value for key, value in case.items() if key not in ("like", "matrix", "without", "name")}
+    direct = {key: value for key, value in chosen.items() if not isinstance(value, Mapping) and key != "like"}
+    bundles = [dict(value) for value in chosen.values() if isinstance(value, Mapping)]
+    likes = [*_names_of(case.get("like"), case["name"]), *_names_of(chosen.get("like"), case["name"])]
+    made = dict(defaults)
+    for keys in (*(_inherited(name, settings, ()) for name in likes), own, *bundles, direct):
+        made.update({key: value for key, value in keys.items() if key != "name"})
+    made["name"] = _name_of(case["name"], made, chosen)
+    return made
+
+
+def _names_of(like: object, case: str) -> list[str]:
+    """The settings that a `like` names: one, or a list."""
+    names = like if isinstance(like, list) else [] if like is None else [like]
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"case {case!r}: key like is {shown(like)}: expected names of settings")
+    return list(names)
+
+
+def _inherited(name: str, settings: Mapping[str, _Keys], below: tuple[str, ...]) -> dict[str, Any]:
+    """The keys of a setting and of those it is itself like."""
+    if name not in settings:
+        known = ", ".join(settings) or "none"
+        raise UsageError(f"no setting is named {name!r}; there are {known}", "add it under `settings`")
+    if name in below:
+        raise UsageError(f"setting {name!r} is like itself, by way of {' → '.join((*below, name))}")
+    own = settings[name]
+    made: dict[str, Any] = {}
+    for base in _names_of(own.get("like"), name):
+        made.update(_inherited(base, settings, (*below, name)))
+    made.update({key: value for key, value in own.items() if key != "like"})
+    return made
+
+
+def _name_of(template: str, keys: _Keys, chosen: _Keys) -> str:
+    """The case's name: `{ratio}` stands for a value; a matrix whose values are not in the name is appended to it."""
+    values = {**keys, **chosen}
+    names = re.findall(r"\{(\w+)\}", template)
+    for name in names:
+        if name not in values:
+            raise UsageError(f"case {template!r}: its name has {{{name}}}, which is no key of it")
+    made = re.sub(r"\{(\w+)\}", lambda found: _label(values[found[1]]), template)
+    return "-".join([made, *(_label(value) for key, value in chosen.items() if not names)])
+
+
+def _label(value: object) -> str:
+    """A value as a part of a file's name: `3:1` is 3-1; a mapping goes by its `name`."""
+    if isinstance(value, Mapping):
+        value = value.get("name", "-".join(map(_label, value.values())))
+    if isinstance(value, list):
+        value = "-".join(map(_label, value))
+    return re.sub(r"[^A-Za-z0-9._+]+", "-", str(value)).strip("-")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from stagewright.bench.machine import Here
 from stagewright.bench.suite import RECORDS, Case, Mode, Suite
 from stagewright.cluster import Cluster, count, find_cluster, parse_placement
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.planning.options import PlanOptions
 from stagewright.profiling.topology import join_hosts
 from stagewright.record import Source
-from stagewright.runtime.launch import expand_hosts
+from stagewright.runtime.launch.environment import expand_hosts
 from stagewright.training.sections import section_keys
 
 _SOURCES: Mapping[Mode, Source] = {"train": "measured", "rehearse": "rehearsed", "simulate": "simulated"}
@@ -50,15 +50,6 @@ class Choices:
     def hosts(self) -> tuple[str, ...]:
         """Those hosts."""
         return expand_hosts(self.nodes) if self.nodes else ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Here:
-    """What this machine offers."""
-
-    num_cards: int
-    is_root: bool
-    verbs: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +88,7 @@ def make_tasks(suite: Suite, choices: Choices, here: Here, check: _CheckWords) -
     tasks = tuple(_make_task(_with_choices(case, choices), suite, choices, here) for case in cases)
     for task in tasks:
         try:
-            if task.words and task.words[0] in here.verbs:
+            if task.words:
                 check(task.words)
         except StagewrightError as fault:
             raise UsageError(f"case {task.case.name}: {fault.what}", fault.todo) from None
@@ -166,8 +157,6 @@ def _sharing(case: Case, here: Here) -> tuple[str, ...]:
 def _rehearsal(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
     """The task of a case on emulated hosts."""
     name = choices.cluster or suite.cluster
-    if "rehearse" not in here.verbs:
-        return Task(case=case, mode="rehearse", skipped="this version of stagewright has no verb `rehearse`")
     if name is None:
         return Task(case=case, mode="rehearse", skipped="no cluster is named to rehearse on (--cluster)")
     if not here.is_root:
@@ -247,13 +236,3 @@ def _simulate_words(case: Case, cluster: str) -> tuple[str, ...]:
     words = ["simulate", case.model, "--cluster", cluster, *_plan_words(case)]
     words += ["--precision", case.precision, "--data", "synthetic" if case.data == "synthetic" else RECORDS]
     return (*words, *([] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]))
-
-
-def look_here(verbs: Sequence[str], ask: Callable[[Sequence[str]], str | None]) -> Here:
-    """What this machine offers, as far as suites need to know."""
-    listing = ask(("nvidia-smi", "-L")) or ""
-    cards = len([line for line in listing.splitlines() if line.startswith("GPU ")])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        cards = min(cards, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
-    return Here(num_cards=cards, is_root=os.geteuid() == 0, verbs=tuple(verbs))

@@ -23,7 +23,6 @@ VERBS = {
     "plan": "The fastest split that fits, its rivals, and the reasons.",
     "schedule": "Draw, check and save who does what in which order.",
     "simulate": "Predict the time and memory of a plan, on hardware that is not here.",
-    "calibrate": "Refit device and cluster files to measured runs.",
     "data": "Make, convert and inspect sets of labelled images.",
     "rehearse": "Train on hosts that this machine emulates: addresses, link rates, CPU shares.",
     "train": "Train for real, with a worker for each device.",
@@ -33,8 +32,6 @@ VERBS = {
     "report": "One page and one Markdown file from the records in a folder.",
 }
 """Every verb and what it is for, in the order of the work."""
-
-_USER_ERROR, _OWN_ERROR, _INTERRUPTED = 2, 1, 130
 
 
 class Verb(TyperCommand):
@@ -92,7 +89,7 @@ def _about(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command and ends the process with its status: 0, or 2 for a mistake of the user."""
+    """Runs the command and ends the process: 0, 2 for a mistake of the user, 1 for one of its own, 130 for Ctrl-C."""
     from stagewright.profiling.heap import keep_longer
 
     keep_longer()
@@ -104,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> None:
         )
         sys.stdout.flush()
     except KeyboardInterrupt:
-        status = _INTERRUPTED
+        status = 130
     except BrokenPipeError:
         status = _silenced()
     except Exception as fault:
@@ -117,13 +114,13 @@ def main(args: Sequence[str] | None = None) -> None:
 def _silenced() -> int:
     """The status of a command whose reader has gone; nothing more is written, not even at the end of the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return _OWN_ERROR
+    return 1
 
 
 def _explain(fault: Exception, words: Sequence[str]) -> int:
     """Says on stderr what went wrong and what to do; the status that goes with it."""
     if isinstance(fault, typer.Abort):
-        return _INTERRUPTED
+        return 130
     if isinstance(fault, StagewrightError):
         return _say(_as_typed(fault, words), fault.todo)
     if hasattr(fault, "format_message"):
@@ -131,7 +128,7 @@ def _explain(fault: Exception, words: Sequence[str]) -> int:
     if isinstance(fault, OSError):
         return _say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
     _say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
-    return _OWN_ERROR
+    return 1
 
 
 def _as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
@@ -151,7 +148,7 @@ def _explain_usage(fault: Any, words: Sequence[str]) -> int:
     context = getattr(fault, "ctx", None)
     if type(fault).__name__ == "NoArgsIsHelpError":
         typer.echo(fault.format_message())
-        return _USER_ERROR
+        return 2
     message = fault.format_message().rstrip(".")
     verb = "".join(f" {word}" for word in words[:1] if word in VERBS)
     path = f"stagewright{verb}" if context is None else context.command_path
@@ -170,4 +167,4 @@ def _say(what: str, todo: str | None) -> int:
     text = "\n".join((head if number == 0 else " " * len(head)) + line for number, line in enumerate(lines))
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     typer.echo(typer.style(head, fg="red", bold=True) + text[len(head) :] if red else text, err=True)
-    return _USER_ERROR
+    return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stagewright.cli.options import takes
+from stagewright.cli.show import show, table
 from stagewright.errors import UsageError, visible
 
 if TYPE_CHECKING:
@@ -19,15 +22,19 @@ _ENDS = {"finished": "it finished", "stopped": "it was stopped, and can go on wi
 """What is said of runs that ended well, and for which nobody is to blame."""
 
 
-def doctor(
-    folder: Annotated[Path, typer.Argument(help="the folder of a run (--out)")],
-    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    json: bool = False
+    """print what was found as JSON"""
+
+
+@takes()
+def doctor(folder: Annotated[Path, typer.Argument(help="the folder of a run (--out)")], *, own: _Shown) -> None:
     """Reads the flight recorders of a run that hung or failed: where each worker stood, and who kept whom waiting.
 
     Example: stagewright doctor results/vgg16
     """
-    from stagewright.runtime.diagnosis import Blame, blame, name_of, position, where_all_stand
+    from stagewright.runtime.safety.diagnosis import Blame, blame, name_of, position, where_all_stand
     from stagewright.schedule import Schedule
 
     path = folder / "schedule.json"
@@ -36,18 +43,14 @@ def doctor(
     schedule = Schedule.load(path)
     plan, end = schedule.plan, _how_it_ended(folder)
     found = Blame(None, end) if end is not None else blame(schedule, folder)
-    if as_json:
+    if own.json:
         stands = where_all_stand(folder, len(plan.devices))
         places = {worker: position(stand.action) for worker, stand in stands.items()}
         data = {"culprit": found.worker, "why": found.why, "evidence": found.evidence, "workers": places}
         Console().print_json(data=data)
         return
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(_table_of(plan, folder))
     who = f"culprit: {name_of(plan, found.worker)} " if found.worker is not None else ""
-    console.print(f"\n{who}{visible(found.why)}", markup=False)
-    for line in found.evidence:
-        console.print(f"  {visible(line)}", markup=False)
+    show(_table_of(plan, folder), [f"{who}{visible(found.why)}", *(f"  {visible(line)}" for line in found.evidence)])
 
 
 def _how_it_ended(folder: Path) -> str | None:
@@ -62,18 +65,15 @@ def _how_it_ended(folder: Path) -> str | None:
 
 def _table_of(plan: Plan, folder: Path) -> Table:
     """For each worker where it stood, when it was last heard of, and what it said."""
-    from stagewright.runtime.confession import read_confessions
-    from stagewright.runtime.diagnosis import position, where_all_stand
+    from stagewright.runtime.safety.diagnosis import position, where_all_stand
+    from stagewright.runtime.safety.flight import read_confessions
 
     stands, told = where_all_stand(folder, len(plan.devices)), read_confessions(folder, len(plan.devices))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("worker", "device", "stands at", "last sign", "said"):
-        table.add_column(title, no_wrap=title != "said")
-    newest = max((stand.time_s for stand in stands.values()), default=0.0)
+    newest, rows = max((stand.time_s for stand in stands.values()), default=0.0), []
     for worker, device in enumerate(plan.devices):
         stand = stands.get(worker)
         place = position(stand.action) if stand else "no trace"
         ago = f"−{newest - stand.time_s:.1f} s" if stand else ""
         said = visible(told[worker].what.splitlines()[0]) if worker in told else ""
-        table.add_row(str(worker), str(device), place, ago, Text(said))
-    return table
+        rows.append((str(worker), str(device), place, ago, Text(said)))
+    return table("worker! | device! | stands at! | last sign! | said", rows)

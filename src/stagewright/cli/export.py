@@ -22,7 +22,7 @@ def export(
 
     Example: stagewright export results/vgg16 -o vgg16.safetensors
     """
-    from stagewright.runtime.resuming import find_checkpoint, save_model
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint, save_model
     from stagewright.training.adapters import export_adapters, has_adapters, merging
 
     found = find_checkpoint(source, lambda text: typer.echo(visible(text), err=True))

@@ -1,4 +1,4 @@
-"""Options made from the fields of frozen dataclasses: a verb says which sections it takes, and gets what was typed.
+"""Options made from the fields of frozen dataclasses: the parameters of a verb say which of them it takes.
 
 field         num_microbatches: int | None = None, and the sentence below it
 option        --microbatches INTEGER    that sentence, the choices, the default; in the panel of its section
@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING
-from typing import Annotated, Any, get_type_hints
+from dataclasses import MISSING, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from stagewright.errors import UsageError
-from stagewright.training.recipes import RecipeFile
+from stagewright.profile import Profile
+from stagewright.schema import schema
+from stagewright.training.optimizers import OPTIMIZERS
+from stagewright.training.recipes import OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys, split_words
 
-__all__ = ["COMPUTED", "Given", "computed", "read_section", "takes"]
-
-COMPUTED = tuple(
-    f"recipe.{each.key}" for each in section_keys(RecipeFile) if each.name not in ("optimizer", "precision")
-)
-"""What verbs that predict leave out of a recipe: all that changes neither time nor memory."""
 Given = dict[str, dict[str, Any]]
 """By section and key what was typed; what was not is not there."""
 _PANELS = {
@@ -31,31 +29,68 @@ _PANELS = {
 }  # fmt: skip
 
 
+@schema(error=UsageError)
+class Hardware:
+    """On what a plan is made or simulated, and from whose figures: the options that `plan` and `simulate` share."""
+
+    cluster: str | None = None
+    """a cluster's name or file; this machine if left out"""
+    assume_kind: str | None = None
+    """take the profile for one of this kind of device, such as titan-v"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """what is computed in, where a model's name is given"""
+    optimizer: OptimizerName = "sgd"
+    """whose states and steps count"""
+
+    @property
+    def states(self) -> Callable[[str], float]:
+        """How many numbers the optimizer keeps for each number of a parameter, by its role."""
+        return OPTIMIZERS[self.optimizer].states_of
+
+    def load_profile(self, file: str | Path | None) -> Profile | None:
+        """The profile in a file, taken for one of another kind of device where that is said; None without a file."""
+        if file is None and self.assume_kind is not None:
+            told = f"--assume-kind {self.assume_kind} goes with a profile file, not with a model's name alone"
+            raise UsageError(told, "leave it out, or give the profile")
+        profile = None if file is None else Profile.load(file)
+        return profile if profile is None or self.assume_kind is None else profile.assumed(self.assume_kind)
+
+
+def names_file(what: str) -> bool:
+    """Whether an argument names a file, and not a model."""
+    return Path(what).suffix in (".json", ".yaml", ".yml")
+
+
 def takes(
-    sections: Mapping[str, type], *, without: Collection[str] = ()
+    *, sections: Mapping[str, type] | None = None, without: Collection[str] = (), also: Mapping[str, str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a verb the options of these sections but those named; its parameter `given` gets what was typed."""
-    homes = {
-        name: (section, key)
-        for section, cls in sections.items()
-        for key in section_keys(cls)
-        if key.key not in without and f"{section}.{key.key}" not in without
-        for name in _names(key)
-    }
+    """Gives a verb the options of its parameters that are dataclasses, made from what was typed.
+
+    The options of `sections` go to its parameter `given` as they were typed. Keys in `without` have no option, those in
+    `also` have another name too, and where two sections have one key it is that of the later.
+    """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        own, hints = inspect.signature(verb).parameters, get_type_hints(verb, include_extras=True)
-        first = [each for each in own.values() if each.kind is each.POSITIONAL_ONLY]
-        last = [each for each in own.values() if each.kind is not each.POSITIONAL_ONLY and each.name != "given"]
-        made = [_parameter(name, *home) for name, home in homes.items()]
+        hints = get_type_hints(verb, include_extras=True)
+        made: dict[str, Any] = {name: cls for name, cls in hints.items() if is_dataclass(cls)}
+        homes = {
+            name: (section, key)
+            for section, cls in {**(sections or {}), **made}.items()
+            for key in section_keys(cls)
+            if key.key not in without and f"{section}.{key.key}" not in without
+            for name in _names(key)
+        }
+        own = [each for each in inspect.signature(verb).parameters.values() if each.name not in {*made, "given"}]
 
         def called(**values: Any) -> None:
-            typed = {name: values.pop(name) for name in homes}
-            arguments = [values.pop(each.name) for each in first]
-            verb(*arguments, given=_given(homes, typed), **values)
+            given = _given(homes, values, {*(sections or {}), *made})
+            read: dict[str, Any] = {name: read_section(cls, given[name]) for name, cls in made.items()}
+            if sections is not None:
+                read["given"] = {name: given[name] for name in sections}
+            verb(*(values[each.name] for each in own), **read)
 
-        plain = [each.replace(annotation=hints[each.name], kind=each.KEYWORD_ONLY) for each in (*first, *last)]
-        parameters = [*plain[: len(first)], *made, *plain[len(first) :]]
+        plain = [each.replace(annotation=hints[each.name], kind=each.KEYWORD_ONLY) for each in own]
+        parameters = [*plain, *(_parameter(name, *home, (also or {}).get(name)) for name, home in homes.items())]
         called.__name__, called.__doc__ = verb.__name__, verb.__doc__
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -64,26 +99,18 @@ def takes(
     return decorate
 
 
-def computed(given: Given) -> RecipeFile:
-    """The optimizer and the precision that were typed, for verbs that predict."""
-    recipe = read_section(RecipeFile, given["recipe"])
-    if recipe.precision == "fp64":
-        raise UsageError("--precision is 'fp64': expected fp32, bf16 or fp16", "no device's fp64 rates are known")
-    return recipe
-
-
 def _names(key: Key) -> tuple[str, ...]:
     """The parameters of a key: a flag for each choice where several may be chosen, else one."""
     return key.choices if key.is_many and key.choices else (key.key,)
 
 
-def _parameter(name: str, section: str, key: Key) -> inspect.Parameter:
+def _parameter(name: str, section: str, key: Key, other: str | None) -> inspect.Parameter:
     """The parameter of an option, as typer reads it."""
-    is_flag = name != key.key or key.kind is bool
-    kind: Any = bool if is_flag else list[str] if key.is_many else key.kind if key.kind in (int, float) else str
+    is_flag, panel = name != key.key or key.kind is bool, _PANELS.get(section)
+    kind: Any = bool if is_flag else list[str] if key.is_many else key.kind if key.kind in (int, float, Path) else str
     option = key.option if name == key.key else f"--{name}"
-    words = (f"{option}/--no-{option[2:]}",) if is_flag else ("-o", option) if key.key == "out" else (option,)
-    shown = typer.Option(*words, help=_help(name, key), rich_help_panel=_PANELS.get(section), show_default=False)
+    words = [f"{option}/--no-{option[2:]}" if is_flag else option, *(["-o"] if name == "out" else [])]
+    shown = typer.Option(*words, *filter(None, [other]), help=_help(name, key), rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
     )
@@ -102,9 +129,9 @@ def _help(name: str, key: Key) -> str:
     return f"{text} ({'yes' if key.default is True else key.default})" if tells else text
 
 
-def _given(homes: Mapping[str, tuple[str, Key]], typed: Mapping[str, Any]) -> Given:
+def _given(homes: Mapping[str, tuple[str, Key]], typed: Mapping[str, Any], sections: Collection[str]) -> Given:
     """What was typed, by section and key."""
-    made: Given = {section: {} for section, _ in homes.values()}
+    made: Given = {section: {} for section in sections}
     for name, (section, key) in homes.items():
         value = typed[name]
         if value is None or value == []:
@@ -113,6 +140,8 @@ def _given(homes: Mapping[str, tuple[str, Key]], typed: Mapping[str, Any]) -> Gi
             chosen = [each for each in made[section].get(key.key, []) if each != name]
             value = [*chosen, name] if value else chosen
         elif key.is_many:
-            value = split_words(key, value)
+            value = list(value) if key.kind is Path else split_words(key, value)
+        elif isinstance(value, Path):
+            value = str(value)
         made[section][key.key] = value
     return made

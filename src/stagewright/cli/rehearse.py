@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from stagewright.cli.options import Given, takes
-from stagewright.cli.train import AsJson, ConfigFile, Model, PrintConfig, Recipe, read_config, show_record
+from stagewright.cli.train import Model, Run
 from stagewright.cluster import Cluster, find_cluster
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
@@ -23,32 +23,22 @@ from stagewright.training.config import NO_OPTION, SECTIONS, Config, Where
 if TYPE_CHECKING:
     from stagewright.rehearsal import EmulatedHosts
 
-NOT_HERE = ("nodes", "remote_python", "save_final", "devices", "share")
+_NOT_HERE = ("nodes", "remote_python", "save_final", "devices", "share")
 """Options of `train` that say where workers run: the cluster file does that here."""
 
 
-@takes(SECTIONS, without=(*NO_OPTION, *NOT_HERE))
-def rehearse(
-    model: Model = None,
-    /,
-    *,
-    given: Given,
-    recipe: Recipe = None,
-    config_file: ConfigFile = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
-) -> None:
+@takes(sections=SECTIONS, without=(*NO_OPTION, *_NOT_HERE))
+def rehearse(model: Model = None, *, run: Run, given: Given) -> None:
     """Trains on hosts that this machine emulates, each with its own address, link rate, latency and share of the CPU.
 
     Needs root on Linux with iproute2. With --slices N, one card plays the part of N.
 
     Example: stagewright rehearse alexnet --cluster hosts-4 --batch 64 --placement 0:0,1:0,2:0.3:0 --cut fc1
     """
-    config = read_config("rehearse", model, recipe, config_file, given)
+    config = run.read("rehearse", model, given)
     _check_places(config.where, config.rehearsal.slices)
-    config = replace(config, job=replace(config.job, save_final=False))
-    own, console = config.rehearsal, Console(stderr=as_json)
-    if print_config:
+    config, own = _with(config, "job", save_final=False), config.rehearsal
+    if run.print_config:
         typer.echo(dump_yaml(config.to_dict()), nl=False)
         return
     if (own.cluster is None) == (own.slices is None):
@@ -57,13 +47,11 @@ def rehearse(
 
     check_packages(config)
     if own.slices is not None:
-        record = _on_slices(config, own.slices, own.rate, console)
+        run.show(_on_slices(config, own.slices, own.rate, run.console))
     elif own.rate is not None:
         raise UsageError("--rate goes with --slices", "write the rates of hosts' links into the cluster file")
     else:
-        record = _on_hosts(config, find_cluster(str(own.cluster)), console)
-    if record is not None:
-        show_record(record, as_json, console)
+        run.show(_on_hosts(config, find_cluster(str(own.cluster)), run.console))
 
 
 def _check_places(where: Where, slices: int | None) -> None:
@@ -83,7 +71,7 @@ def _on_hosts(config: Config, cluster: Cluster, console: Console) -> Record | No
     """The record of a run in the cluster's emulated hosts; inside of them, as one of the workers."""
     from stagewright.rehearsal import emulated_hosts
     from stagewright.rehearsal.tools import check_tools
-    from stagewright.runtime.launch import is_worker
+    from stagewright.runtime.launch.environment import is_worker
 
     if config.where.device not in (None, "cpu"):
         raise UsageError(f"--device is {config.where.device!r}: emulated hosts compute on the CPU", "use --slices N")
@@ -150,7 +138,7 @@ def _on_slices(config: Config, slices: int, rate: str | None, console: Console) 
     """The record of a run on slices of one card; with a rate, each slice is an emulated host as well."""
     from stagewright.rehearsal.slices import check_card, slice_hosts
     from stagewright.runtime.common_memory import APART
-    from stagewright.runtime.launch import is_worker
+    from stagewright.runtime.launch.environment import is_worker
     from stagewright.training.command import run_command
 
     config = _with(config, "where", device="cuda", share=slices, devices=slices)

@@ -14,7 +14,6 @@ from stagewright.errors import UsageError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-_NUM_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class TrainTransform:
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
 
-    num_draws = 1 + 4 * _NUM_TRIES
+    num_draws = 1 + 4 * 10  # ten tries
 
     def __post_init__(self) -> None:
         _check_size(self.size)

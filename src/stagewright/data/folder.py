@@ -6,14 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stagewright.data.source import (
-    IMAGE_SUFFIXES,
-    MAX_RECORD_BYTES,
-    Faults,
-    Indices,
-    OnCorrupt,
-    read_class_names,
-)
+from stagewright.data.source import IMAGE_SUFFIXES, MAX_RECORD_BYTES, Faults, Indices, OnCorrupt, read_class_names
 from stagewright.errors import DataError
 
 

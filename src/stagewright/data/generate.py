@@ -26,7 +26,7 @@ _SHAPES = ("disc", "square", "ring", "plus", "bars", "diamond")
 _HUES = ("red", "orange", "green", "teal", "azure", "blue", "violet", "pink")
 _HUE_DEGREES = (0, 35, 110, 165, 200, 235, 275, 320)
 _GROUNDS = ("plain", "streaked", "banded")
-MAX_CLASSES = len(_SHAPES) * len(_HUES) * len(_GROUNDS)
+_MAX_CLASSES = len(_SHAPES) * len(_HUES) * len(_GROUNDS)
 
 
 def make_images(
@@ -42,16 +42,16 @@ def make_images(
     progress: Callable[[int], None] | None = None,
 ) -> int:
     """Writes `num_images` JPEGs of `size` × `size` pixels, as many of every class, and gives their number."""
-    if not 1 <= num_classes <= MAX_CLASSES:
-        raise UsageError(f"{num_classes} classes cannot be drawn", f"give 1 to {MAX_CLASSES}")
+    if not 1 <= num_classes <= _MAX_CLASSES:
+        raise UsageError(f"{num_classes} classes cannot be drawn", f"give 1 to {_MAX_CLASSES}")
     if num_images < 1 or not 8 <= size <= 4096:
         raise UsageError(f"{num_images} images of {size} pixels cannot be", "give 1 or more, of 8 to 4096 pixels")
-    names = tuple(f"{label:03d}-{'-'.join(class_look(label))}" for label in range(num_classes))
+    names = tuple(f"{label:03d}-{'-'.join(_class_look(label))}" for label in range(num_classes))
     samples = _samples(num_classes, num_images, size, seed, quality, progress)
     return write_images(directory, samples, format, class_names=names, images_per_file=images_per_file)
 
 
-def class_look(label: int) -> tuple[str, str, str]:
+def _class_look(label: int) -> tuple[str, str, str]:
     """Ground, hue and shape of a class; all differ, and neighbours differ in both hue and shape."""
     pair = label % (len(_SHAPES) * len(_HUES))
     shape = (pair + pair // 24) % len(_SHAPES)  # 6 and 8 meet again after 24: shift the shapes by one there
@@ -59,9 +59,9 @@ def class_look(label: int) -> tuple[str, str, str]:
     return ground, _HUES[pair % len(_HUES)], _SHAPES[shape]
 
 
-def draw_image(label: int, number: int, size: int, seed: int) -> Pixels:
+def _draw_image(label: int, number: int, size: int, seed: int) -> Pixels:
     """Image `number` of the set, of class `label`, as pixels (size, size, 3)."""
-    ground, hue, shape = class_look(label)
+    ground, hue, shape = _class_look(label)
     across, down, scale, value, tint, slant, light, _ = draw_uniform(seed, number, num=8)[0]
     radius = 0.28 + 0.14 * scale
     grid = (np.arange(size) + 0.5) / size
@@ -110,7 +110,7 @@ def _samples(
     """The images as JPEG files with their labels, the classes in turn."""
     for number in range(num_images):
         stream = io.BytesIO()
-        Image.fromarray(draw_image(number % num_classes, number, size, seed)).save(stream, "JPEG", quality=quality)
+        Image.fromarray(_draw_image(number % num_classes, number, size, seed)).save(stream, "JPEG", quality=quality)
         yield stream.getvalue(), number % num_classes
         if progress is not None:
             progress(number + 1)

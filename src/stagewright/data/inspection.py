@@ -16,8 +16,6 @@ from stagewright.data.pixels import image_shape, read_crop
 from stagewright.data.source import Dataset
 from stagewright.errors import DataError
 
-_CAPTION_PIXELS = 14
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -93,17 +91,17 @@ def _spread(numbers: Sequence[int]) -> Spread:
 
 
 def save_contact_sheet(
-    dataset: Dataset, path: Path, *, num_columns: int = 8, num_rows: int = 6, side: int = 112
+    dataset: Dataset, path: Path, *, num_columns: int = 8, num_rows: int = 6, side: int = 112, caption: int = 14
 ) -> int:
     """Saves a PNG of images taken evenly from the whole dataset under their labels, and gives their number."""
     shown = np.unique(np.linspace(0, len(dataset) - 1, num_columns * num_rows).astype(int)).tolist()
-    sheet = Image.new("RGB", (num_columns * side, -(-len(shown) // num_columns) * (side + _CAPTION_PIXELS)), "white")
+    sheet = Image.new("RGB", (num_columns * side, -(-len(shown) // num_columns) * (side + caption)), "white")
     pen = ImageDraw.Draw(sheet)
     for place, index in enumerate(shown):
-        corner = (place % num_columns * side, place // num_columns * (side + _CAPTION_PIXELS))
-        picture, caption = _shown(dataset, index, side)
-        sheet.paste(picture, (corner[0], corner[1] + _CAPTION_PIXELS))
-        pen.text((corner[0] + 2, corner[1] + 1), caption[: side // 6], fill="black")
+        corner = (place % num_columns * side, place // num_columns * (side + caption))
+        picture, words = _shown(dataset, index, side)
+        sheet.paste(picture, (corner[0], corner[1] + caption))
+        pen.text((corner[0] + 2, corner[1] + 1), words[: side // 6], fill="black")
     sheet.save(path, "PNG")
     return len(shown)
 

@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from stagewright.data.augment import TrainTransform, Transform, normalise
-from stagewright.data.order import draw_uniform, epoch_order
+from stagewright.data.order import Draw, draw_uniform, epoch_order
 from stagewright.data.pixels import read_crop
 from stagewright.data.source import Dataset, OnCorrupt, Pixels
 from stagewright.errors import DataError, UsageError
 
 Range: TypeAlias = tuple[int, int]
 Want: TypeAlias = Literal["images", "labels", "both"]
-CROPS = 7  # what a draw is for, beside those of the order
-_ROWS_PER_JOB = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +111,8 @@ class Loader:
         labels = tuple(self._empty(stop - start) for start, stop in ranges if self.want != "images")
         jobs: list[Callable[[], int]] = []
         for place, (start, stop) in enumerate(ranges):
-            for first in range(0, stop - start, _ROWS_PER_JOB):
-                some = slice(first, first + _ROWS_PER_JOB)
+            for first in range(0, stop - start, 8):
+                some = slice(first, first + 8)
                 outs = (pixels[place][some] if pixels else None, labels[place][some] if labels else None)
                 jobs.append(partial(self._fill, position + start + first, *outs))
         if pool is not None:
@@ -144,7 +142,7 @@ class Loader:
         """Reads rows from this position on until the tensors are full; gives the number of images left blank."""
         num = max(len(out) for out in (pixels, labels) if out is not None)
         positions = np.arange(position, position + num)
-        draws = draw_uniform(self.seed, self.epoch, CROPS, positions, num=self.transform.num_draws)
+        draws = draw_uniform(self.seed, self.epoch, Draw.CROP, positions, num=self.transform.num_draws)
         blank = 0
         for row, index in enumerate(self._order[positions].tolist()):
             if pixels is not None:

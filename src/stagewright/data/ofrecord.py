@@ -68,12 +68,12 @@ def _message_type() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("oneflow.OFRecord"))
 
 
-Message = _message_type()
+_Message = _message_type()
 
 
 def encode_image(encoded: bytes, label: int) -> bytes:
     """The message of one labelled image, the same bytes every time."""
-    message = Message()
+    message = _Message()
     message.feature[_IMAGE].bytes_list.value.append(encoded)
     message.feature[_LABEL].int32_list.value.append(label)
     return bytes(message.SerializeToString(deterministic=True))
@@ -81,7 +81,7 @@ def encode_image(encoded: bytes, label: int) -> bytes:
 
 def _decode_image(data: bytes) -> tuple[bytes, int]:
     """The image file and the label in one message."""
-    message = Message()
+    message = _Message()
     try:
         message.ParseFromString(data)
     except (DecodeError, UnicodeDecodeError) as error:
@@ -110,7 +110,7 @@ def write_part(path: Path, messages: Iterable[bytes]) -> int:
     return num_records
 
 
-def scan_part(path: Path) -> tuple[list[tuple[int, int]], DataError | None]:
+def _scan_part(path: Path) -> tuple[list[tuple[int, int]], DataError | None]:
     """Offset and size of every message, and the fault that ended the scan, if one did.
 
     Only the lengths are read; nothing is allocated for a record before its length is known to fit.
@@ -214,7 +214,7 @@ def _scan(directory: Path, faults: Faults) -> Extents:
     paths = tuple(sorted(parts, key=lambda path: (int(path.name.removeprefix("part-")), path.name)))
     rows = []
     for file, path in enumerate(paths):
-        found, fault = scan_part(path)
+        found, fault = _scan_part(path)
         rows += [(file, offset, size, number) for number, (offset, size) in enumerate(found)]
         if fault is not None:
             faults.report(fault)

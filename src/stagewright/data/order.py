@@ -10,20 +10,25 @@ number generators", OOPSLA 2014, figure 17). Resuming under another plan, or ano
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from stagewright.data.source import Dataset, Indices
 from stagewright.errors import UsageError
 
-SHUFFLE_BUFFER = 16_384
 _GAMMA = 0x9E3779B97F4A7C15
-_FILES, SLOTS, _REST, _ROWS = range(4)  # what a draw is for
 
 
-def epoch_order(
-    dataset: Dataset, *, seed: int, epoch: int, shuffle: bool = True, buffer: int = SHUFFLE_BUFFER
-) -> Indices:
+class Draw(IntEnum):
+    """What a random number is for; no two uses share any."""
+
+    FILES, SLOTS, REST, ROWS = range(4)
+    CROP = 7
+
+
+def epoch_order(dataset: Dataset, *, seed: int, epoch: int, shuffle: bool = True, buffer: int = 16_384) -> Indices:
     """The indices of the dataset in the order in which this epoch reads them, every one once.
 
     Rows with files of their own are permuted; files of records are shuffled, then their rows pass through a buffer:
@@ -35,18 +40,18 @@ def epoch_order(
     if not shuffle:
         return np.arange(len(dataset), dtype=np.int64)
     if not dataset.file_starts:
-        return _permutation(len(dataset), seed, epoch, _ROWS)
-    return shuffle_buffer(_shuffle_files(dataset, seed, epoch), buffer, seed=seed, epoch=epoch)
+        return _permutation(len(dataset), seed, epoch, Draw.ROWS)
+    return _shuffle_buffer(_shuffle_files(dataset, seed, epoch), buffer, seed=seed, epoch=epoch)
 
 
 def _shuffle_files(dataset: Dataset, seed: int, epoch: int) -> Indices:
     """All indices, file by file in random order."""
     bounds = [*dataset.file_starts, len(dataset)]
-    files = _permutation(len(bounds) - 1, seed, epoch, _FILES)
+    files = _permutation(len(bounds) - 1, seed, epoch, Draw.FILES)
     return np.concatenate([np.arange(bounds[file], bounds[file + 1], dtype=np.int64) for file in files])
 
 
-def shuffle_buffer(rows: Indices, buffer: int, *, seed: int, epoch: int) -> Indices:
+def _shuffle_buffer(rows: Indices, buffer: int, *, seed: int, epoch: int) -> Indices:
     """What comes out of a buffer of `buffer` rows from which a random slot is read and filled with the next row.
 
     Step t reads slot s(t). The slot holds what the last earlier step that read it put there, row buffer + t',
@@ -56,25 +61,25 @@ def shuffle_buffer(rows: Indices, buffer: int, *, seed: int, epoch: int) -> Indi
         raise UsageError(f"a shuffle buffer of {buffer} rows cannot be", "give 1 or more")
     steps = max(0, len(rows) - buffer)
     buffer = min(buffer, len(rows))
-    slots = (draw_bits(seed, epoch, SLOTS, num=steps)[0] % np.uint64(max(1, buffer))).astype(np.int64)
+    slots = (_draw_bits(seed, epoch, Draw.SLOTS, num=steps)[0] % np.uint64(max(1, buffer))).astype(np.int64)
     by_slot = np.argsort(slots, kind="stable")
     repeats = slots[by_slot][1:] == slots[by_slot][:-1]
     taken = slots.copy()
     taken[by_slot[1:][repeats]] = buffer + by_slot[:-1][repeats]
     left = np.arange(buffer, dtype=np.int64)
     left[slots] = buffer + np.arange(steps)  # the last write to a slot stays
-    rest = left[_permutation(buffer, seed, epoch, _REST)]
+    rest = left[_permutation(buffer, seed, epoch, Draw.REST)]
     shuffled: Indices = rows[np.concatenate([taken, rest])]
     return shuffled
 
 
 def _permutation(num: int, seed: int, epoch: int, use: int) -> Indices:
     """A random order of 0 … num - 1."""
-    order: Indices = np.argsort(draw_bits(seed, epoch, use, num=num)[0], kind="stable").astype(np.int64)
+    order: Indices = np.argsort(_draw_bits(seed, epoch, use, num=num)[0], kind="stable").astype(np.int64)
     return order
 
 
-def draw_bits(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.uint64]:
+def _draw_bits(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.uint64]:
     """`num` random 64-bit words for every row of the counters, as an array (rows, num)."""
     if seed < 0:
         raise UsageError(f"seed {seed} is negative", "give a seed from 0 up")
@@ -87,7 +92,7 @@ def draw_bits(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.uint64]:
 
 def draw_uniform(seed: int, *counters: ArrayLike, num: int) -> NDArray[np.float64]:
     """`num` numbers in [0, 1) for every row of the counters."""
-    return (draw_bits(seed, *counters, num=num) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (_draw_bits(seed, *counters, num=num) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -33,7 +33,6 @@ _CropOf: TypeAlias = Callable[[int, int], Crop]
 
 _START, _END, _SCAN = b"\xff\xd8", b"\xff\xd9", b"\xff\xda"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-_MAX_PIXELS = 1 << 26
 
 
 def read_crop(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
@@ -46,7 +45,7 @@ def read_crop(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
     with _opened(data) as image:
         height, width = image.height, image.width
         crop = crop_of(height, width)
-        pixels = _decoded(image, reduction_for(crop, size))
+        pixels = _decoded(image, _reduction_for(crop, size))
     return _resized(pixels, reduced(crop, round(height / pixels.shape[0]), height, width), size)
 
 
@@ -71,8 +70,8 @@ def _read_jpeg(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
     height, width, _, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     _check_size(data, height, width, is_jpeg=True)
     crop = crop_of(height, width)
-    reduction = reduction_for(crop, size)
-    cut, cut_height = cut_below(data, height, width, crop.top + crop.height)
+    reduction = _reduction_for(crop, size)
+    cut, cut_height = _cut_below(data, height, width, crop.top + crop.height)
     pixels: Pixels = simplejpeg.decode_jpeg(
         cut, "RGB", fastdct=True, fastupsample=True, strict=cut is data,
         min_height=-(-cut_height // reduction), min_width=-(-width // reduction),
@@ -80,7 +79,7 @@ def _read_jpeg(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
     return _resized(pixels, reduced(crop, reduction, height, width), size)
 
 
-def cut_below(data: bytes, height: int, width: int, bottom: int) -> tuple[bytes, int]:
+def _cut_below(data: bytes, height: int, width: int, bottom: int) -> tuple[bytes, int]:
     """The same JPEG ending a little below row `bottom`, and its height; unchanged where rows cannot be cut.
 
     Rows can be cut where a baseline frame of three colours has them in one scan. The codes of the rows below stay
@@ -96,7 +95,7 @@ def cut_below(data: bytes, height: int, width: int, bottom: int) -> tuple[bytes,
     return data[: frame + 5] + cut_height.to_bytes(2, "big") + data[frame + 7 :], cut_height
 
 
-def reduction_for(crop: Crop, size: int) -> int:
+def _reduction_for(crop: Crop, size: int) -> int:
     """The most that the image may be reduced so that the crop still has `size` rows and columns: 1, 2, 4 or 8."""
     smaller = min(crop.height, crop.width)
     return next((reduction for reduction in (8, 4, 2) if smaller >= reduction * size), 1)
@@ -145,11 +144,11 @@ def _check_size(data: bytes, height: int, width: int, *, is_jpeg: bool) -> None:
     """
     if height < 1 or width < 1:
         raise DataError(f"claims {width} × {height} pixels")
-    per_byte = 8 * (64 if is_jpeg else 1032)
-    if height * width > min(_MAX_PIXELS, per_byte * len(data)):
+    most, per_byte = 1 << 26, 8 * (64 if is_jpeg else 1032)
+    if height * width > min(most, per_byte * len(data)):
         raise DataError(
             f"claims {width} × {height} pixels in {len(data):,} bytes",
-            f"up to {_MAX_PIXELS:,} pixels and {per_byte} a byte are read: scale it down beforehand",
+            f"up to {most:,} pixels and {per_byte} a byte are read: scale it down beforehand",
         )
     if is_jpeg and data.count(_SCAN) > 100:
         raise DataError(f"is a JPEG of {data.count(_SCAN)} scans, more than the 100 allowed")

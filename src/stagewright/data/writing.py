@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -51,7 +51,7 @@ def check_format(format: str) -> None:
         need(f"--format {format}", "google.protobuf")
 
 
-def numbered_classes(num_classes: int) -> tuple[str, ...]:
+def _numbered_classes(num_classes: int) -> tuple[str, ...]:
     """`000`, `001` …: names for classes without, in the order of their labels when sorted."""
     digits = max(3, len(str(num_classes - 1)))
     return tuple(f"{label:0{digits}d}" for label in range(num_classes))
@@ -87,16 +87,28 @@ def _write_files(directory: Path, samples: Iterable[Sample], format: Format, ima
     """Parts or shards of so many images each."""
     num_images = 0
     for file, some in enumerate(_groups(samples, images_per_file)):
-        if format == "ofrecord":
-            from stagewright.data.ofrecord import encode_image, write_part  # needs protobuf
-
-            messages = (encode_image(encoded, label) for encoded, label in some)
-            num_images += write_part(directory / f"part-{file:05d}", messages)
-        else:
-            keyed = enumerate(some, start=num_images)
-            shard = ((f"{key:08d}", _image_suffix(encoded), encoded, label) for key, (encoded, label) in keyed)
-            num_images += write_shard(directory / f"{file:05d}.tar", shard)
+        num_images += _WRITERS[format](directory, file, some, num_images)
     return num_images
+
+
+def _write_part(directory: Path, file: int, samples: Iterable[Sample], first: int) -> int:
+    """One OFRecord part; the number of its images."""
+    from stagewright.data.ofrecord import encode_image, write_part  # needs protobuf
+
+    return write_part(directory / f"part-{file:05d}", (encode_image(encoded, label) for encoded, label in samples))
+
+
+def _write_shard(directory: Path, file: int, samples: Iterable[Sample], first: int) -> int:
+    """One tar shard, its images numbered from the first; the number of them."""
+    keyed = enumerate(samples, start=first)
+    shard = ((f"{key:08d}", _image_suffix(encoded), encoded, label) for key, (encoded, label) in keyed)
+    return write_shard(directory / f"{file:05d}.tar", shard)
+
+
+_WRITERS: Mapping[Format, Callable[[Path, int, Iterable[Sample], int], int]] = {
+    "ofrecord": _write_part, "tar": _write_shard,
+}  # fmt: skip
+"""What writes a file of each format that has several images in one."""
 
 
 def _groups(samples: Iterable[Sample], size: int) -> Iterator[Iterator[Sample]]:
@@ -118,13 +130,9 @@ def convert(
 
     `progress` is called with the number of images read so far.
     """
-    class_names = dataset.class_names or numbered_classes(dataset.num_classes)
+    class_names = dataset.class_names or _numbered_classes(dataset.num_classes)
     return write_images(
-        directory,
-        _samples_of(dataset, progress),
-        format,
-        class_names=class_names,
-        images_per_file=images_per_file,
+        directory, _samples_of(dataset, progress), format, class_names=class_names, images_per_file=images_per_file
     )
 
 

@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from stagewright.cost import num_buckets
 from stagewright.errors import PlanError, ScheduleError
-from stagewright.plan import DEFAULT_POLICY, Plan, Stage
-from stagewright.planning.estimate import Estimator, Shortage, estimate
-from stagewright.planning.exact import Found, Leaders, Placed, Shape, shape_of
-from stagewright.planning.fixed import row_weights
-from stagewright.planning.normal import normal_form
+from stagewright.plan import DEFAULT_POLICY, Plan
+from stagewright.planning.candidates import Found, Leaders, Shape
+from stagewright.planning.estimate import Shortage, estimate
+from stagewright.planning.fixed import normal_form
 from stagewright.planning.problem import Problem
-from stagewright.planning.quick import Candidate, price
 from stagewright.planning.reasons import bytes_text
 from stagewright.record import Record
 
@@ -28,15 +25,8 @@ Score = Callable[[Plan], Record]
 
 TIE = 1e-3
 """Steps that differ by less than this share are equal, and the plainest plan is taken."""
-NEAR = 1.12
+_NEAR = 1.12
 """A plan is simulated if its estimate is no more than so many times what the fastest so far takes."""
-_FAR = 1.25
-"""A shape in another setting is not worth a look if its estimate is so many times the best one."""
-_MOST_POOL, _MOST_CLIMB = 32, 24
-"""How many plans of the pool are simulated beside the best of each shape, and how many in vain around a plan."""
-_NUM_CLIMBED = 3
-_MOST_WORK = 300_000
-"""How many microbatches of replicas all simulations together may run: about five seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,34 +44,6 @@ class Choice:
     def images_per_s(self) -> float:
         """Rows of a batch over the step."""
         return self.plan.batch / self.step_s
-
-
-def whole_plan(problem: Problem, stages: Sequence[Placed], estimator: Estimator) -> Plan:
-    """The plan of stages that a search placed."""
-    costs, setting = problem.costs, estimator.setting
-    made = []
-    for number, placed in enumerate(stages):
-        parameters = costs.gradient_bytes(placed.first, placed.last)
-        made.append(
-            Stage(
-                layers=costs.profile.names[placed.first : placed.last],
-                devices=placed.devices,
-                versions=setting.versions(len(stages) - 1 - number) or 1,
-                recompute=placed.recompute,
-                num_buckets=problem.options.num_buckets or num_buckets(parameters),
-                row_weights=row_weights(placed.devices, costs.cluster),
-            )
-        )
-    plan = Plan(
-        model=costs.profile.model,
-        stages=tuple(made),
-        batch=setting.batch,
-        num_microbatches=setting.num_microbatches,
-        route=setting.route,
-        policy=setting.policy,
-        hold=setting.hold,
-    )
-    return normal_form(plan)
 
 
 class Judge:
@@ -106,8 +68,8 @@ class Judge:
         """The plan's step, peaks and limit; None where it does not fit or cannot be simulated."""
         if plan not in self.known:
             self.work += _work_of(plan) if self.score else 0
-            if self.work > _MOST_WORK and self.choices:
-                return None
+            if self.work > 300_000 and self.choices:
+                return None  # about five seconds of simulations were enough
             self.known[plan] = self._judged(plan)
         return self.known[plan]
 
@@ -149,15 +111,16 @@ def choose(problem: Problem, leaders: Iterable[Found], judge: Judge) -> list[Cho
     """The plan to take, then others, the fastest first; whoever exceeds memory is left out."""
     pool = _ranked(problem, leaders)
     fitting: set[Shape] = set()
-    for _, stages, estimator in pool:
-        if shape_of(stages) not in fitting and judge(whole_plan(problem, stages, estimator)) is not None:
-            fitting.add(shape_of(stages))
+    for found in pool:
+        if found.candidate.shape not in fitting and judge(problem.plan(found)) is not None:
+            fitting.add(found.candidate.shape)
     if not judge.choices:
         raise _refused(problem)
     if judge.score is not None:
-        for _, stages, estimator in islice(_that_could_lead(pool, judge), _MOST_POOL):
-            judge(whole_plan(problem, stages, estimator))
-        for choice in _of_each_shape(judge.choices)[:_NUM_CLIMBED]:
+        could_lead = (found for found in pool if found.step_s <= _NEAR * judge.fastest_s)
+        for found in islice(could_lead, 32):
+            judge(problem.plan(found))
+        for choice in _of_each_shape(judge.choices)[:3]:
             _finish(_climb(choice, problem, judge), problem, judge)
     best = plainest(judge.choices, TIE if judge.score is not None else 0.0)
     return [best, *(choice for choice in judge.choices if choice is not best)]
@@ -177,27 +140,15 @@ def _ranked(problem: Problem, leaders: Iterable[Found]) -> list[Found]:
     """Every leading shape in every setting that the estimate tells apart, the best first; none that is far behind."""
     pool: list[Found] = []
     settings, far_s = problem.settings(weighed=True), float("inf")
-    for candidate in dict.fromkeys(candidate_of(entry)._replace(setting=settings[0]) for entry in leaders):
+    for candidate in dict.fromkeys(entry.candidate._replace(setting=settings[0]) for entry in leaders):
         below_s = float("inf")
         for setting in settings:
-            estimator = problem.estimator(setting)
-            found = price(candidate._replace(setting=setting), estimator, below_s)
+            found = problem.price(candidate._replace(setting=setting), below_s)
             if found is not None:
-                pool.append((*found, estimator))
-                far_s = min(far_s, _FAR * found[0])
-                below_s = max(far_s, min(below_s, found[0]))
-    return sorted(pool, key=lambda entry: (entry[0], len(entry[1]), entry[1]))
-
-
-def _that_could_lead(pool: Sequence[Found], judge: Judge) -> Iterator[Found]:
-    return (entry for entry in pool if entry[0] <= NEAR * judge.fastest_s)
-
-
-def candidate_of(entry: Found) -> Candidate:
-    """A plan that a search found, as something to change."""
-    _, stages, estimator = entry
-    edges = (*(stage.first for stage in stages), stages[-1].last)
-    return Candidate(edges, tuple(stage.devices for stage in stages), estimator.setting)
+                pool.append(found)
+                far_s = min(far_s, 1.25 * found.step_s)
+                below_s = max(far_s, min(below_s, found.step_s))
+    return sorted(pool, key=lambda found: found.rank)
 
 
 def _of_each_shape(choices: Sequence[Choice]) -> list[Choice]:
@@ -219,13 +170,10 @@ def _climb(choice: Choice, problem: Problem, judge: Judge) -> Choice:
 
 def _faster(choice: Choice, problem: Problem, judge: Judge) -> Iterator[Choice]:
     """Plans beside one that are faster, those with the best estimate first."""
-    around = []
-    for candidate in problem.around(problem.candidate(choice.plan)):
-        estimator = problem.estimator(candidate.setting)
-        found = price(candidate, estimator, NEAR * choice.step_s)
-        around += [(*found, estimator)] if found is not None else []
-    plans = (whole_plan(problem, stages, estimator) for _, stages, estimator in sorted(around, key=lambda e: e[:2]))
-    for plan in islice((plan for plan in plans if plan not in judge.known), _MOST_CLIMB):
+    here = problem.candidate(choice.plan)
+    near = (problem.price(each, _NEAR * choice.step_s) for each in problem.around(here, problem.near(here.setting)))
+    plans = map(problem.plan, sorted(filter(None, near), key=lambda found: found.rank))
+    for plan in islice((plan for plan in plans if plan not in judge.known), 24):
         other = judge(plan)
         if other is not None and other.step_s < choice.step_s * (1 - TIE):
             yield other
@@ -233,13 +181,14 @@ def _faster(choice: Choice, problem: Problem, judge: Judge) -> Iterator[Choice]:
 
 def _finish(choice: Choice, problem: Problem, judge: Judge) -> None:
     """Tries gradients in more pieces, of which the first leaves sooner, and without a flush one batch at a time."""
-    plan = choice.plan
-    for times in (2, 4, 8) if problem.options.num_buckets is None and max(plan.replicas) > 1 else ():
-        stages = (
-            replace(stage, num_buckets=max(stage.num_buckets, min(stage.num_buckets * times, len(stage.layers))))
-            for stage in plan.stages
-        )
-        judge(normal_form(replace(plan, stages=tuple(stages))))
+    plan, better = choice.plan, problem.options.num_buckets is None and max(choice.plan.replicas) > 1
+    for times in (2, 4, 8):
+        if better:
+            counts = (max(one.num_buckets, min(one.num_buckets * times, len(one.layers))) for one in plan.stages)
+            stages = tuple(replace(one, num_buckets=count) for one, count in zip(plan.stages, counts))
+            found = judge(normal_form(replace(plan, stages=stages)))
+            better = found is not None and found.step_s < choice.step_s
+            choice = found if found is not None and better else choice
     if plan.hold is None and not plan.is_synchronous:
         judge(replace(plan, hold=1))
 
@@ -251,14 +200,12 @@ def plainest(choices: Sequence[Choice], tie: float) -> Choice:
     return min(near, key=lambda choice: (_plainness(choice.plan), choice.step_s))
 
 
-def compare(problem: Problem, rivals: Leaders, judge: Judge) -> tuple[Choice | None, str]:
-    """Plain data parallelism as a choice, or why it cannot be."""
-    for _, stages, estimator in rivals.found:
-        found = judge(whole_plan(problem, stages, estimator))
+def compare(problem: Problem, rivals: Leaders, short: Shortage | None, judge: Judge) -> tuple[Choice | None, str]:
+    """Plain data parallelism as a choice, or why it cannot be: what it is short of."""
+    for rival in rivals.found:
+        found = judge(problem.plan(rival))
         if found is not None:
             return found, ""
-    devices = problem.costs.cluster.device_ids
-    short = problem.data_parallel_shortage(devices)
     return None, "" if short is None else f"does not fit: {_describe(short, problem)}"
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stagewright.errors import ModelError
 from stagewright.planning.ratio import LayerTable
@@ -63,12 +63,10 @@ class Model(NamedTuple):
 def read_models() -> Mapping[str, Model]:
     """The models in the file of counts, by name."""
     plain = json.loads((files("stagewright") / "models" / "counts.json").read_text(encoding="utf-8"))
-    return {name: _make_model(name, entry) for name, entry in plain.items()}
-
-
-def _make_model(name: str, entry: dict[str, Any]) -> Model:
-    """The model that one entry of the file describes."""
-    return Model(name, entry["about"], tuple(entry["sample"]), tuple(_Layer(*layer) for layer in entry["layers"]))
+    return {
+        name: Model(name, each["about"], tuple(each["sample"]), tuple(_Layer(*layer) for layer in each["layers"]))
+        for name, each in plain.items()
+    }
 
 
 def find_model(name: str) -> Model:

@@ -20,17 +20,18 @@ parallelism", 2023, table 2; K batches under way as in PipeDream-2BW, 2021, sect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from stagewright.cluster import DeviceId
 from stagewright.cost import Costs, num_buckets
 from stagewright.plan import Plan
-from stagewright.planning.groups import FLUSHED, ClusterRates, Group, Setting, make_group
+from stagewright.planning.groups import FLUSHED, ClusterRates, Devices, Group, Setting, make_group
 from stagewright.policy import RULES, held_before, holds, outstanding
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """One stage's seconds; the first four are of one microbatch, the others of the batch."""
 
     forward_s: float
@@ -62,11 +63,14 @@ class Part(NamedTuple):
     """For how long it keeps all cores of the machine busy, where hosts share them."""
 
 
-class Crossing(NamedTuple):
+class _Crossing(NamedTuple):
     """One boundary's seconds, in one direction: of a microbatch, and of the whole batch."""
 
     one_s: float
     all_s: float
+
+
+NO_CROSSING = _Crossing(0.0, 0.0)
 
 
 class Label(NamedTuple):
@@ -84,13 +88,18 @@ class Label(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """A stage that does not fit, and where."""
+    """A stage on the device that it fills most; does not fit where it needs more than there is."""
 
     first: int
     last: int
     device: DeviceId
     need_bytes: int
     has_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times the device would have to have its memory."""
+        return self.need_bytes / self.has_bytes
 
 
 class Estimator:
@@ -99,84 +108,57 @@ class Estimator:
     def __init__(self, costs: Costs, setting: Setting, shared: ClusterRates | None = None) -> None:
         self.costs, self.setting, self.rule = costs, setting, RULES[setting.policy]
         self.shared = shared or ClusterRates(costs)
-        self.twins = self.shared.twins
         self.is_flushed = setting.staleness == FLUSHED
         self.shortage: Shortage | None = None
         """The stage that came closest to fitting of those that did not."""
-        self._parts: dict[tuple[int, int, tuple[DeviceId, ...], int, int], Part | None] = {}
-        self._alike: dict[tuple[int, int, tuple[DeviceId, ...], int, int], Part | None] = {}
-        """The same by looks, held microbatches and versions: all that a part depends on."""
-        self._groups: dict[tuple[DeviceId, ...], Group] = {}
-        self._flushed: dict[int, bool] = {}
-        self._wires: dict[tuple[tuple[DeviceId, ...], tuple[DeviceId, ...]], tuple[float, float, float]] = {}
+        self._alike: dict[tuple[int, int, Devices, int, int], _Part | None] = {}
+        """By looks, held microbatches and versions: all that a part depends on."""
+        self._groups: dict[Devices, Group] = {}
+        self.part, self._wires, self._ends_flushed = cache(self._part), cache(self._rates), cache(setting.is_flushed)
 
     # one stage
 
-    def part(
-        self, first: int, last: int, devices: tuple[DeviceId, ...], later: int, later_replicas: int
-    ) -> Part | None:
+    def _part(self, first: int, last: int, devices: Devices, later: int, later_replicas: int) -> _Part | None:
         """A stage with its default buckets and row weights, recomputing where it must; None where it does not fit."""
-        key = (first, last, devices, later, later_replicas)
-        if key not in self._parts:
-            self._parts[key] = self._like_its_twins(*key)
-        return self._parts[key]
-
-    def _like_its_twins(
-        self, first: int, last: int, devices: tuple[DeviceId, ...], later: int, later_replicas: int
-    ) -> Part | None:
-        versions = self.setting.versions(later)
+        setting, versions = self.setting, self.setting.versions(later)
         if versions is None:
             return None
-        held = held_before(self.setting, len(devices), later, later_replicas, self.setting.reach(later))
-        if self.setting.hold is not None and held > self.setting.hold:
+        held = held_before(setting, len(devices), later, later_replicas, setting.reach(later))
+        if setting.hold is not None and held > setting.hold:
             return None
-        key = (first, last, self.twins.looks(devices), held, versions)
+        key = (first, last, self.shared.looks(devices), held, versions)
         if key not in self._alike:
             self._alike[key] = self._fitting(first, last, devices, held, versions)
         return self._alike[key]
 
-    def _fitting(self, first: int, last: int, devices: tuple[DeviceId, ...], held: int, versions: int) -> Part | None:
+    def _fitting(self, first: int, last: int, devices: Devices, held: int, versions: int) -> _Part | None:
         wish = self.setting.recompute
         for recompute in (False, True) if wish is None else (wish,):
             peak, short = self.fullest(first, last, devices, held, versions, recompute)
             if short is None:
                 return self.timed(first, last, devices, held, versions, recompute, peak)
-            if self.shortage is None or short.need_bytes / short.has_bytes < _ratio(self.shortage):
+            if self.shortage is None or short.ratio < self.shortage.ratio:
                 self.shortage = short
         return None
 
     def fullest(
-        self, first: int, last: int, devices: tuple[DeviceId, ...], held: int, versions: int, recompute: bool
+        self, first: int, last: int, devices: Devices, held: int, versions: int, recompute: bool
     ) -> tuple[int, Shortage | None]:
         """The bytes on the device that is fullest against its memory, and whether they are too many."""
-        worst = (0.0, 0, devices[0], 1)
+        uses = [Shortage(first, last, devices[0], 0, 1)]
         for rows, id, device, _ in self.group(devices).kinds:
             need = self.costs.stage_bytes(
-                first,
-                last,
-                rows=rows,
-                held=held,
-                versions=versions,
-                num_replicas=len(devices),
-                recompute=recompute,
+                first, last, rows=rows, held=held, versions=versions, num_replicas=len(devices), recompute=recompute,
                 device=device,
-            ).total
-            if need / device.memory_bytes > worst[0]:
-                worst = (need / device.memory_bytes, need, id, device.memory_bytes)
-        share, need, id, has = worst
-        return need, Shortage(first, last, id, need, has) if share > 1 else None
+            )  # fmt: skip
+            uses.append(Shortage(first, last, id, need.total, device.memory_bytes))
+        worst = max(uses, key=lambda use: use.ratio)
+        return worst.need_bytes, worst if worst.ratio > 1 else None
 
     def timed(
-        self,
-        first: int,
-        last: int,
-        devices: tuple[DeviceId, ...],
-        waiting: int,
-        versions: int,
-        recompute: bool,
-        peak_bytes: int,
+        self, first: int, last: int, devices: Devices, waiting: int, versions: int, recompute: bool, peak_bytes: int,
         buckets: int | None = None,
-    ) -> Part:
+    ) -> _Part:  # fmt: skip
         """The seconds of a stage."""
         group, costs = self.group(devices), self.costs
         count = group.handled.microbatches
@@ -193,7 +175,7 @@ class Estimator:
         reduce_s = self.reduce_s(first, last, devices, buckets)
         busy_s = count * (forward + backward + late)
         update_s = costs.optimizer_s(first, last, group.slowest, versions=versions) + count * kept
-        return Part(
+        return _Part(
             forward_s=forward,
             backward_s=backward,
             late_s=late,
@@ -212,20 +194,19 @@ class Estimator:
             work_s=group.core_share * (busy_s + update_s),
         )
 
-    def group(self, devices: tuple[DeviceId, ...], weights: tuple[float, ...] | None = None) -> Group:
+    def group(self, devices: Devices, weights: tuple[float, ...] | None = None) -> Group:
         """How a microbatch falls on some devices; weights, once given, stay."""
         found = self._groups.get(devices) if weights is None else None
         if found is None:
             found = self._groups[devices] = make_group(self.costs, self.setting, devices, weights)
         return found
 
-    def reduce_s(self, first: int, last: int, devices: tuple[DeviceId, ...], buckets: int | None = None) -> float:
+    def reduce_s(self, first: int, last: int, devices: Devices, buckets: int | None = None) -> float:
         """The stage's all-reduce, alone on the wires; devices that are wired alike stand for one another."""
         if len(devices) < 2:
             return 0.0
         size = self.costs.gradient_bytes(first, last)
-        alike = self.twins.lowest(devices)
-        return self.shared.reduce_s(size, alike, buckets or num_buckets(size))
+        return self.shared.reduce_s(size, self.shared.lowest(devices), buckets or num_buckets(size))
 
     def exposed_s(
         self, first: int, last: int, reduce_s: float, backward_s: float, group: Group, buckets: int | None
@@ -245,24 +226,20 @@ class Estimator:
 
     # boundaries
 
-    def crossing(self, cut: int, sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...]) -> Crossing:
+    def crossing(self, cut: int, sources: Devices, targets: Devices) -> _Crossing:
         """What crosses the cut before a layer, from the replicas of one stage to those of the next."""
-        key = (sources, targets)
-        if key not in self._wires:
-            self._wires[key] = self._rates(sources, targets)
-        latency, one, every = self._wires[key]
-        row_bytes = self.costs.crossings[cut]
-        rows, batch = self.setting.rows, self.setting.batch
-        return Crossing(latency + row_bytes * rows * one, latency + row_bytes * batch * every)
+        latency, one, every = self._wires(sources, targets)
+        row_bytes, setting = self.costs.crossings[cut], self.setting
+        return _Crossing(latency + row_bytes * setting.rows * one, latency + row_bytes * setting.batch * every)
 
-    def _rates(self, sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...]) -> tuple[float, float, float]:
+    def _rates(self, sources: Devices, targets: Devices) -> tuple[float, float, float]:
         if self.setting.route == "rotate":
             return self.shared.rotate_rates(sources, targets, self.setting.num_microbatches)
-        return self.shared.split_rates(sources, targets, self.group(sources), self.group(targets))
+        return self.shared.split_rates(sources, targets, self.group(sources).edges, self.group(targets).edges)
 
     # all stages
 
-    def extend(self, label: Label, crossing: Crossing, part: Part) -> Label:
+    def extend(self, label: Label, crossing: _Crossing, part: _Part) -> Label:
         """The label with one stage more in front."""
         forward_s, backward_s, late_s, drain_s, done_s, busy_s, _, exposed_s, update_s, count, waiting, lanes, *_ = part
         one_s, all_s = crossing
@@ -279,7 +256,7 @@ class Estimator:
         )
         return Label(pass_s, core_s, end_s, bound_s, label.work_s + part.work_s, turn_s, waiting if lanes == 1 else 0)
 
-    def _pace_s(self, label: Label, part: Part, round_s: float, one_s: float, left_s: float) -> float:
+    def _pace_s(self, label: Label, part: _Part, round_s: float, one_s: float, left_s: float) -> float:
         """What a batch takes without a flush in a stage: its compute, its reduction, or a wait for gradients.
 
         Before backward of one microbatch it runs forward of those that it may hold, and so does the next stage:
@@ -303,22 +280,15 @@ class Estimator:
 
     def total(self, label: Label, num_stages: int) -> float:
         """The step, once all stages are in the label; before that, a bound from below."""
-        if num_stages not in self._flushed:
-            self._flushed[num_stages] = self.setting.is_flushed(num_stages)
-        return max(label.end_s if self._flushed[num_stages] else label.bound_s, label.work_s)
+        return max(label.end_s if self._ends_flushed(num_stages) else label.bound_s, label.work_s)
 
 
-def _ratio(shortage: Shortage) -> float:
-    return shortage.need_bytes / shortage.has_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Estimate:
+class _Estimate(NamedTuple):
     """What a plan should take, stage by stage."""
 
     step_s: float
-    parts: tuple[Part, ...]
-    crossings: tuple[Crossing, ...]
+    parts: Sequence[_Part]
+    crossings: Sequence[_Crossing]
     shortage: Shortage | None
     limit: str
 
@@ -337,55 +307,39 @@ def setting_of(plan: Plan) -> Setting:
 
 def estimate(plan: Plan, costs: Costs, shared: ClusterRates | None = None) -> _Estimate:
     """The plan's step time, and whether it fits: the same figures that the searches add up."""
-    estimator = Estimator(costs, setting_of(plan), shared)
-    edges, held, waiting = _stage_edges(plan, costs), holds(plan), outstanding(plan)
-    parts: list[Part] = []
-    crossings: list[Crossing] = []
-    shortage: Shortage | None = None
-    label, crossing = Label(), Crossing(0.0, 0.0)
+    estimator, edges = Estimator(costs, setting_of(plan), shared), (0, *accumulate(len(s.layers) for s in plan.stages))
+    parts, crossings, shortage, label = list[_Part](), list[_Crossing](), None, Label()
     for stage in plan.stages:
         estimator.group(stage.devices, stage.row_weights or (1.0,) * len(stage.devices))
-    for number in reversed(range(len(plan.stages))):
-        stage, first, last = plan.stages[number], edges[number], edges[number + 1]
-        peak, short = estimator.fullest(first, last, stage.devices, held[number], stage.versions, stage.recompute)
+    every = list(zip(plan.stages, edges, edges[1:], holds(plan), outstanding(plan)))
+    for later, (stage, first, last, held, waiting) in enumerate(reversed(every)):
+        peak, short = estimator.fullest(first, last, stage.devices, held, stage.versions, stage.recompute)
         shortage = short or shortage
-        if parts:
-            crossing = estimator.crossing(last, stage.devices, plan.stages[number + 1].devices)
-            crossings.append(crossing)
-        how = (waiting[number], stage.versions, stage.recompute, peak, stage.num_buckets)
-        parts.append(estimator.timed(first, last, stage.devices, *how))
-        label = estimator.extend(label, crossing, parts[-1])
+        if later:
+            crossings.insert(0, estimator.crossing(last, stage.devices, plan.stages[-later].devices))
+        how = (waiting, stage.versions, stage.recompute, peak, stage.num_buckets)
+        parts.insert(0, estimator.timed(first, last, stage.devices, *how))
+        label = estimator.extend(label, crossings[0] if later else NO_CROSSING, parts[0])
     step_s = estimator.total(label, len(parts))
-    ordered, between = tuple(parts[::-1]), tuple(crossings[::-1])
-    limit = _name_limit(plan, costs, ordered, between, step_s)
-    return _Estimate(step_s=step_s, parts=ordered, crossings=between, shortage=shortage, limit=limit)
+    return _Estimate(step_s, parts, crossings, shortage, _name_limit(costs, edges, parts, crossings, step_s))
 
 
-def _stage_edges(plan: Plan, costs: Costs) -> tuple[int, ...]:
-    """Where each stage begins in the profile, and where the last one ends."""
-    edges = [0]
-    for stage in plan.stages:
-        edges.append(edges[-1] + len(stage.layers))
-    return tuple(edges)
-
-
-def _name_limit(plan: Plan, costs: Costs, parts: Sequence[Part], crossings: Sequence[Crossing], step_s: float) -> str:
+def _name_limit(
+    costs: Costs, edges: Sequence[int], parts: Sequence[_Part], crossings: Sequence[_Crossing], step_s: float
+) -> str:
     """What takes most of the step: a stage's compute, a reduction, a transfer, or waiting."""
     found: list[tuple[float, int, str]] = []
-    edges = _stage_edges(plan, costs)
     for number, part in enumerate(parts):
         found.append((part.busy_s, -number, f"compute of stage {number}"))
         shown = part.exposed_s if part.versions == 1 else part.reduce_s
         if shown > 0:
-            found.append((shown, -number, _reduction(costs, edges[number], edges[number + 1], part)))
+            layers = costs.profile.layers[edges[number] : edges[number + 1]]
+            heaviest = max(layers, key=lambda layer: layer.gradient_bytes)
+            size = f"{heaviest.gradient_bytes / 2**20:,.0f} MiB"
+            what = f"{shown * 1e3:,.0f} ms{' exposed' if part.versions == 1 else ''}"
+            found.append((shown, -number, f"all-reduce of {heaviest.name} ({size}; {what})"))
     for number, crossing in enumerate(crossings):
         found.append((crossing.all_s, -number, f"transfer {number} → {number + 1}"))
     most, _, text = max(found)
     waiting = step_s - max(part.busy_s for part in parts)
     return text if most >= waiting / 2 else "waiting for the pipeline to fill and drain"
-
-
-def _reduction(costs: Costs, first: int, last: int, part: Part) -> str:
-    heaviest = max(costs.profile.layers[first:last], key=lambda layer: layer.gradient_bytes)
-    shown = f"{part.exposed_s * 1e3:,.0f} ms exposed" if part.versions == 1 else f"{part.reduce_s * 1e3:,.0f} ms"
-    return f"all-reduce of {heaviest.name} ({heaviest.gradient_bytes / 2**20:,.0f} MiB; {shown})"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from stagewright.cluster import Device, DeviceId
 from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.plan import DEFAULT_POLICY, Policy, Route, overlaps, parse_staleness, split_edges
+
+Devices = tuple[DeviceId, ...]
 
 FLUSHED = "0"
 """The staleness of exact training."""
@@ -84,109 +87,66 @@ class Group:
     """The share of the cores that the devices keep busy, where hosts share any."""
 
 
-def make_group(
-    costs: Costs, setting: Setting, devices: tuple[DeviceId, ...], weights: tuple[float, ...] | None = None
-) -> Group:
+def make_group(costs: Costs, setting: Setting, devices: Devices, weights: tuple[float, ...] | None = None) -> Group:
     """The group of some devices; rows go with speed where no weights are given."""
     found = [costs.cluster.device(id) for id in devices]
-    speeds = tuple([device.speed for device in found])
-    weights = weights or speeds
-    if setting.route == "rotate":
-        rows: list[int] = [setting.rows] * len(devices)
-    else:
+    weights = weights or tuple([device.speed for device in found])
+    rows: list[int] = [setting.rows] * len(devices)
+    if setting.route != "rotate":
         cut = split_edges(setting.rows, weights)
         rows = [high - low for low, high in zip(cut, cut[1:])]
-    handled = handled_by_each(setting.policy, setting.route, setting.num_microbatches, len(devices))
     kinds: dict[tuple[int, Device], DeviceId] = {}
     for count, id, device in zip(rows, devices, found):
         if count:
             kinds.setdefault((count, device), id)
     ordered = sorted(kinds.items(), key=lambda kind: (-kind[0][0], kind[1]))
-    total = sum(weights)
-    edges = tuple([passed / total for passed in accumulate(weights, initial=0)])
-    distinct = tuple(_Kind(count, id, device, costs.speed(id, devices)) for (count, device), id in ordered)
     return Group(
-        kinds=distinct,
-        edges=edges,
-        handled=handled,
+        kinds=tuple(_Kind(count, id, device, costs.speed(id, devices)) for (count, device), id in ordered),
+        edges=tuple([passed / sum(weights) for passed in accumulate(weights, initial=0)]),
+        handled=handled_by_each(setting.policy, setting.route, setting.num_microbatches, len(devices)),
         evenness=setting.batch / (setting.num_microbatches * setting.rows),
-        slowest=min(speeds),
+        slowest=min(device.speed for device in found),
         core_share=costs.network.cores.share(devices),
     )
 
 
 class ClusterRates:
-    """What estimators of one cluster share, whatever their settings: twins, and rates between groups of devices."""
+    """What estimators of one cluster share, whatever their settings: devices wired alike, rates between groups."""
 
     def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-        self.twins = Twins(costs)
-        self._rates: dict[tuple[object, ...], tuple[float, float, float]] = {}
-        self._reductions: dict[tuple[int, tuple[DeviceId, ...], int], float] = {}
-
-    def reduce_s(self, num_bytes: int, devices: tuple[DeviceId, ...], num_buckets: int) -> float:
-        """An all-reduce, alone on the wires."""
-        key = (num_bytes, devices, num_buckets)
-        if key not in self._reductions:
-            self._reductions[key] = self.costs.reduce_s(*key)
-        return self._reductions[key]
-
-    def split_rates(
-        self, sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...], left: Group, right: Group
-    ) -> tuple[float, float, float]:
-        """Latency, and seconds a byte of a microbatch and of a batch, where replicas hold shares of the rows."""
-        key = (sources, targets, left.edges, right.edges)
-        if key not in self._rates:
-            parts = (list(zip(ids, each.edges, each.edges[1:])) for ids, each in ((sources, left), (targets, right)))
-            moves = [(source, target, stop - start) for source, target, start, stop in overlaps(*parts)]
-            latency = self.costs.network.exchange_s((source, target, 0.0) for source, target, _ in moves)
-            unit = self.costs.network.exchange_s(moves) - latency
-            self._rates[key] = (latency, unit, unit)
-        return self._rates[key]
-
-    def rotate_rates(
-        self, sources: tuple[DeviceId, ...], targets: tuple[DeviceId, ...], num_microbatches: int
-    ) -> tuple[float, float, float]:
-        """The same, where whole microbatches go round the replicas: the slowest pair, and all pairs together."""
-        count = min(num_microbatches, math.lcm(len(sources), len(targets)))
-        key = (sources, targets, count)
-        if key not in self._rates:
-            network = self.costs.network
-            pairs = [(sources[n % len(sources)], targets[n % len(targets)]) for n in range(count)]
-            latency = max(network.latency_s(*pair) for pair in pairs)
-            slowest = max(1 / network.rate(*pair) for pair in pairs)
-            every = network.exchange_s((*pair, 1 / count) for pair in pairs) - latency
-            self._rates[key] = (latency, slowest, every)
-        return self._rates[key]
-
-
-class Twins:
-    """Devices that are wired alike, so that one group of them stands for many."""
-
-    def __init__(self, costs: Costs) -> None:
-        self.of = find_twins(costs)
-        self._found: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
-        self._looks: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
-
-    def looks(self, devices: tuple[DeviceId, ...]) -> tuple[DeviceId, ...]:
+        self.costs, self.twins = costs, find_twins(costs)
+        self.reduce_s = cache(costs.reduce_s)
+        """An all-reduce of bytes among devices in buckets, alone on the wires."""
+        self.looks = cache(lambda devices: tuple(self.twins[id][0] for id in devices))
         """The first twin of each device: equal for groups that take as long for anything."""
-        if devices not in self._looks:
-            self._looks[devices] = tuple(self.of[id][0] for id in devices)
-        return self._looks[devices]
+        self.lowest = cache(self._lowest)
+        self.split_rates, self.rotate_rates = cache(self._split_rates), cache(self._rotate_rates)
 
-    def lowest(self, devices: tuple[DeviceId, ...]) -> tuple[DeviceId, ...]:
+    def _lowest(self, devices: Devices) -> Devices:
         """The group that is wired alike and has the lowest numbers."""
-        found = self._found.get(devices)
-        if found is None:
-            taken: dict[tuple[DeviceId, ...], int] = {}
-            for id in devices:
-                taken[self.of[id]] = taken.get(self.of[id], 0) + 1
-            members = (id for twins, count in taken.items() for id in twins[:count])
-            found = self._found[devices] = tuple(sorted(members))
-        return found
+        members = (id for twins, count in Counter(self.twins[id] for id in devices).items() for id in twins[:count])
+        return tuple(sorted(members))
+
+    def _split_rates(
+        self, sources: Devices, targets: Devices, left: tuple[float, ...], right: tuple[float, ...]
+    ) -> tuple[float, float, float]:
+        """Latency, and seconds a byte of a microbatch and of a batch, where replicas hold rows between such edges."""
+        parts = (list(zip(ids, edges, edges[1:])) for ids, edges in ((sources, left), (targets, right)))
+        moves = [(source, target, stop - start) for source, target, start, stop in overlaps(*parts)]
+        latency = self.costs.network.exchange_s((source, target, 0.0) for source, target, _ in moves)
+        unit = self.costs.network.exchange_s(moves) - latency
+        return latency, unit, unit
+
+    def _rotate_rates(self, sources: Devices, targets: Devices, num_microbatches: int) -> tuple[float, float, float]:
+        """The same, where whole microbatches go round the replicas: the slowest pair, and all pairs together."""
+        network, count = self.costs.network, min(num_microbatches, math.lcm(len(sources), len(targets)))
+        pairs = [(sources[n % len(sources)], targets[n % len(targets)]) for n in range(count)]
+        latency = max(network.latency_s(*pair) for pair in pairs)
+        every = network.exchange_s((*pair, 1 / count) for pair in pairs) - latency
+        return latency, max(1 / network.rate(*pair) for pair in pairs), every
 
 
-def find_twins(costs: Costs) -> dict[DeviceId, tuple[DeviceId, ...]]:
+def find_twins(costs: Costs) -> dict[DeviceId, Devices]:
     """For each device those that could take its place: of one kind, with equal wires to the same nodes."""
     cluster = costs.cluster
     looks: dict[object, list[DeviceId]] = {}

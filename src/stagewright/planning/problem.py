@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
@@ -10,13 +10,21 @@ from stagewright.cluster import parse_placement
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import DEFAULT_POLICY, ROUTES, Plan, Policy, Route
+from stagewright.planning.candidates import (
+    Candidate,
+    Found,
+    joined,
+    moved_cuts,
+    moved_devices,
+    price,
+    swapped_devices,
+)
 from stagewright.planning.estimate import Estimator, Shortage
-from stagewright.planning.groups import FLUSHED, ClusterRates, Setting
+from stagewright.planning.fixed import whole_plan
+from stagewright.planning.groups import FLUSHED, ClusterRates, Devices, Setting
 from stagewright.planning.options import PlanOptions
-from stagewright.planning.quick import Candidate, joined, moved_cuts, moved_devices, swapped_devices
-from stagewright.planning.ratio import cut_by_names, cut_by_ratio, table_of
-from stagewright.planning.spaces import Devices
-from stagewright.policy import DISTINCT, RULES, held_before
+from stagewright.planning.ratio import LayerTable, given_cuts, table_of
+from stagewright.policy import DISTINCT, RULES
 
 _ANY_STALENESS = "any"
 
@@ -34,6 +42,7 @@ class Problem:
     """Whether all of them must be made."""
     groups: tuple[Devices, ...] | None
     """The devices of each stage, where a placement gives them."""
+    table: LayerTable
     shared: ClusterRates
     estimators: dict[Setting, Estimator]
 
@@ -95,9 +104,9 @@ class Problem:
                 found += [self.setting(count, route, staleness, policy) for route, policy in pairs]
         return tuple(found)
 
-    def around(self, here: Candidate) -> Iterator[Candidate]:
-        """The candidate with one thing changed, of what is open."""
-        yield from (here._replace(setting=setting) for setting in self.near(here.setting) if setting != here.setting)
+    def around(self, here: Candidate, settings: Iterable[Setting]) -> Iterator[Candidate]:
+        """The candidate with one thing changed, of what is open: one of these settings, a cut or two, devices."""
+        yield from (here._replace(setting=setting) for setting in settings if setting != here.setting)
         if not self.every_cut:
             yield from moved_cuts(here, self.cuts)
             yield from moved_cuts(here, self.cuts, together=2)
@@ -134,6 +143,17 @@ class Problem:
         setting = self.setting(plan.num_microbatches, plan.route, next(same, FLUSHED), plan.policy)
         return Candidate(edges, tuple(stage.devices for stage in plan.stages), setting)
 
+    def plan(self, found: Found) -> Plan:
+        """The whole plan of what a search found."""
+        edges, groups, setting = found.candidate
+        versions = [setting.versions(later) or 1 for later in reversed(range(len(groups)))]
+        buckets, cluster = self.options.num_buckets, self.costs.cluster
+        return whole_plan(self.table, edges, groups, setting, versions, found.recompute, buckets, cluster)
+
+    def price(self, candidate: Candidate, below: float = float("inf")) -> Found | None:
+        """The estimate of a candidate; None where it does not fit, or is not below."""
+        return price(candidate, self.estimator(candidate.setting), below)
+
     def estimator(self, setting: Setting) -> Estimator:
         """The estimator of a setting, made at the first call."""
         if setting not in self.estimators:
@@ -142,19 +162,9 @@ class Problem:
 
     @property
     def shortage(self) -> Shortage | None:
-        """The stage that came closest to fitting of all that did not."""
+        """The stage that came closest to fitting of all that did not, so far."""
         found = [each.shortage for each in self.estimators.values() if each.shortage is not None]
-        return min(found, key=lambda short: short.need_bytes / short.has_bytes, default=None)
-
-    def data_parallel_shortage(self, devices: Devices) -> Shortage | None:
-        """What data parallelism lacks, in the setting where it lacks least."""
-        whole = (0, len(self.costs.profile.layers))
-        found = []
-        for setting in self.plain_settings():
-            held = held_before(setting, len(devices), 0, 0, 1)
-            short = self.estimator(setting).fullest(*whole, devices, held, 1, setting.recompute is not False)[1]
-            found += [short] if short is not None else []
-        return min(found, key=lambda short: short.need_bytes / short.has_bytes, default=None)
+        return min(found, key=lambda short: short.ratio, default=None)
 
 
 def make_problem(costs: Costs, options: PlanOptions) -> Problem:
@@ -168,37 +178,26 @@ def make_problem(costs: Costs, options: PlanOptions) -> Problem:
     batch = options.rows(len(groups[0]) if groups else 1)
     if options.num_microbatches is not None and options.num_microbatches > batch:
         raise PlanError(f"--microbatches is {options.num_microbatches}, but the batch has {batch} rows")
-    cuts, every = _find_cuts(costs, options, batch)
-    _check_stages(cuts, every, groups, options)
-    return Problem(costs, options, batch, cuts, every, groups, ClusterRates(costs), {})
+    table = table_of(costs.profile, batch)
+    cuts, every = _find_cuts(costs, table, options, None if groups is None else len(groups))
+    return Problem(costs, options, batch, cuts, every, groups, table, ClusterRates(costs), {})
 
 
-def _find_cuts(costs: Costs, options: PlanOptions, batch: int) -> tuple[tuple[int, ...], bool]:
+def _find_cuts(
+    costs: Costs, table: LayerTable, options: PlanOptions, num_groups: int | None
+) -> tuple[tuple[int, ...], bool]:
     """Where stages may begin and end, and whether all of these cuts must be made."""
-    profile = costs.profile
-    ends = (0, len(profile.layers))
-    allowed = [number for number in range(1, len(profile.layers)) if profile.layers[number].cuttable]
-    if options.cut:
-        chosen = cut_by_names(profile.names, options.cut)
-    elif options.shares is not None:
-        chosen = cut_by_ratio(table_of(profile, batch).costs(options.ratio_of), options.shares)
-    else:
-        return (ends[0], *allowed, ends[1]), False
+    layers = costs.profile.layers
+    allowed = [number for number in range(1, len(layers)) if layers[number].cuttable]
+    if not options.cut and options.shares is None:
+        if num_groups is not None and len(allowed) + 1 < num_groups:
+            raise PlanError(f"{len(allowed) + 1} layers cannot be cut into the placement's {num_groups} stages")
+        return (0, *allowed, len(layers)), False
+    chosen = given_cuts(table, options, num_groups)
     for cut in chosen:
         if cut not in allowed:
             raise PlanError(
-                f"no stage may begin at {profile.names[cut]}: it shares weights with an earlier layer",
+                f"no stage may begin at {table.names[cut]}: it shares weights with an earlier layer",
                 "cut elsewhere, or give each its own weights",
             )
-    return (ends[0], *chosen, ends[1]), True
-
-
-def _check_stages(cuts: tuple[int, ...], every: bool, groups: tuple[Devices, ...] | None, options: PlanOptions) -> None:
-    num_groups = None if groups is None else len(groups)
-    if num_groups is not None and every and len(cuts) - 1 != num_groups:
-        raise UsageError(
-            f"{'--cut' if options.cut else '--ratio'} makes {len(cuts) - 1} stages, but the placement has {num_groups}",
-            "give as many stages to both",
-        )
-    if num_groups is not None and len(cuts) - 1 < num_groups:
-        raise PlanError(f"{len(cuts) - 1} layers cannot be cut into the placement's {num_groups} stages")
+    return (0, *chosen, len(layers)), True

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from stagewright.cost import layer_seconds
 from stagewright.errors import PlanError, UsageError
-from stagewright.planning.options import RatioOf
+from stagewright.planning.options import PlanOptions, RatioOf
 from stagewright.profile import Profile
 
 
@@ -88,3 +88,19 @@ def cut_by_names(names: Sequence[str], starts: Sequence[str]) -> tuple[int, ...]
     if list(cuts) != sorted(set(cuts)):
         raise UsageError(f"--cut {','.join(starts)}: expected layers in the model's order, each once")
     return cuts
+
+
+def given_cuts(
+    table: LayerTable, options: PlanOptions, num_groups: int | None, shares: Sequence[float] = ()
+) -> tuple[int, ...]:
+    """Where the options say that stages begin; where they do not, in proportion to `shares`."""
+    wanted = options.shares or shares
+    num_stages = len(options.cut) + 1 if options.cut else len(wanted)
+    if num_groups is not None and num_stages != num_groups:
+        raise UsageError(
+            f"{'--cut' if options.cut else '--ratio'} makes {num_stages} stages, but the placement has {num_groups}",
+            "give as many stages to both, such as --placement 0:0-6.0:7 --ratio 11:7, or --cut fc1",
+        )
+    if options.cut:
+        return cut_by_names(table.names, options.cut)
+    return cut_by_ratio(table.costs(options.ratio_of), wanted) if num_stages > 1 else ()

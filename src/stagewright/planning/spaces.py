@@ -5,102 +5,61 @@ A space starts with no device used; `groups` offers the devices of one stage mor
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Protocol
+from typing import Any, NamedTuple
 
 from stagewright.cluster import DeviceId
 from stagewright.cost import Costs
-from stagewright.planning.groups import find_twins
-
-Devices = tuple[DeviceId, ...]
+from stagewright.planning.groups import Devices, find_twins
 
 
-class Space(Protocol):
-    """Ways to hand out devices to stages."""
+class Space(NamedTuple):
+    """Ways to hand out devices to stages; what is used is a set of devices, or how many from the end."""
 
-    @property
-    def start(self) -> Hashable: ...
-    def groups(self, used: Hashable) -> Iterator[tuple[Devices, Hashable]]: ...
-    def is_done(self, used: Hashable) -> bool: ...
+    start: Any
+    groups: Callable[[Any], Iterator[tuple[Devices, Any]]]
+    """The devices that the stage in front may have, each with what is used then."""
+    is_done: Callable[[Any], bool] = lambda used: True
 
 
-@dataclass(frozen=True)
-class Subsets:
+def subsets(costs: Costs, devices: Devices) -> Space:
     """Any devices for any stage, and some for none; of devices that are wired alike, the lowest-numbered first."""
+    # only neighbours count as alike: others would change the order of a group, and so who sends rows to whom
+    twins, families = find_twins(costs), list[list[DeviceId]]()
+    for id in devices:
+        if families and twins[families[-1][-1]] == twins[id]:
+            families[-1].append(id)
+        else:
+            families.append([id])
 
-    costs: Costs
-    devices: Devices
-
-    @property
-    def start(self) -> frozenset[DeviceId]:
-        return frozenset()
-
-    @cached_property
-    def _alike(self) -> list[list[DeviceId]]:
-        # only neighbours count as alike: others would change the order of a group, and so who sends rows to whom
-        twins = find_twins(self.costs)
-        families: list[list[DeviceId]] = []
-        for id in self.devices:
-            if families and twins[families[-1][-1]] == twins[id]:
-                families[-1].append(id)
-            else:
-                families.append([id])
-        return families
-
-    def groups(self, used: Hashable) -> Iterator[tuple[Devices, Hashable]]:
-        assert isinstance(used, frozenset)
-        free = [[id for id in family if id not in used] for family in self._alike]
+    def groups(used: frozenset[DeviceId]) -> Iterator[tuple[Devices, frozenset[DeviceId]]]:
+        free = [[id for id in family if id not in used] for family in families]
         for counts in product(*(range(len(family) + 1) for family in free)):
             chosen = [id for family, count in zip(free, counts) for id in family[:count]]
             if chosen:
                 yield tuple(sorted(chosen)), used | frozenset(chosen)
 
-    def is_done(self, used: Hashable) -> bool:
-        return True
+    return Space(frozenset(), groups)
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Neighbours in an order of the devices; the state is how many, from the end, are used."""
+def runs(order: Devices, sizes: Sequence[int]) -> Space:
+    """Neighbours in an order of the devices."""
 
-    order: Devices
-    sizes: tuple[int, ...]
+    def groups(used: int) -> Iterator[tuple[Devices, int]]:
+        stop = len(order) - used
+        yield from ((tuple(sorted(order[stop - size : stop])), used + size) for size in sizes if size <= stop)
 
-    @property
-    def start(self) -> int:
-        return 0
-
-    def groups(self, used: Hashable) -> Iterator[tuple[Devices, Hashable]]:
-        assert isinstance(used, int)
-        stop = len(self.order) - used
-        for size in self.sizes:
-            if size <= stop:
-                yield tuple(sorted(self.order[stop - size : stop])), used + size
-
-    def is_done(self, used: Hashable) -> bool:
-        return True
+    return Space(0, groups)
 
 
-@dataclass(frozen=True)
-class Given:
-    """The devices of a placement; the state is how many stages, from the end, have theirs."""
+def given(stages: Sequence[Devices]) -> Space:
+    """The devices of a placement, stage by stage."""
 
-    stages: tuple[Devices, ...]
+    def groups(used: int) -> Iterator[tuple[Devices, int]]:
+        yield from ((stages[-1 - used], used + 1) for _ in stages[used : used + 1])
 
-    @property
-    def start(self) -> int:
-        return 0
-
-    def groups(self, used: Hashable) -> Iterator[tuple[Devices, Hashable]]:
-        assert isinstance(used, int)
-        if used < len(self.stages):
-            yield self.stages[-1 - used], used + 1
-
-    def is_done(self, used: Hashable) -> bool:
-        return used == len(self.stages)
+    return Space(0, groups, lambda used: used == len(stages))
 
 
 def device_orders(costs: Costs, devices: Sequence[DeviceId]) -> tuple[Devices, ...]:

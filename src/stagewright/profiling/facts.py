@@ -15,13 +15,11 @@ from stagewright.profile import LayerProfile, Precision
 from stagewright.profiling.layers import Pieces, Unit
 from stagewright.profiling.operators import UnitWork, Work, float_bytes, record_saved, record_work
 
-_FEW, _MANY = 2, 4
-"""Numbers of rows whose difference tells what grows with rows and what does not; batch norm refuses one row."""
-
 
 def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
     """A profile without times for every unit of a model, called by its last layer."""
-    few, many = record_work(pieces, _FEW), record_work(pieces, _MANY)
+    # The difference tells what grows with rows and what does not; batch norm refuses one row.
+    few, many = record_work(pieces, 2), record_work(pieces, 4)
     outputs, inputs = _read_crossings(pieces)
     seen: set[int] = set()
     named, roles = dict(pieces.model.model.named_parameters()), parameter_roles(pieces.model)
@@ -35,10 +33,10 @@ def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
             LayerProfile(
                 name=pieces.model.names[unit.last - 1], kind="loss" if is_loss else _kind_of(work.forward),
                 forward_s=(), backward_s=(), weight_share=weight_share(unit, work), output_bytes=outputs[number],
-                saved_bytes=max(0.0, (work.saved_bytes - few[number].saved_bytes) / (_MANY - _FEW)),
+                saved_bytes=max(0.0, (work.saved_bytes - few[number].saved_bytes) / 2),
                 parameter_bytes=_num_bytes(own), trained_bytes=_trained_by_role(own, role_of),
                 buffer_bytes=_num_bytes(list(unit.module.buffers())),
-                flops=sum(each.flops for each in work.forward) / _MANY, inputs=inputs[number],
+                flops=sum(each.flops for each in work.forward) / 4, inputs=inputs[number],
             )
         )  # fmt: skip
     return tuple(facts)
@@ -58,7 +56,7 @@ def saved_by_row(model: Layered, edges: Sequence[int], precision: Precision) -> 
     """Bytes that the layers between each two edges save of a row for their backward; what all rows share is divided."""
     units = (Unit(first=a, last=b, module=model.stage(a, b)) for a, b in pairwise(edges))
     pieces = Pieces(model=model, units=tuple(units), precision=precision)
-    return [saved / _MANY for saved in record_saved(pieces, _MANY)]
+    return [saved / 4 for saved in record_saved(pieces, 4)]
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

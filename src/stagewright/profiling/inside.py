@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.models import build_model
-from stagewright.profiling.links import bounce_pairs, core_s_per_byte
+from stagewright.profiling.links import measure_as
 from stagewright.profiling.measured import make_profile
 
 
@@ -26,22 +26,13 @@ def main(folder: str) -> None:
     asked = json.loads((where / "inside.json").read_text(encoding="utf-8"))
     torch.set_num_threads(asked["threads"])
     dist.init_process_group("gloo")
-    found = _measure_links(rank, size, asked["bytes_per_s"])
+    # About 0.15 s at the rate that the cluster file names: neither lost in noise nor long.
+    found = measure_as(rank, size, int(min(max(asked["bytes_per_s"] * 0.15, 1 << 20), 16 << 20)))
     if rank in asked["profiled"]:
         _save_profile(where / f"inside-{rank}.profile.json", asked)
     (where / f"inside-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _measure_links(rank: int, size: int, bytes_per_s: float) -> dict[str, Any]:
-    """What this worker saw: of the link to the next host, and how long its core was busy with a byte."""
-    # About 0.15 s at the rate that the cluster file names: neither lost in noise nor long.
-    num_bytes = int(min(max(bytes_per_s * 0.15, 1 << 20), 16 << 20))
-    pairs = sorted({tuple(sorted((host, (host + 1) % size))) for host in range(size)})
-    # Few large messages are enough on links with a limit: every link is in two pairs.
-    seen = bounce_pairs(rank, [(first, second) for first, second in pairs], num_bytes, num_large=3)
-    return {"pairs": seen, "core_s_per_byte": core_s_per_byte(rank, size, num_bytes)}
 
 
 def _save_profile(path: Path, asked: Mapping[str, Any]) -> None:

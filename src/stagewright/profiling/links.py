@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,10 +20,6 @@ import torch.distributed as dist
 from stagewright.cluster import Cluster
 from stagewright.errors import ClusterError
 from stagewright.profiling.detect import num_cores
-
-_NUM_LARGE = 5
-_COMMON = Path("/dev/shm")
-"""Files that are nothing but memory."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +54,13 @@ def pairs_of(told: Sequence[Mapping[str, Any]]) -> _Pairs:
 
 
 def _with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
-    """The cluster of this machine with the cores that its workers share, what moving and adding up a byte costs these,
-    and what a worker that has loaded torch occupies.
-    """
+    """The cluster of this machine with the cores that its workers share, and what moving and adding up a byte costs."""
 
     def middle_of(key: str) -> float:
         return float(median(each[key] for each in told if each[key]))
 
-    host, framework = cluster.hosts[0], int(middle_of("resident_bytes"))
-    devices = tuple(replace(device, framework_bytes=framework, cores=1.0) for device in host.devices)
     return replace(
         cluster,
-        hosts=(replace(host, devices=devices),),
         cores=float(num_cores()),
         core_s_per_byte=_rounded(middle_of("core_s_per_byte")),
         sum_core_s_per_byte=_rounded(middle_of("sum_core_s_per_byte")),
@@ -79,8 +69,9 @@ def _with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
 
 
 def measure_workers(num_workers: int, large_bytes: int = 16 << 20) -> list[dict[str, Any]]:
-    """What as many processes see of links and cores: every pair over gloo, one at a time, then all at once."""
-    with tempfile.TemporaryDirectory(dir=_COMMON if _COMMON.is_dir() else None) as folder:
+    """What as many processes see of links and cores: neighbours over gloo, one pair at a time, then all at once."""
+    memory = Path("/dev/shm")  # files there are nothing but memory
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         command = [sys.executable, "-m", __name__, str(num_workers), folder, str(large_bytes)]
         workers = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -94,12 +85,12 @@ def _wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
     """Returns when all workers are done; when one fails or hangs, ends the others and says what it said."""
     try:
         for rank, worker in enumerate(workers):
-            _, said = worker.communicate(timeout=120.0)
+            _, said = worker.communicate(timeout=300.0)
             if worker.returncode:
                 last = said.strip().splitlines()[-1:] or ["nothing"]
                 raise ClusterError(f"worker {rank} stopped while links were measured; it said: {last[0]}")
     except subprocess.TimeoutExpired:
-        raise ClusterError("the workers did not finish measuring links in 120 s") from None
+        raise ClusterError("the workers did not finish measuring links in 300 s") from None
     finally:
         for worker in workers:
             if worker.poll() is None:
@@ -111,17 +102,20 @@ def _run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> N
     """One process: bounces messages with every other one, adds up with all, and writes down what it saw."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_workers)
-    told = {
-        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "pairs": bounce_pairs(rank, list(combinations(range(num_workers), 2)), large_bytes),
-        "core_s_per_byte": core_s_per_byte(rank, num_workers, large_bytes),
-        "sum_core_s_per_byte": _sum_core_s_per_byte(rank, num_workers, large_bytes, f"{folder}/common"),
-    }
+    told = measure_as(rank, num_workers, large_bytes)
+    told["sum_core_s_per_byte"] = _sum_core_s_per_byte(rank, num_workers, large_bytes, f"{folder}/common")
     Path(folder, f"told-{rank:05d}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 
 
-def core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
+def measure_as(rank: int, size: int, large_bytes: int) -> dict[str, Any]:
+    """What this worker sees of the link to the next one, so that every link is in two pairs, and of its core."""
+    pairs = sorted({(min(pair), max(pair)) for pair in ((one, (one + 1) % size) for one in range(size))})
+    seen = _bounce_pairs(rank, pairs, large_bytes)
+    return {"pairs": seen, "core_s_per_byte": _core_s_per_byte(rank, size, large_bytes)}
+
+
+def _core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
     """What this end of a transfer spends on a byte: neighbours bounce messages, all at once."""
     other = rank ^ 1
     if other >= size:
@@ -140,32 +134,34 @@ def core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
 def _sum_core_s_per_byte(rank: int, size: int, num_bytes: int, file: str) -> float:
     """What this replica spends on a byte of gradients that all add up in memory that they have in common.
 
-    Each adds a part of all rows, and copies the whole sum into its own.
+    Each adds a part of all rows, and copies the whole sum into its own; bucket by bucket, for they meet at each.
     """
     numel = num_bytes // 4
     rows = torch.from_file(file, shared=True, size=(size + 1) * numel).view(size + 1, numel)
-    part = slice(numel * rank // size, numel * (rank + 1) // size)
+    buckets = 8  # as many as a stage's gradients mostly make
+    edges = [numel * at // (buckets * size) for at in range(buckets * size + 1)]
     spent = []
-    for _ in range(1 + _NUM_LARGE):  # the first time finds the memory
+    for _ in range(6):  # the first time finds the memory
         dist.barrier()
         before = process_time()
-        torch.sum(rows[:-1, part], 0, out=rows[-1, part])
-        dist.barrier()
-        rows[rank].copy_(rows[-1])
+        for first in range(0, buckets * size, size):
+            own, whole = slice(*edges[first + rank : first + rank + 2]), slice(edges[first], edges[first + size])
+            dist.barrier()
+            torch.sum(rows[:-1, own], 0, out=rows[-1, own])
+            dist.barrier()
+            rows[rank, whole].copy_(rows[-1, whole])
         spent.append(process_time() - before)
     return median(spent[1:]) / num_bytes
 
 
-def bounce_pairs(
-    rank: int, pairs: Sequence[tuple[int, int]], large_bytes: int, num_large: int = _NUM_LARGE
-) -> list[tuple[int, int, float, float]]:
+def _bounce_pairs(rank: int, pairs: Sequence[tuple[int, int]], large_bytes: int) -> list[tuple[int, int, float, float]]:
     """What the pairs show that this worker begins: (first, second, bytes a second, latency); one pair at a time."""
     found = []
     for first, second in pairs:
         if rank in (first, second):
             other = second if rank == first else first
-            small = median(_bounce(rank == first, other, 1) for _ in range(50))
-            large = median(_bounce(rank == first, other, large_bytes) for _ in range(num_large))
+            small = median(_bounce(rank == first, other, 1) for _ in range(30))
+            large = median(_bounce(rank == first, other, large_bytes) for _ in range(3))
             if rank == first:
                 found.append((first, second, _rate_of(large_bytes, large, small), small))
         dist.barrier()
@@ -207,7 +203,7 @@ def _copy_between(first: int, second: int, large_bytes: int) -> Pair:
         source = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{first}")
         target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{second}")
         gaps = []
-        for _ in range(_NUM_LARGE + 2):
+        for _ in range(7):
             begin = moment()
             target.copy_(source)
             gaps.append(moment() - begin)

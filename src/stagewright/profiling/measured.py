@@ -17,6 +17,8 @@ from torch import Tensor
 from stagewright.errors import ProfileError
 from stagewright.models.layered import Layered
 from stagewright.profile import Precision, Profile
+from stagewright.profiling.busy import busy_cores
+from stagewright.profiling.detect import num_cores
 from stagewright.profiling.facts import find_facts, layer_profiles
 from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units, undisturbed
@@ -72,9 +74,13 @@ def make_profile(
     precision: Precision = "fp32",
     name: str | None = None,
     repeats: int = 7,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile of a model on the device where it is, its sample repeated to each batch size."""
+    """The profile of a model on the device where it is, its sample repeated to each batch size.
+
+    On a CPU it holds while so many `workers` compute at once, as far as there are cores for them.
+    """
     _check_request(batch_sizes, repeats)
     pieces = make_pieces(model, precision)
     whole = Pieces(model=model, units=(_whole(model),), precision=precision)
@@ -84,7 +90,9 @@ def make_profile(
     facts = find_facts(pieces)
     total, done = len(batch_sizes) * (_WARM_UP + repeats), 0
     timings = [_Timing([], [], [], []) for _ in batch_sizes]
-    with undisturbed(pieces):
+    threads = torch.get_num_threads()
+    beside = min(workers, num_cores() // threads) - 1 if device.type == "cpu" else 0
+    with undisturbed(pieces), busy_cores(max(beside, 0), threads):
         for number in range(_WARM_UP + repeats):
             # All sizes in every round: a machine that is slow for a while is so for all of them.
             for rows, timing in zip(batch_sizes, timings):
@@ -112,7 +120,9 @@ def make_profile(
         optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings),
         versions=_versions(device),
-        notes=(f"median of {repeats} repeats after {_WARM_UP}; {torch.get_num_threads()} CPU threads",),
+        notes=(
+            f"median of {repeats} repeats after {_WARM_UP}; {threads} CPU threads, {max(beside, 0)} workers beside",
+        ),
     )
 
 

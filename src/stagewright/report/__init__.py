@@ -6,14 +6,7 @@ records ─▶ cases ─┬─▶ tables ──┬─▶ Markdown
 """
 
 from stagewright.report.cases import Failure
-from stagewright.report.make import ReportPaths, make_report
-from stagewright.report.timeline import timeline_svg
-from stagewright.report.trace import chrome_trace
+from stagewright.report.page import ReportPaths, make_report
+from stagewright.report.timeline import chrome_trace, timeline_svg
 
-__all__ = [
-    "Failure",
-    "ReportPaths",
-    "chrome_trace",
-    "make_report",
-    "timeline_svg",
-]
+__all__ = ["Failure", "ReportPaths", "chrome_trace", "make_report", "timeline_svg"]

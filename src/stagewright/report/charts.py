@@ -26,8 +26,6 @@ from stagewright.report.timeline import (
 
 _Plain = dict[str, Any]
 
-_MAX_POINTS = 600
-"""Points of one curve: more than a screen has columns for is wasted."""
 _OTHER = "not told apart"
 """Memory that a record does not divide by kind."""
 
@@ -146,9 +144,14 @@ def _curve_charts(family: Sequence[Case]) -> list[_Plain]:
 def curve(record: Record, name: str) -> list[list[float]]:
     """Step, value and epoch along one curve, evenly thinned, its last point kept."""
     points: list[Point] = [point for point in record.points if point.name == name]
-    stride = -(-len(points) // _MAX_POINTS)
+    stride = _stride(len(points))
     kept = [*points[:-1:stride], points[-1]]
     return [[point.step, point.value, point.epoch] for point in kept]
+
+
+def _stride(number: int) -> int:
+    """Every which point is drawn: more than 600 are more than a screen has columns for."""
+    return -(-number // 600)
 
 
 def _error_bar(pair: Pair) -> _Plain:
@@ -227,7 +230,7 @@ def _memory_curve(use: DeviceUse, start_s: float) -> _Plain:
     """
     kinds = [kind for kind in MEMORY_KINDS if kind in use.memory_parts]
     totals = [sum(use.memory_parts[kind][index] for kind in kinds) for index in range(len(use.memory_s))]
-    stride = -(-len(totals) // _MAX_POINTS)
+    stride = _stride(len(totals))
     stretches = (range(first, min(first + stride, len(totals))) for first in range(0, len(totals), stride))
     kept = [max(stretch, key=totals.__getitem__) for stretch in stretches]
     parts = {kind: [use.memory_parts[kind][index] for index in kept] for kind in kinds}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from stagewright.cluster import Cluster, DeviceId, format_devices
+from stagewright.record import DeviceUse, Record
 
 GAP = "–"
 """What stands where there is no figure."""
@@ -61,3 +65,25 @@ def plus(replicas: Sequence[int]) -> str:
 def rows_of(value: float) -> str:
     """`32`, or `26.7` where a batch does not divide evenly."""
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def alike(record: Record, cluster: Cluster) -> Iterator[tuple[list[DeviceId], DeviceUse]]:
+    """Neighbouring devices of the same stages and memory that are about as busy and full, together."""
+
+    def likeness(use: DeviceUse) -> tuple[object, ...]:
+        has = cluster.device(DeviceId.parse(use.device)).memory_bytes
+        return use.stages, round(use.busy_share, 2), round(use.peak_bytes / 2**30, 1), has, use.peak_bytes > has
+
+    for _, uses in groupby(record.devices, key=likeness):
+        members = list(uses)
+        yield [DeviceId.parse(use.device) for use in members], members[0]
+
+
+def too_full(record: Record, cluster: Cluster) -> str:
+    """`0:0-7 need 17.1 GiB, and have 11.8 GiB`: the first devices whose memory does not suffice; empty if it does."""
+    for ids, use in alike(record, cluster):
+        has = cluster.device(ids[0]).memory_bytes
+        if use.peak_bytes > has:
+            needs, have = ("needs", "has") if len(ids) == 1 else ("need", "have")
+            return f"{format_devices(ids)} {needs} {size(use.peak_bytes)}, and {have} {size(has)}"
+    return ""

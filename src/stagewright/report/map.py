@@ -16,7 +16,20 @@ from typing import NamedTuple
 from stagewright.cluster import Cluster, Host, Link
 from stagewright.report.figures import size
 
-_DEVICE_WIDTH, _DEVICE_HEIGHT, _COLUMN, _LEVEL, _MARGIN, _PER_ROW = 52, 40, 62, 62, 14, 8
+
+class _Layout(NamedTuple):
+    """Sizes of the drawing, in pixels."""
+
+    width: int = 52
+    height: int = 40
+    """Of a device."""
+    column: int = 62
+    level: int = 62
+    margin: int = 14
+    per_row: int = 8
+
+
+_AT = _Layout()
 
 
 class _Spot(NamedTuple):
@@ -42,8 +55,8 @@ def draw_cluster(cluster: Cluster) -> tuple[_HostDrawing, ...]:
 def _draw_host(host: Host, number: int) -> _HostDrawing:
     """One host: devices in rows, junctions beneath them, lines for links."""
     spots = _place(host)
-    width = max(spot.x for spot in spots.values()) + _DEVICE_WIDTH / 2 + _MARGIN
-    height = max(spot.y for spot in spots.values()) + _DEVICE_HEIGHT / 2 + _MARGIN
+    width = max(spot.x for spot in spots.values()) + _AT.width / 2 + _AT.margin
+    height = max(spot.y for spot in spots.values()) + _AT.height / 2 + _AT.margin
     shape = f"width:min(100%,{width:.0f}px);min-width:min({width:.0f}px,26rem)"
     parts = [f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="{shape}" role="img">']
     parts.append(f"<title>host {number}</title>")
@@ -61,14 +74,14 @@ def _place(host: Host) -> dict[str, _Spot]:
     for level, names in enumerate(_levels(host), start=1):
         wanted = sorted(names, key=lambda name: _middle(name, host.links, spots))
         xs = _apart([_middle(name, host.links, spots) for name in wanted])
-        spots |= {name: _Spot(x, base + _LEVEL * level) for name, x in zip(wanted, xs)}
+        spots |= {name: _Spot(x, base + _AT.level * level) for name, x in zip(wanted, xs)}
     return spots
 
 
 def _device_spot(index: int) -> _Spot:
     """Devices stand eight to a row."""
-    x = _MARGIN + _DEVICE_WIDTH / 2 + _COLUMN * (index % _PER_ROW)
-    return _Spot(x, _MARGIN + _DEVICE_HEIGHT / 2 + (_DEVICE_HEIGHT + 16) * (index // _PER_ROW))
+    x = _AT.margin + _AT.width / 2 + _AT.column * (index % _AT.per_row)
+    return _Spot(x, _AT.margin + _AT.height / 2 + (_AT.height + 16) * (index // _AT.per_row))
 
 
 def _levels(host: Host) -> Iterator[list[str]]:
@@ -90,14 +103,14 @@ def _middle(name: str, links: Sequence[Link], spots: dict[str, _Spot]) -> float:
     """The mean place of a junction's neighbours that already stand."""
     ends = [link.ends for link in links if name in link.ends]
     near = [spots[a if b == name else b].x for a, b in ends if (a if b == name else b) in spots]
-    return sum(near) / len(near) if near else _MARGIN + _DEVICE_WIDTH / 2
+    return sum(near) / len(near) if near else _AT.margin + _AT.width / 2
 
 
 def _apart(xs: Sequence[float]) -> list[float]:
     """The places, ascending, moved right where two would overlap."""
     placed: list[float] = []
     for x in xs:
-        placed.append(max(x, placed[-1] + _COLUMN) if placed else x)
+        placed.append(max(x, placed[-1] + _AT.column) if placed else x)
     return placed
 
 
@@ -108,7 +121,7 @@ def _draw_link(link: Link, spots: dict[str, _Spot]) -> str:
     title = f"<title>{escape(link.kind)}, {_rate_text(link)}</title>"
     shape = f"M{first.x:.1f} {first.y:.1f}L{second.x:.1f} {second.y:.1f}"
     if first.y == second.y:
-        lift = _DEVICE_HEIGHT / 2 + 10
+        lift = _AT.height / 2 + 10
         shape = f"M{first.x:.1f} {first.y:.1f}Q{(first.x + second.x) / 2:.1f} {first.y - 2 * lift:.1f} "
         shape += f"{second.x:.1f} {second.y:.1f}"
     return f'<path class="wire" stroke-width="{thick}" d="{shape}">{title}</path>'
@@ -120,12 +133,12 @@ def _draw_node(name: str, spot: _Spot, host: int) -> str:
         width = max(7.2 * len(name) + 14, 34)
         box = f'x="{spot.x - width / 2:.1f}" y="{spot.y - 10:.1f}" width="{width:.1f}" height="20" rx="10"'
         return f'<rect class="junction" {box}/><text class="small" x="{spot.x:.1f}" y="{spot.y + 4:.1f}">{name}</text>'
-    left, top = spot.x - _DEVICE_WIDTH / 2, spot.y - _DEVICE_HEIGHT / 2
+    left, top = spot.x - _AT.width / 2, spot.y - _AT.height / 2
     return (
         f'<g class="device" data-device="{host}:{name}" transform="translate({left:.1f} {top:.1f})">'
-        f'<rect class="box" width="{_DEVICE_WIDTH}" height="{_DEVICE_HEIGHT}" rx="6"/><g class="stages"></g>'
-        f'<text x="{_DEVICE_WIDTH / 2}" y="17">{host}:{name}</text><text class="small stage-name" '
-        f'x="{_DEVICE_WIDTH / 2}" y="32"></text></g>'
+        f'<rect class="box" width="{_AT.width}" height="{_AT.height}" rx="6"/><g class="stages"></g>'
+        f'<text x="{_AT.width / 2}" y="17">{host}:{name}</text><text class="small stage-name" '
+        f'x="{_AT.width / 2}" y="32"></text></g>'
     )
 
 

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from stagewright.cluster import Cluster, count, ready_made_clusters
-from stagewright.errors import StagewrightError
-from stagewright.report.cases import Case, Results
+from stagewright.errors import StagewrightError, UsageError
+from stagewright.record import Record
+from stagewright.report.cases import Case, Failure, Results, in_order, make_cases, read_results
 from stagewright.report.charts import chart_data, run_data, span_limit
 from stagewright.report.comparison import find_pairs
 from stagewright.report.map import draw_cluster, link_facts
 from stagewright.report.summary import find_hero, sentences
-from stagewright.report.tables import SOURCE_MARKS, Table, case_table, pair_table, scaling_table
+from stagewright.report.tables import (
+    SOURCE_MARKS,
+    Table,
+    case_table,
+    markdown_table,
+    markdown_text,
+    pair_table,
+    scaling_table,
+)
+from stagewright.schema import write_whole
 
 _SCRIPTS = ("base.js", "tables.js", "charts.js", "runs.js", "timeline.js")
 
 
-def render_page(results: Results, folder: Path | None = None) -> str:
+def _render_page(results: Results, folder: Path | None = None) -> str:
     """The report as one HTML file that needs nothing else and asks for nothing from anywhere."""
     library, script = (
         _read_part("vendor/echarts.min.js"),
@@ -43,11 +54,11 @@ def render_page(results: Results, folder: Path | None = None) -> str:
         further=told[1:],
         facts=_facts_of(results),
         marks=SOURCE_MARKS,
-        tables=tables_of(results, folder),
+        tables=_tables_of(results, folder),
         runs=_runs_of(results.cases),
         drawings=_drawings_of(results),
-        environments=environments_of(results.cases),
-        commands=commands_of(results),
+        environments=_environments_of(results.cases),
+        commands=_commands_of(results),
         failures=results.failures,
         charts=_as_json(chart_data(results.cases, find_pairs(results.cases))),
     )
@@ -102,7 +113,7 @@ def _facts_of(results: Results) -> tuple[str, ...]:
     return (count(runs, "run"), *told, *(f"on {name}" for name in clusters))
 
 
-def tables_of(results: Results, folder: Path | None) -> dict[str, Table]:
+def _tables_of(results: Results, folder: Path | None) -> dict[str, Table]:
     """The page's tables, by the section that they stand in; those without rows are left out."""
     found = {"cases": case_table(results, folder), "scaling": scaling_table(results)}
     pairs = find_pairs(results.cases)
@@ -153,7 +164,7 @@ def _safe_hosts(cluster: Cluster) -> list[dict[str, Any]]:
     return [{"title": drawn.title, "svg": Markup(drawn.svg), "facts": drawn.facts} for drawn in drawings]
 
 
-def environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
+def _environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Each environment once, with the cases that ran in it."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for case in cases:
@@ -164,8 +175,87 @@ def environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return [{"facts": facts, "cases": names} for facts, names in groups.items() if facts]
 
 
-def commands_of(results: Results) -> list[Mapping[str, str]]:
+def _commands_of(results: Results) -> list[Mapping[str, str]]:
     """The command of each case, failed ones included."""
     pairs = [(f"{SOURCE_MARKS[case.source]} {case.name}", case.record.command) for case in results.cases]
     pairs += [(f"{SOURCE_MARKS['failed']} {failure.name}", failure.command) for failure in results.failures]
     return [{"name": name, "command": command} for name, command in pairs if command]
+
+
+class ReportPaths(NamedTuple):
+    """Where a report lies, and what it says first."""
+
+    page: Path
+    markdown: Path
+    headline: str
+
+
+def make_report(
+    results: Iterable[Record] | str | Path,
+    out: str | Path,
+    *,
+    failures: Sequence[Failure] = (),
+    clusters: Sequence[Cluster] = (),
+) -> ReportPaths:
+    """Writes `report.html` and `report.md` into the folder `out`, from records or from a folder of them."""
+    folder = Path(out)
+    found = _gather(results, tuple(failures), tuple(clusters))
+    page = write_whole(folder / "report.html", _render_page(found, folder))
+    markdown = write_whole(folder / "report.md", _render_markdown(found, folder))
+    return ReportPaths(page, markdown, sentences(found)[0])
+
+
+def _gather(
+    results: Iterable[Record] | str | Path, failures: tuple[Failure, ...], clusters: Sequence[Cluster]
+) -> Results:
+    """Cases, failures and clusters, wherever they come from."""
+    if isinstance(results, (str, Path)):
+        read = read_results(Path(results), clusters)
+        return Results(cases=read.cases, failures=read.failures + failures, clusters=read.clusters)
+    cases = in_order(make_cases(results))
+    if not cases and not failures:
+        raise UsageError("a report needs at least one record or one failure, and none was given")
+    return Results(cases=cases, failures=failures, clusters=tuple(clusters))
+
+
+def _render_markdown(results: Results, folder: Path | None = None) -> str:
+    """The sentence, the tables of the series, the failures, and how it was measured."""
+    first, *further = map(markdown_text, sentences(results))
+    parts = ["# Report\n", f"{first}\n", *(f"- {line}" for line in further), ""]
+    for table in _tables_of(results, folder).values():
+        parts += [f"## {table.title}\n", *_notes_lines(table), markdown_table(table)]
+    parts += ["## How it was measured\n", *_environment_lines(results)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _notes_lines(table: Table) -> list[str]:
+    """The sentences above a table: the first as a paragraph, the others as a list."""
+    if not table.notes:
+        return []
+    return [markdown_text(table.notes[0]), "", *(f"- {markdown_text(note)}" for note in table.notes[1:]), ""]
+
+
+def _environment_lines(results: Results) -> list[str]:
+    """The environments and the commands, as lists."""
+    lines = [
+        "Samples a second are samples really processed, over the median of the steady steps. ● was measured on real "
+        "devices, ◐ rehearsed on emulated hosts, ◇ simulated: nothing ran. ✕ failed.\n"
+    ]
+    for environment in _environments_of(results.cases):
+        lines += [line for key, value in environment["facts"] for line in _fact_lines(key, value)] + [""]
+    return [*lines, *_fenced(dict.fromkeys(" ".join(each["command"].split()) for each in _commands_of(results)))]
+
+
+def _fact_lines(key: str, value: str) -> list[str]:
+    """A fact as an entry of a list; text of several lines, such as a table, keeps them."""
+    if "\n" not in value.strip():
+        return [f"- {markdown_text(key)}: {markdown_text(value)}"]
+    return [f"- {markdown_text(key)}:", "", *("  " + line for line in _fenced(value.splitlines())), ""]
+
+
+def _fenced(lines: Iterable[str]) -> list[str]:
+    """Lines as a block of code that none of them can end; nothing for no lines."""
+    held = list(lines)
+    longest = max((len(run) for line in held for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(longest + 1, 3)
+    return [fence, *held, fence] if held else []

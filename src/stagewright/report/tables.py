@@ -144,7 +144,7 @@ def _memory_cell(case: Case) -> _Cell:
     driver = [use.driver_bytes for use in uses if use.driver_bytes]
     shares = [f"{use.driver_share:.0%}" for use in uses if use.driver_share is not None]
     seen = [_short_sizes(driver)] * bool(driver) + [f"{' / '.join(shares)} busy"] * bool(shares)
-    return _number(uses[0].peak_bytes, memory_text(case), f"driver {', '.join(seen)}" if seen else "")
+    return _number(uses[0].peak_bytes, _memory_text(case), f"driver {', '.join(seen)}" if seen else "")
 
 
 def _epoch_cell(case: Case) -> _Cell:
@@ -250,13 +250,13 @@ def _pair_cells(pair: Pair) -> tuple[_Cell, ...]:
         _number(predicted.samples_per_s, found.speed(predicted.samples_per_s), seconds(predicted.step_s)),
         _number(found.samples_per_s, found.speed(), seconds(found.step_s)),
         _number(pair.rate_error, percent(pair.rate_error)),
-        _word(memory_text(predicted)),
-        _word(memory_text(found)),
+        _word(_memory_text(predicted)),
+        _word(_memory_text(found)),
         _EMPTY if memory is None else _number(memory, percent(memory)),
     )
 
 
-def memory_text(case: Case) -> str:
+def _memory_text(case: Case) -> str:
     """`6.9 / 3.1 GiB`: the first and the last stage, or one figure for one stage."""
     return _short_sizes([use.peak_bytes for use in _outer_uses(case) if use is not None]) or GAP
 

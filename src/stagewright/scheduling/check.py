@@ -10,15 +10,16 @@ completes as soon as one that is buffered, and a single run shows that both kind
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import combinations
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from stagewright.errors import ScheduleError
 from stagewright.plan import Plan
 from stagewright.schedule import SENDS, TRANSFERS, Action, Kind, Schedule, format_order
 from stagewright.scheduling.ideal import run_ideally
-from stagewright.scheduling.routing import make_routes
+from stagewright.scheduling.routing import Routes, make_routes
 
 _Key = tuple[Kind, int, int, int]
 """An action without its batch: kind, stage, microbatch, peer."""
@@ -30,13 +31,11 @@ def check_schedule(schedule: Schedule, num_batches: int | None = None) -> None:
     """Raises a ScheduleError with the reason, the action and the grid unless the schedule is right."""
     if num_batches is not None:
         check_batches(schedule.plan, num_batches)
-    owned = _ownership(schedule.plan)
+    routes, own = make_routes(schedule.plan), _own_microbatches(schedule.plan)
     for worker in range(len(schedule.orders)):
-        places = _check_actions(schedule, worker, owned)
-        _check_places(schedule, worker, owned, places)
+        _check_places(schedule, worker, routes, own[worker])
         _check_held(schedule, worker)
-    _check_pairs(schedule)
-    _check_collectives(schedule)
+    _check_sequences(schedule)
     _check_completion(schedule, schedule.num_batches_drawn if num_batches is None else num_batches)
 
 
@@ -49,159 +48,102 @@ def check_batches(plan: Plan, num_batches: int) -> None:
         )
 
 
-class _Partners(NamedTuple):
-    """With whom one worker exchanges the rows of one microbatch of a stage."""
-
-    before: tuple[int, ...]
-    """The workers that hold its rows in the stage before; itself, where the rows stay."""
-    after: tuple[int, ...]
+_Own = dict[int, tuple[int, list[int]]]
+"""By stage: which replica a worker is there, and its microbatches."""
 
 
-_Ownership = list[dict[int, list[tuple[int, _Partners]]]]
-"""[worker][stage]: the microbatches that the worker handles there."""
-
-
-def _ownership(plan: Plan) -> _Ownership:
-    """Who has to do what, from the routes alone."""
-    routes = make_routes(plan)
-    owned: _Ownership = [{stage: [] for stage in stages} for stages in plan.stages_of]
+def _own_microbatches(plan: Plan) -> list[_Own]:
+    """Who has to do what, worker by worker, from the routes alone."""
+    own: list[_Own] = [{} for _ in plan.devices]
     for stage, workers in enumerate(plan.workers):
-        for number, shares in enumerate(routes.own[stage]):
-            for replica, _ in shares:
-                before = routes.sources[stage - 1][number][replica] if stage else ()
-                after = routes.targets[stage][number][replica] if stage + 1 < len(plan.stages) else ()
-                held_before = tuple(plan.workers[stage - 1][one] for one in before)
-                held_after = tuple(plan.workers[stage + 1][one] for one in after)
-                owned[workers[replica]][stage].append((number, _Partners(held_before, held_after)))
-    return owned
+        for replica, worker in enumerate(workers):
+            own[worker][stage] = replica, []
+        for number in range(plan.num_microbatches):
+            for replica, _, _ in plan.shares(stage, number):
+                own[workers[replica]][stage][1].append(number)
+    return own
 
 
-def _check_actions(schedule: Schedule, worker: int, owned: _Ownership) -> dict[_Key, int]:
-    """Every action that the worker owes stands in its order once, and no other; the place of each for batch 0."""
-    order = schedule.orders[worker]
-    places: dict[_Key, int] = {}
-    for number, (kind, stage, batch, microbatch, peer) in enumerate(order):
-        key = (kind, stage, microbatch, peer)
-        if key in places:
-            _fail(schedule, worker, order[number], "it stands in the order twice")
-        places[key] = number - batch * len(order)
-    wanted = set(_expected(schedule, worker, owned, places))
+def _check_places(schedule: Schedule, worker: int, routes: Routes, own: _Own) -> None:
+    """Every action that a worker owes stands in its order once, and no other; each after what it needs."""
+    order, places = schedule.orders[worker], dict[_Key, int]()
+    for number, action in enumerate(order):
+        if _key(action) in places:
+            _fail(schedule, worker, action, "it stands in the order twice")
+        places[_key(action)] = number - action.batch * len(order)
+    rules = list(_Rules(schedule, worker, routes, places).of(own))
+    wanted = {key for first, second, _ in rules for key in (first, second)}
     for key in sorted(wanted - places.keys()):
         _fail(schedule, worker, _action(key), "it is missing")
     for key in sorted(places.keys() - wanted):
         _fail(schedule, worker, _action(key), "nothing in the plan asks for it")
-    return places
+    for first, second, batches in rules:
+        if places[first] >= places[second] + batches * len(order):
+            whose = f" of batch n{-batches:+d}" if batches else ""
+            reason = f"of batch n it must come after {_action(first)}{whose}, but stands before it"
+            _fail(schedule, worker, _action(second), reason)
 
 
-def _expected(schedule: Schedule, worker: int, owned: _Ownership, places: dict[_Key, int]) -> Iterator[_Key]:
-    """All that a worker owes a batch; whether backward goes in halves is up to the schedule."""
-    plan = schedule.plan
-    for stage, works in owned[worker].items():
-        for number, work in works:
-            yield _FORWARD, stage, number, -1
-            if (_INPUT, stage, number, -1) in places:
-                yield _INPUT, stage, number, -1
-                yield _WEIGHT, stage, number, -1
-            else:
-                yield _BACKWARD, stage, number, -1
-            yield from _transfer_keys(worker, stage, number, work)
-        if plan.replicas[stage] > 1:
-            yield from ((Kind.REDUCE, stage, -1, bucket) for bucket in range(plan.stages[stage].num_buckets))
-        yield Kind.UPDATE, stage, -1, -1
-    if schedule.agree:
-        yield Kind.AGREE, -1, -1, -1
-
-
-def _transfer_keys(worker: int, stage: int, number: int, work: _Partners) -> Iterator[_Key]:
-    """What the worker sends and receives for a microbatch of a stage."""
-    for peer in work.before:
-        if peer != worker:
-            yield Kind.RECEIVE_FORWARD, stage - 1, number, peer
-            yield Kind.SEND_BACKWARD, stage, number, peer
-    for peer in work.after:
-        if peer != worker:
-            yield Kind.SEND_FORWARD, stage, number, peer
-            yield Kind.RECEIVE_BACKWARD, stage + 1, number, peer
-
-
-def _check_places(schedule: Schedule, worker: int, owned: _Ownership, places: dict[_Key, int]) -> None:
-    """Everything stands after what it needs and before what needs it, in every batch."""
-    rules = _Rules(schedule, worker, places)
-    for stage, works in owned[worker].items():
-        lasts = [rules.microbatch(stage, number, work) for number, work in works]
-        firsts: list[_Key] = [(_FORWARD, stage, number, -1) for number, _ in works]
-        rules.batch(stage, lasts, firsts)
+_Rule = tuple[_Key, _Key, int]
+"""An action that must stand before another one, and how many batches later that one is."""
 
 
 class _Rules:
-    """The places of one worker's actions, and who must stand before whom."""
+    """Who must stand before whom in one worker's order; every action that it owes stands in a rule."""
 
-    def __init__(self, schedule: Schedule, worker: int, places: dict[_Key, int]) -> None:
-        self.schedule, self.worker, self.places = schedule, worker, places
-        self.length = len(schedule.orders[worker])
+    def __init__(self, schedule: Schedule, worker: int, routes: Routes, places: Container[_Key]) -> None:
+        self.plan, self.agree, self.worker = schedule.plan, schedule.agree, worker
+        self.routes, self.places = routes, places
 
-    def before(self, first: _Key, second: _Key, batches: int = 0) -> None:
-        """`first` of a batch must stand before `second` of the batch that comes `batches` later."""
-        if self.places[first] >= self.places[second] + batches * self.length:
-            whose = "" if not batches else f" of batch n{-batches:+d}"
-            _fail(
-                self.schedule,
-                self.worker,
-                _action(second),
-                f"of batch n it must come after {_action(first)}{whose}, but stands before it",
-            )
+    def of(self, own: _Own) -> Iterator[_Rule]:
+        """All of them, stage by stage."""
+        for stage, (replica, numbers) in own.items():
+            for number in numbers:
+                yield from self.of_microbatch(stage, number, replica)
+            yield from self.of_batch(stage, numbers)
 
-    def microbatch(self, stage: int, number: int, work: _Partners) -> _Key:
-        """The rules of one microbatch; its last action that makes gradients."""
-        forward, backward, last = ((kind, stage, number, -1) for kind in (_FORWARD, _BACKWARD, _WEIGHT))
-        if backward in self.places:
-            last = backward
-        else:
-            backward = (_INPUT, stage, number, -1)
-            self.before(backward, last)
-        self.before(forward, backward)
-        for peer in work.before:
-            self.with_stage_before(stage, number, peer, forward, backward)
-        for peer in work.after:
-            self.with_stage_after(stage, number, peer, forward, backward)
-        return last
+    def backward(self, stage: int, number: int) -> tuple[_Key, _Key]:
+        """The backward that others wait for, and the one that completes gradients; halves if the order has them."""
+        halves: tuple[_Key, _Key] = (_INPUT, stage, number, -1), (_WEIGHT, stage, number, -1)
+        whole: _Key = (_BACKWARD, stage, number, -1)
+        return halves if halves[0] in self.places else (whole, whole)
 
-    def with_stage_before(self, stage: int, number: int, peer: int, forward: _Key, backward: _Key) -> None:
-        """Forward needs the rows that `peer` has, who needs the gradients."""
-        if peer == self.worker:
-            self.before((_FORWARD, stage - 1, number, -1), forward)
-        else:
-            self.before((Kind.RECEIVE_FORWARD, stage - 1, number, peer), forward)
-            self.before(backward, (Kind.SEND_BACKWARD, stage, number, peer))
+    def of_microbatch(self, stage: int, number: int, replica: int) -> Iterator[_Rule]:
+        """Forward, then backward; each after the rows that it needs, and before they are sent on."""
+        forward: _Key = (_FORWARD, stage, number, -1)
+        backward, last = self.backward(stage, number)
+        yield forward, backward, 0
+        if last != backward:
+            yield backward, last, 0
+        for peer in self.peers(_FORWARD, stage, number, replica):
+            if peer == self.worker:
+                yield (_FORWARD, stage - 1, number, -1), forward, 0
+            else:
+                yield (Kind.RECEIVE_FORWARD, stage - 1, number, peer), forward, 0
+                yield backward, (Kind.SEND_BACKWARD, stage, number, peer), 0
+        for peer in self.peers(_BACKWARD, stage, number, replica):
+            if peer == self.worker:
+                yield self.backward(stage + 1, number)[0], backward, 0
+            else:
+                yield forward, (Kind.SEND_FORWARD, stage, number, peer), 0
+                yield (Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward, 0
 
-    def with_stage_after(self, stage: int, number: int, peer: int, forward: _Key, backward: _Key) -> None:
-        """Backward needs the gradients that `peer` has, who needs the rows."""
-        if peer == self.worker:
-            whole = (_BACKWARD, stage + 1, number, -1)
-            self.before(whole if whole in self.places else (_INPUT, stage + 1, number, -1), backward)
-        else:
-            self.before(forward, (Kind.SEND_FORWARD, stage, number, peer))
-            self.before((Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward)
+    def peers(self, kind: Kind, stage: int, number: int, replica: int) -> list[int]:
+        """The workers that make what a forward or backward needs; itself, where rows stay."""
+        return [self.plan.workers[other][one] for _, other, _, one in self.routes.needs(kind, stage, number, replica)]
 
-    def batch(self, stage: int, lasts: list[_Key], firsts: list[_Key]) -> None:
-        """The rules of a whole batch: reductions after backward, then the update, and K batches later the forwards."""
-        before, plan = self.before, self.schedule.plan
+    def of_batch(self, stage: int, numbers: list[int]) -> Iterator[_Rule]:
+        """Reductions after backward, then the agreement and the update, and K batches later the forwards."""
         update: _Key = (Kind.UPDATE, stage, -1, -1)
-        agreement: list[_Key] = [(Kind.AGREE, -1, -1, -1)] if self.schedule.agree else []
-        num_buckets = plan.stages[stage].num_buckets if plan.replicas[stage] > 1 else 0
-        for bucket in range(num_buckets):
-            reduction: _Key = (Kind.REDUCE, stage, -1, bucket)
-            for key in (update, *agreement):
-                before(reduction, key)
-            for last in lasts:
-                before(last, reduction)
-        for key in (update, *agreement):
-            for last in lasts:
-                before(last, key)
-        for key in agreement:
-            before(key, update)
-        for forward in firsts:
-            before(update, forward, plan.versions[stage])
+        agreement: list[_Key] = [(Kind.AGREE, -1, -1, -1)] if self.agree else []
+        num_buckets = self.plan.stages[stage].num_buckets if self.plan.replicas[stage] > 1 else 0
+        reductions: list[_Key] = [(Kind.REDUCE, stage, -1, bucket) for bucket in range(num_buckets)]
+        lasts = [self.backward(stage, number)[1] for number in numbers]
+        yield from ((last, after, 0) for after in [*reductions, update, *agreement] for last in lasts)
+        yield from ((reduction, after, 0) for after in [update, *agreement] for reduction in reductions)
+        yield from ((key, update, 0) for key in agreement)
+        for number in numbers:
+            yield update, (_FORWARD, stage, number, -1), self.plan.versions[stage]
 
 
 def _check_held(schedule: Schedule, worker: int) -> None:
@@ -209,77 +151,62 @@ def _check_held(schedule: Schedule, worker: int) -> None:
     hold, order = schedule.plan.hold, schedule.orders[worker]
     if hold is None:
         return
-    # A forward that is d batches ahead of its backward leaves d activations behind at the end of every turn.
-    held: dict[int, int] = {}
+    held, change = Counter[int](), {_FORWARD: 1, _BACKWARD: -1, _WEIGHT: -1}
     for kind, stage, batch, _, _ in order:
-        sign = 1 if kind is _FORWARD else -1 if kind is _BACKWARD or kind is _WEIGHT else 0
-        held[stage] = held.get(stage, 0) + sign * batch
+        # A forward that is d batches ahead of its backward leaves d activations behind at the end of every turn.
+        held[stage] += change.get(kind, 0) * batch
     for action in order:
-        if action.kind is _FORWARD:
-            held[action.stage] += 1
-            if held[action.stage] > hold:
-                _fail(
-                    schedule,
-                    worker,
-                    action,
-                    f"it is one activation more than the {hold} that stage {action.stage} may hold",
-                )
-        elif action.kind is _BACKWARD or action.kind is _WEIGHT:
-            held[action.stage] -= 1
+        held[action.stage] += change.get(action.kind, 0)
+        if action.kind is _FORWARD and held[action.stage] > hold:
+            reason = f"it is one activation more than the {hold} that stage {action.stage} may hold"
+            _fail(schedule, worker, action, reason)
 
 
-_Operation = tuple[int, ...]
-"""Something that several workers do together, without its batch."""
+_Shared = tuple[tuple[object, ...], int]
+"""Something that two workers do together: what it is, and its batch."""
 
 
-def _check_pairs(schedule: Schedule) -> None:
-    """Two workers issue what passes between them in the same sequence, whichever of them sends."""
-    lists: dict[tuple[int, int], list[tuple[_Operation, int]]] = {}
-    for worker, order in enumerate(schedule.orders):
-        for kind, stage, batch, number, peer in order:
-            if kind in TRANSFERS:
-                is_forward = kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD
-                sender = worker if kind in SENDS else peer
-                lists.setdefault((worker, peer), []).append(((is_forward, stage, number, sender), batch))
-    for (worker, peer), mine in lists.items():
-        if worker < peer:
-            fault = first_difference(mine, lists.get((peer, worker), []))
-            if fault is not None:
-                transfers = [
-                    action for action in schedule.orders[worker] if action.kind in TRANSFERS and action.peer == peer
-                ]
-                _fail(
-                    schedule, worker, transfers[fault], f"worker {peer} issues another transfer of theirs at this point"
-                )
-
-
-def _check_collectives(schedule: Schedule) -> None:
-    """Two workers issue the reductions that they share, and the agreement, in the same sequence."""
+def _check_sequences(schedule: Schedule) -> None:
+    """Two workers issue what passes between them, and what they reduce or agree on together, in the same sequence."""
     stages_of = list(map(set, schedule.plan.stages_of))
+    lists: dict[tuple[int, int], list[Action]] = {}
+    for worker, order in enumerate(schedule.orders):
+        for action in order:
+            if action.kind in TRANSFERS:
+                lists.setdefault((worker, action.peer), []).append(action)
+    for worker, peer in sorted(pair for pair in lists if pair[0] < pair[1]):
+        mine, theirs = lists[worker, peer], lists.get((peer, worker), [])
+        _compare(schedule, worker, peer, mine, theirs, "transfer of theirs")
     pairs = {pair for workers in schedule.plan.workers for pair in zip(workers, workers[1:])}
     # One common stage makes a chain of equal lists; with several, any two workers could disagree.
     several = [worker for worker, stages in enumerate(stages_of) if len(stages) > 1]
     pairs |= {pair for pair in combinations(several, 2) if len(stages_of[pair[0]] & stages_of[pair[1]]) > 1}
     for worker, peer in sorted(pairs):
         common = stages_of[worker] & stages_of[peer] | {-1}
-        mine, theirs = (_collectives(schedule.orders[one], common) for one in (worker, peer))
-        fault = first_difference(mine, theirs)
-        if fault is not None:
-            (kind, stage, bucket), batch = mine[fault]
-            action = Action(Kind.REDUCE if kind else Kind.AGREE, stage, batch, -1, bucket)
-            _fail(schedule, worker, action, f"worker {peer} issues another reduction or agreement at this point")
+        mine, theirs = (
+            [one for one in schedule.orders[who] if one.kind in (Kind.REDUCE, Kind.AGREE) and one.stage in common]
+            for who in (worker, peer)
+        )
+        _compare(schedule, worker, peer, mine, theirs, "reduction or agreement")
 
 
-def _collectives(order: Sequence[Action], stages: set[int]) -> list[tuple[_Operation, int]]:
-    """The reductions and agreements of some stages, in their order."""
-    return [
-        ((kind is Kind.REDUCE, stage, peer), batch)
-        for kind, stage, batch, _, peer in order
-        if (kind is Kind.REDUCE or kind is Kind.AGREE) and stage in stages
-    ]
+def _compare(schedule: Schedule, worker: int, peer: int, mine: list[Action], theirs: list[Action], what: str) -> None:
+    """Objects where two workers' lists of what they do together differ."""
+    fault = first_difference([_shared(one, worker) for one in mine], [_shared(one, peer) for one in theirs])
+    if fault is not None:
+        _fail(schedule, worker, mine[fault], f"worker {peer} issues another {what} at this point")
 
 
-def first_difference(mine: list[tuple[_Operation, int]], theirs: list[tuple[_Operation, int]]) -> int | None:
+def _shared(action: Action, worker: int) -> _Shared:
+    """What both ends of a transfer call it; a reduction or an agreement as it is."""
+    kind, stage, batch, number, peer = action
+    if kind not in TRANSFERS:
+        return (kind, stage, peer), batch
+    is_forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    return (is_forward, stage, number, worker if kind in SENDS else peer), batch
+
+
+def first_difference(mine: list[_Shared], theirs: list[_Shared]) -> int | None:
     """Where two endless, repeating sequences differ first, None if nowhere; each may begin its turn at another point.
 
     A+1 B  and  B A        are both … A1 B0 A2 B1 A3 B2 …

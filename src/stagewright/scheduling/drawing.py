@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from stagewright.schedule import Kind, Schedule
-from stagewright.scheduling.ideal import IdealRun, TimedAction, run_ideally
-from stagewright.scheduling.timing import Costs
+from stagewright.scheduling.ideal import TimedAction, run_ideally
 
 _COLOURS = {
     Kind.FORWARD: "#4c78a8",
@@ -15,7 +14,6 @@ _COLOURS = {
     Kind.BACKWARD_INPUT: "#f2a541",
     Kind.BACKWARD_WEIGHT: "#72a98f",
 }
-_UNIT_WIDTH, _ROW_HEIGHT, _GAP, _MARGIN = 28, 22, 4, 48
 
 
 def timed_grid(schedule: Schedule, num_batches: int | None = None) -> str:
@@ -43,41 +41,41 @@ def _timed_row(row: list[tuple[TimedAction, str]], unit: int) -> str:
     return line.rstrip()
 
 
-def draw_svg(schedule: Schedule, num_batches: int | None = None, costs: Costs | None = None) -> str:
+def draw_svg(schedule: Schedule, num_batches: int | None = None) -> str:
     """The timed grid as an SVG picture: a row a worker, a box an action, its name in the box and in its tooltip."""
     num_batches = schedule.num_batches_drawn if num_batches is None else num_batches
-    run = run_ideally(schedule, num_batches, costs)
-    shortest = min((span.stop - span.start for span in _computing(run)), default=1.0)
-    scale = _UNIT_WIDTH / shortest
-    width = _MARGIN + run.length * scale + _GAP
-    height = len(run.spans) * (_ROW_HEIGHT + _GAP) + _GAP
+    run = run_ideally(schedule, num_batches)
+    scale = 28 / min(
+        (span.stop - span.start for spans in run.spans for span in spans if span.stop > span.start), default=1
+    )
+    width, height = f"{48 + run.length * scale + 4:.0f}", len(run.spans) * 26 + 4
+    rows = (_row(schedule, worker, spans, num_batches, scale) for worker, spans in enumerate(run.spans))
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="11">',
         f"<title>{escape(schedule.plan.policy)}, {escape(schedule.plan.placement)}</title>",
-        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
-        *_boxes(schedule, run, num_batches, scale),
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        *(line for row in rows for line in row),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _computing(run: IdealRun) -> Iterator[TimedAction]:
-    return (span for spans in run.spans for span in spans if span.stop > span.start)
-
-
-def _boxes(schedule: Schedule, run: IdealRun, num_batches: int, scale: float) -> Iterator[str]:
-    for worker, spans in enumerate(run.spans):
-        top = _GAP + worker * (_ROW_HEIGHT + _GAP)
-        middle = top + _ROW_HEIGHT / 2 + 4
-        yield f'<text x="{_MARGIN - 8}" y="{middle:.0f}" text-anchor="end">{worker}</text>'
-        for span in spans:
-            if span.stop == span.start:
-                continue
-            left, width = _MARGIN + span.start * scale, (span.stop - span.start) * scale
-            label = escape(schedule.cell(span.action, num_batches))
+def _row(
+    schedule: Schedule, worker: int, spans: list[TimedAction], num_batches: int, scale: float, margin: int = 48
+) -> Iterator[str]:
+    """A worker's number and boxes."""
+    top = 4 + worker * 26
+    yield f'<text x="{margin - 8}" y="{top + 15}" text-anchor="end">{worker}</text>'
+    for start, stop, action in spans:
+        if stop > start:
+            left, width, label = (
+                margin + start * scale,
+                (stop - start) * scale,
+                escape(schedule.cell(action, num_batches)),
+            )
             yield (
-                f'<rect x="{left:.1f}" y="{top}" width="{width - 1:.1f}" height="{_ROW_HEIGHT}" rx="2" '
-                f'fill="{_COLOURS[span.action.kind]}"><title>{label} {span.start:g} – {span.stop:g}</title></rect>'
-                f'<text x="{left + width / 2:.1f}" y="{middle:.0f}" text-anchor="middle" fill="white">{label}</text>'
+                f'<rect x="{left:.1f}" y="{top}" width="{width - 1:.1f}" height="22" rx="2" '
+                f'fill="{_COLOURS[action.kind]}"><title>{label} {start:g} – {stop:g}</title></rect>'
+                f'<text x="{left + width / 2:.1f}" y="{top + 15}" text-anchor="middle" fill="white">{label}</text>'
             )

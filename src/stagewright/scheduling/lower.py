@@ -10,27 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from stagewright.plan import Plan
-from stagewright.schedule import Action, Kind, Order
+from stagewright.schedule import COMPUTE, TRANSFERS, Action, Kind, Order
+from stagewright.scheduling.clock import Timed, Timing
+from stagewright.scheduling.orders import NEVER
 from stagewright.scheduling.routing import Routes
-from stagewright.scheduling.timing import NEVER, Timed, Timing
 
-_RANKS = {
-    Kind.SEND_FORWARD: 0,
-    Kind.RECEIVE_FORWARD: 0,
-    Kind.SEND_BACKWARD: 0,
-    Kind.RECEIVE_BACKWARD: 0,
-    Kind.REDUCE: 1,
-    Kind.AGREE: 2,
-    Kind.UPDATE: 3,
-    Kind.FORWARD: 4,
-    Kind.BACKWARD: 4,
-    Kind.BACKWARD_INPUT: 4,
-    Kind.BACKWARD_WEIGHT: 4,
-}
-"""What comes first of things that happen at the same time on one worker."""
 
-_COMPUTE_RANK = _RANKS[Kind.FORWARD]
-"""At the moment between two turns compute belongs to the new one, all else to the old one."""
+def _rank(kind: Kind) -> int:
+    """What comes first of things that happen at the same time on one worker."""
+    return 0 if kind in TRANSFERS else {Kind.REDUCE: 1, Kind.AGREE: 2, Kind.UPDATE: 3}.get(kind, 4)
 
 
 class _Entry(NamedTuple):
@@ -50,8 +38,7 @@ class _Entry(NamedTuple):
 def lower(plan: Plan, routes: Routes, timing: Timing, agree: bool = False) -> tuple[Order, ...]:
     """The order of each worker."""
     lists: list[list[_Entry]] = [[] for _ in plan.devices]
-    _add_compute(lists, plan, timing)
-    _add_transfers(lists, plan, routes, timing)
+    _add_compute(lists, plan, routes, timing)
     _add_reductions(lists, plan, timing)
     if agree:
         for entries in lists:
@@ -59,28 +46,15 @@ def lower(plan: Plan, routes: Routes, timing: Timing, agree: bool = False) -> tu
     return tuple(_fold(entries, timing.period, cut) for entries, cut in zip(lists, _turn_starts(plan, timing)))
 
 
-def _add_compute(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> None:
-    """Adds forwards, backwards and updates."""
-    for start, _, kind, stage, replica, number in timing.timed:
-        entry = _Entry(start, _RANKS[kind], True, stage, number, -1, -1, kind, -1)
-        lists[plan.workers[stage][replica]].append(entry)
-
-
-def _add_transfers(lists: list[list[_Entry]], plan: Plan, routes: Routes, timing: Timing) -> None:
-    """Adds a send and a receipt wherever rows pass from one worker to another."""
-    workers = plan.workers
-    for _, stop, kind, stage, replica, number in timing.timed:
-        if kind is Kind.FORWARD and stage + 1 < len(workers):
-            other, peers, is_forward = stage + 1, routes.targets[stage][number][replica], True
-            send, receive = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
-        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage:
-            other, peers, is_forward = stage - 1, routes.sources[stage - 1][number][replica], False
-            send, receive = Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD
-        else:
-            continue
-        source = workers[stage][replica]
-        for peer in peers:
-            target = workers[other][peer]
+def _add_compute(lists: list[list[_Entry]], plan: Plan, routes: Routes, timing: Timing) -> None:
+    """Adds forwards, backwards and updates, and a send and a receipt wherever rows pass from one worker to another."""
+    for start, stop, kind, stage, replica, number in timing.timed:
+        is_forward, source = kind is Kind.FORWARD, plan.workers[stage][replica]
+        lists[source].append(_Entry(start, _rank(kind), True, stage, number, -1, -1, kind, -1))
+        send = Kind.SEND_FORWARD if is_forward else Kind.SEND_BACKWARD
+        receive = Kind.RECEIVE_FORWARD if is_forward else Kind.RECEIVE_BACKWARD
+        other, users = routes.users(kind, stage, number, replica)
+        for target in (plan.workers[other][user] for user in users):
             if source != target:
                 lists[source].append(_Entry(stop, 0, is_forward, stage, number, source, target, send, target))
                 lists[target].append(_Entry(stop, 0, is_forward, stage, number, source, target, receive, source))
@@ -93,14 +67,13 @@ def _add_reductions(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> No
     order on every worker that shares two of them.
     """
     last = _last_backwards(plan, timing.timed)
-    stages_of = [sum(worker in stage for stage in plan.workers) for worker in range(len(plan.devices))]
     for number, stage in enumerate(plan.stages):
         if len(stage.devices) == 1:
             continue
         done = max(last[number])
         for replica, worker in enumerate(plan.workers[number]):
             own = last[number][replica]
-            time = done if own == NEVER or stages_of[worker] > 1 else own
+            time = done if own == NEVER or len(plan.stages_of[worker]) > 1 else own
             lists[worker] += (_whole_batch(Kind.REDUCE, time, number, bucket) for bucket in range(stage.num_buckets))
 
 
@@ -114,15 +87,15 @@ def _last_backwards(plan: Plan, timed: list[Timed]) -> list[list[int]]:
 
 
 def _whole_batch(kind: Kind, time: int, stage: int, peer: int = -1) -> _Entry:
-    return _Entry(time, _RANKS[kind], True, stage, -1, peer, -1, kind, peer)
+    return _Entry(time, _rank(kind), True, stage, -1, peer, -1, kind, peer)
 
 
 def _turn_starts(plan: Plan, timing: Timing) -> list[int]:
     """For each worker the moment between two turns: the earliest at which one of its stages is through with one."""
     starts = [1 << 60] * len(plan.devices)
-    for workers, ends in zip(plan.workers, timing.ends):
-        for worker, end in zip(workers, ends):
-            starts[worker] = min(starts[worker], end - timing.period)
+    for (stage, replica), end in timing.ends.items():
+        worker = plan.workers[stage][replica]
+        starts[worker] = min(starts[worker], end - timing.period)
     return starts
 
 
@@ -133,7 +106,8 @@ def _fold(entries: list[_Entry], period: int, start: int) -> Order:
     moved = []
     for one in entries:
         batch = -((one.time - start) // period)
-        if one.rank != _COMPUTE_RANK and (one.time - start) % period == 0:
+        if one.kind not in COMPUTE and (one.time - start) % period == 0:
+            # At the moment between two turns compute belongs to the new one, all else to the old one.
             batch += 1
         moved.append((one._replace(time=one.time + batch * period), batch))
     return tuple(Action(one.kind, one.stage, batch, one.microbatch, one.peer) for one, batch in sorted(moved))

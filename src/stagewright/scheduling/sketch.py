@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stagewright.cluster import DeviceId
 from stagewright.errors import PlanError, ScheduleError
 from stagewright.plan import DEFAULT_POLICY, Plan, Policy, Route, Stage
@@ -16,41 +18,29 @@ def parse_replicas(text: str) -> tuple[int, ...]:
 
 
 def sketch_plan(
-    replicas: tuple[int, ...],
+    stages: Sequence[int | Sequence[DeviceId]],
     *,
     num_microbatches: int = 1,
     batch: int | None = None,
     policy: Policy = DEFAULT_POLICY,
     route: Route = "split",
 ) -> Plan:
-    """A plan with so many replicas a stage, each on a device of its own.
+    """A plan with a nameless layer a stage, on the given devices or on so many of its own.
 
     Without `batch` a microbatch has a row for every replica of the widest stage.
     """
-    if not replicas or min(replicas) < 1:
-        stage = next((number for number, count in enumerate(replicas) if count < 1), 0)
-        raise ScheduleError(
-            f"stage {stage} has {replicas[stage] if replicas else 0} replicas: expected at least 1 in every stage"
-        )
-    first = [sum(replicas[:stage]) for stage in range(len(replicas))]
-    placement = [tuple(DeviceId(0, start + number) for number in range(count)) for start, count in zip(first, replicas)]
-    return placed_plan(placement, num_microbatches=num_microbatches, batch=batch, policy=policy, route=route)
-
-
-def placed_plan(
-    placement: list[tuple[DeviceId, ...]] | tuple[tuple[DeviceId, ...], ...],
-    *,
-    num_microbatches: int = 1,
-    batch: int | None = None,
-    policy: Policy = DEFAULT_POLICY,
-    route: Route = "split",
-) -> Plan:
-    """A plan with a nameless layer on each of the placement's stages."""
+    placement: list[tuple[DeviceId, ...]] = []
+    for number, stage in enumerate(stages or (0,)):
+        first = sum(map(len, placement))
+        devices = [DeviceId(0, first + one) for one in range(stage)] if isinstance(stage, int) else stage
+        if not devices:
+            raise ScheduleError(f"stage {number} has {stage} replicas: expected at least 1 in every stage")
+        placement.append(tuple(devices))
+    made = tuple(Stage(layers=(f"layer{number}",), devices=devices) for number, devices in enumerate(placement))
     rows = max(1, num_microbatches) * max(map(len, placement)) if batch is None else batch
-    stages = tuple(Stage(layers=(f"layer{number}",), devices=devices) for number, devices in enumerate(placement))
     try:
         return Plan(
-            model="sketch", stages=stages, batch=rows, num_microbatches=num_microbatches, policy=policy, route=route
+            model="sketch", stages=made, batch=rows, num_microbatches=num_microbatches, policy=policy, route=route
         )
     except PlanError as fault:
         raise ScheduleError(fault.what, fault.todo) from None

@@ -21,41 +21,41 @@ from stagewright.plan import Plan
 from stagewright.policy import holds
 from stagewright.schedule import COMPUTE, RECEIVES, TRANSFERS, Action, Kind
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 Key = tuple[int, int, int, bool]
 """(stage, batch, microbatch, whether forward)"""
 
 
 @dataclass
-class Task(Generic[Item]):
+class Task(Generic[_Item]):
     """One compute action with the receives it needs and the sends it feeds."""
 
     key: Key
-    compute: Item
-    receives: list[Item]
-    sends: list[Item] = field(default_factory=list)
+    compute: _Item
+    receives: list[_Item]
+    sends: list[_Item] = field(default_factory=list)
 
 
 @dataclass
-class Window(Generic[Item]):
+class Window(Generic[_Item]):
     """Units that may run in any order that keeps their streams', and what comes before and after them all."""
 
-    late: list[Item] = field(default_factory=list)
+    late: list[_Item] = field(default_factory=list)
     """Sends of what an earlier window made: they go out at once."""
-    units: dict[Key, Task[Item]] = field(default_factory=dict)
-    rest: list[Item] = field(default_factory=list)
+    units: dict[Key, Task[_Item]] = field(default_factory=dict)
+    rest: list[_Item] = field(default_factory=list)
 
 
-class Chooser(Generic[Item]):
+class Chooser(Generic[_Item]):
     """What a worker with a dynamic order does next: a backward that is ready, else a forward that may be held."""
 
     def __init__(self, plan: Plan) -> None:
         self._limits = holds(plan)
         self._held: dict[int, set[tuple[int, int]]] = {stage: set() for stage in range(len(plan.stages))}
         """The microbatches of each stage that wait for their backward, or are in it."""
-        self._streams: dict[tuple[bool, int], deque[Task[Item]]] = {}
+        self._streams: dict[tuple[bool, int], deque[Task[_Item]]] = {}
 
-    def open(self, units: Iterable[Task[Item]]) -> None:
+    def open(self, units: Iterable[Task[_Item]]) -> None:
         """Takes over the units of a window, in streams that keep their order: the forwards and backwards of a stage."""
         for unit in units:
             stage, _, _, is_forward = unit.key
@@ -63,18 +63,18 @@ class Chooser(Generic[Item]):
             self._streams.setdefault((is_forward, -stage), deque()).append(unit)
         self._streams = dict(sorted(self._streams.items()))
 
-    def heads(self) -> list[Task[Item]]:
+    def heads(self) -> list[Task[_Item]]:
         """The first unit of each stream, the one to be preferred first."""
         return [stream[0] for stream in self._streams.values() if stream]
 
-    def receives(self) -> Iterator[Item]:
+    def receives(self) -> Iterator[_Item]:
         """The receives to post now: those of the first two units of every stream, once each."""
         for stream in self._streams.values():
             for unit in islice(stream, 2):
                 yield from unit.receives
                 unit.receives = []
 
-    def choose(self, has_rows: Callable[[Task[Item]], bool]) -> Task[Item] | None:
+    def choose(self, has_rows: Callable[[Task[_Item]], bool]) -> Task[_Item] | None:
         """The best unit that can run, which leaves its stream; None if there is none yet."""
         for unit in self.heads():
             stage, batch, microbatch, is_forward = unit.key
@@ -85,16 +85,16 @@ class Chooser(Generic[Item]):
                 return unit
         return None
 
-    def finish(self, unit: Task[Item]) -> None:
+    def finish(self, unit: Task[_Item]) -> None:
         """A unit that was chosen is over."""
         stage, batch, microbatch, is_forward = unit.key
         (self._held[stage].add if is_forward else self._held[stage].discard)((batch, microbatch))
 
 
-def windows(items: Iterable[Item], look: Callable[[Item], tuple[Action, int]]) -> Iterator[Window[Item]]:
+def windows(items: Iterable[_Item], look: Callable[[_Item], tuple[Action, int]]) -> Iterator[Window[_Item]]:
     """The windows of an order; `look` tells an item's action and batch."""
-    window: Window[Item] = Window()
-    early: dict[Key, list[Item]] = {}
+    window: Window[_Item] = Window()
+    early: dict[Key, list[_Item]] = {}
     for item in items:
         action, batch = look(item)
         key = key_of(action, batch)

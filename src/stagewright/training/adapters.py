@@ -10,7 +10,7 @@ from torch import Tensor
 from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.models.lora import Lora, is_adapter, merged, save_adapters
-from stagewright.runtime.resuming import whole_model
+from stagewright.runtime.checkpoint.resuming import whole_model
 from stagewright.runtime.run_folder import CHECKPOINTS
 from stagewright.training.config import CONFIG_FILE, Config
 
@@ -35,7 +35,7 @@ def export_adapters(checkpoint: Path, out: Path) -> int:
     config, lora = _read(checkpoint)
     name = config.model.name
     base = name.removeprefix(_HUGGING_FACE) if name.startswith(_HUGGING_FACE) else None
-    return save_adapters(whole_model(checkpoint)[0], lora, out, base=base)
+    return save_adapters(whole_model(checkpoint), lora, out, base=base)
 
 
 def merging(checkpoint: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

@@ -21,16 +21,17 @@ from stagewright.planning.options import spelled
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.hosts import OverSsh, host_commands
-from stagewright.runtime.launch import PORT, Hosts, expand_hosts, is_main, is_worker
-from stagewright.runtime.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
+from stagewright.runtime.launch.environment import expand_hosts, is_main, is_worker
+from stagewright.runtime.launch.local import PORT, Hosts
+from stagewright.runtime.launch.ssh import OverSsh, host_commands
 from stagewright.runtime.run_folder import is_held
+from stagewright.runtime.safety.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.adapters import lora_of
 from stagewright.training.checks import check_device, check_hosts_here, check_packages
 from stagewright.training.config import SYNTHETIC, Config
-from stagewright.training.display import nothing_left, plan_lines
+from stagewright.training.events import nothing_left, plan_lines
 from stagewright.training.job import Job, JobOptions
 from stagewright.training.recipes import Recipe
 from stagewright.training.start import states_of, train
@@ -93,7 +94,7 @@ def _steps_done(job: Job, folder: Path | None) -> int:
     """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
     if job.resume is None or is_worker():  # the one who started this worker has looked, or all will look together
         return 0
-    from stagewright.runtime.resuming import find_checkpoint
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint
 
     source = folder if job.resume == "auto" else Path(job.resume)
     if source is None or is_held(source):

@@ -1,38 +1,70 @@
-"""The record of a run, from what each worker saw."""
+"""A run as one of its workers has it, and the record of it from what each worker saw."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from stagewright.cluster import DeviceId
 from stagewright.errors import RunError
-from stagewright.record import DeviceUse, Point, Record, Span
-from stagewright.runtime.launch import this_command
+from stagewright.models import Layered
+from stagewright.record import DeviceUse, Point, Record, Source, Span
+from stagewright.runtime.feed import Feed
+from stagewright.runtime.launch.environment import this_command
+from stagewright.runtime.launch.joining import Joined
+from stagewright.runtime.safety.watchdog import Watchdog
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import gather_json
+from stagewright.runtime.world import World, gather_json
 from stagewright.schedule import COMPUTE, Schedule
-from stagewright.training.listener import Listener
-from stagewright.training.memory import driver_bytes, peak_bytes
+from stagewright.training.job import Job
+from stagewright.training.recipes import Recipe
 
-if TYPE_CHECKING:
-    from stagewright.training.loop import Run
+Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
+MakeOptimizer = OptimizerMaker
+
+
+@dataclass
+class Run:
+    """Everything one worker's run needs."""
+
+    schedule: Schedule
+    layered: Layered
+    job: Job
+    settings: Settings
+    recipe: Recipe | MakeOptimizer
+    data: Feed | Rows | None
+    evaluation: Feed | None
+    cluster: str
+    source: Source
+    folder: Path
+    world: World
+    own: Joined | None = None
+    """Which run this is."""
+    dog: Watchdog = field(default_factory=lambda: Watchdog(math.inf, math.inf, str, is_on=False))
+
 
 COMMAND = "STAGEWRIGHT_COMMAND"
 """The variable that tells workers what was typed: their own command line names the configuration file."""
 _COMPUTE_KINDS = {kind.value for kind in COMPUTE}
 
 
-def gather(run: Run, worker: Worker, listener: Listener) -> Record:
+def gather(run: Run, worker: Worker, points: Sequence[Point], sample_tokens: float | None = None) -> Record:
     """The record of the run, from what each worker saw."""
     spans = worker.clock.spans()
     own = {
         "spans": [list(span) for span in spans], "steps": worker.clock.step_s(), "peak": peak_bytes(run.world.device),
         "driver": driver_bytes(run.world.device),
-        "points": [point.__dict__ for point in listener.points],
+        "points": [point.__dict__ for point in points],
     }  # fmt: skip
     told = gather_json(own, run.world.control, run.world.size)
     steps = told[0]["steps"]
@@ -51,7 +83,7 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         epoch_samples=run.job.epoch_images,
         step_s=tuple(steps),
         step_samples=plan.batch,
-        sample_tokens=_sample_tokens(listener),
+        sample_tokens=sample_tokens,
         devices=tuple(
             _device_use(run.schedule, number, id, told[number], moved, traced_s)
             for number, id in enumerate(plan.devices)
@@ -61,12 +93,6 @@ def gather(run: Run, worker: Worker, listener: Listener) -> Record:
         command=typed_command(),
         environment={"torch": torch.__version__, "device": _device_name(run.world.device)},
     )
-
-
-def _sample_tokens(listener: Listener) -> float | None:
-    """The tokens of a sample in the steps of this run, on average, where samples are text."""
-    steps, plan = range(listener.run.job.first_step, listener.run.job.steps), listener.run.schedule.plan
-    return sum(map(listener.tokens_of, steps)) / (len(steps) * plan.batch) if steps and listener.row_tokens else None
 
 
 def typed_command() -> str:
@@ -92,3 +118,33 @@ def _device_use(
     return DeviceUse(
         device=str(id), stages=stages, busy_share=share, peak_bytes=told["peak"], driver_bytes=told["driver"]
     )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this worker had: of its card, by torch's allocator, or of its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def driver_bytes(device: torch.device) -> int | None:
+    """What the driver shows as used on a card, by whomever; None without a card, or without nvidia-ml-py."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        # Cards are asked for by name: CUDA_VISIBLE_DEVICES changes torch's numbers, not the driver's.
+        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return int(pynvml.nvmlDeviceGetMemoryInfo(card).used)
+    except pynvml.NVMLError:
+        return None
+
+
+def memory_figures(device: torch.device) -> dict[str, int]:
+    """Both counts under the names that events use; what cannot be known is left out."""
+    found = {"memory_bytes": peak_bytes(device), "driver_bytes": driver_bytes(device)}
+    return {name: value for name, value in found.items() if value is not None}

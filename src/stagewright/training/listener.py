@@ -13,21 +13,19 @@ import torch.distributed as dist
 from rich.console import Console
 
 from stagewright.record import Point
-from stagewright.runtime.async_scalars import AsyncScalars
+from stagewright.runtime.clock import AsyncScalars
 from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.numbers import Watch
+from stagewright.runtime.safety.numbers import Watch
 from stagewright.runtime.worker import Worker
-from stagewright.training.display import plain_line
-from stagewright.training.events import Teller
-from stagewright.training.memory import memory_figures
+from stagewright.training.events import Teller, plain_line
+from stagewright.training.gathering import Run, memory_figures
 from stagewright.training.metrics import METRICS, peak_flops, perplexity, token_flops, tokens_of_row
 from stagewright.training.recipes import Recipe, rate_at
 from stagewright.training.sinks import Sink, open_sinks
 
 if TYPE_CHECKING:
-    from stagewright.runtime.checkpoint import Checkpointer
-    from stagewright.training.loop import Run
+    from stagewright.runtime.checkpoint.saving import Checkpointer
 
 
 class Listener:
@@ -112,6 +110,12 @@ class Listener:
         length = getattr(self.run.data, "length", None)  # rows of a feed may be shorter in some batches
         row = length(batch) if length is not None and self.row_tokens else None
         return self.run.schedule.plan.batch * (row or self.row_tokens or 0)
+
+    @property
+    def sample_tokens(self) -> float | None:
+        """The tokens of a sample in the steps of this run, on average, where samples are text."""
+        steps, plan = range(self.run.job.first_step, self.run.job.steps), self.run.schedule.plan
+        return sum(map(self.tokens_of, steps)) / (len(steps) * plan.batch) if steps and self.row_tokens else None
 
     def rate(self, step: int) -> float | None:
         """The learning rate that made a step, of the first group where groups differ."""

@@ -2,72 +2,42 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor
 
 from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
 from stagewright.models.roles import parameter_roles
-from stagewright.policy import RULES
 from stagewright.record import Record, Source
-from stagewright.runtime.dtypes import fed_inputs
-from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
-from stagewright.runtime.flight import SCHEDULE_FILE, Flight
-from stagewright.runtime.joining import Joined, Take, joined
-from stagewright.runtime.launch import RUN_FOLDER
-from stagewright.runtime.replica import with_dtypes
+from stagewright.runtime.launch.environment import RUN_FOLDER
+from stagewright.runtime.launch.joining import Take, joined
+from stagewright.runtime.replica import fed_inputs, with_dtypes
 from stagewright.runtime.run_folder import RECORD, read_secret
+from stagewright.runtime.safety.flight import SCHEDULE_FILE, Flight
+from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
+from stagewright.runtime.safety.watchdog import LastWords, watchdog
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
-from stagewright.runtime.watchdog import LastWords, Watchdog, watchdog
-from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import Words, World, open_world
+from stagewright.runtime.world import Words, open_world
 from stagewright.schedule import Schedule
-from stagewright.training.display import nothing_left
-from stagewright.training.gathering import gather
+from stagewright.training.events import nothing_left
+from stagewright.training.gathering import MakeOptimizer, Rows, Run, gather
 from stagewright.training.job import Job
 from stagewright.training.listener import Listener
 from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
 from stagewright.training.recipes import Recipe, optimizer_maker
 
 if TYPE_CHECKING:
-    from stagewright.runtime.checkpoint import Checkpointer
-
-Rows = Callable[[int, int, int], tuple[Sequence[Tensor], Sequence[Tensor]]]
-MakeOptimizer = OptimizerMaker
-
-
-@dataclass
-class Run:
-    """Everything one worker's run needs."""
-
-    schedule: Schedule
-    layered: Layered
-    job: Job
-    settings: Settings
-    recipe: Recipe | MakeOptimizer
-    data: Feed | Rows | None
-    evaluation: Feed | None
-    cluster: str
-    source: Source
-    folder: Path
-    world: World
-    own: Joined | None = None
-    """Which run this is."""
-    dog: Watchdog = field(default_factory=lambda: Watchdog(math.inf, math.inf, str, is_on=False))
+    from stagewright.runtime.checkpoint.saving import Checkpointer
 
 
 def work(
@@ -164,7 +134,7 @@ def _save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: i
 
 def _bring_back(run: Run, worker: Worker) -> None:
     """Puts the trained weights into the caller's model, those of other workers' stages too."""
-    from stagewright.runtime.resuming import give_back
+    from stagewright.runtime.checkpoint.resuming import give_back
 
     if not give_back(run.layered.model, run.folder):
         for here in worker.replicas.values():
@@ -177,7 +147,7 @@ def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
     evaluation = _evaluation_of(run)
     step = run.job.first_step
     for first, stop in run.job.parts():
-        _run_stretch(worker, first, stop)
+        worker.run(stop - first, first)
         listener.scalars.drain()
         last = worker.gate.last if worker.gate is not None else None
         step = stop if last is None else max(first, min(stop, last + 1))
@@ -190,7 +160,7 @@ def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
 
 def _finish(run: Run, worker: Worker, listener: Listener) -> Record:
     """Gathers and saves the record, and waits until all have it."""
-    record, path = gather(run, worker, listener), run.folder / RECORD
+    record, path = gather(run, worker, listener.points, listener.sample_tokens), run.folder / RECORD
     if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
         record.save(path)
     if run.world.control is not None:
@@ -200,7 +170,9 @@ def _finish(run: Run, worker: Worker, listener: Listener) -> Record:
 
 def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     """What writes this run's checkpoints. All workers must ask for it."""
-    from stagewright.runtime.checkpoint import Checkpointer  # torch.distributed.checkpoint takes a second to load
+    from stagewright.runtime.checkpoint.saving import (
+        Checkpointer,  # torch.distributed.checkpoint takes a second to load
+    )
 
     job = run.job
     return Checkpointer(
@@ -215,16 +187,16 @@ def _resume(run: Run, worker: Worker) -> list[str]:
     restarted = run.own is not None and run.own.is_restarted and run.job.checkpoint_every is not None
     if run.job.resume is None and not restarted:
         return []
-    from stagewright.runtime.checkpoint import sweep
-    from stagewright.runtime.resuming import find_together, restore
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
+    from stagewright.runtime.checkpoint.saving import sweep
 
     words: list[str] = []
     named = None if run.job.resume in (None, "auto") else Path(str(run.job.resume))
     if run.world.worker == 0:
         sweep(run.folder)
-    found = find_together(run.world, run.folder, words.append) if restarted or named is None else None
+    found = find_checkpoint(run.folder, words.append, run.world) if restarted or named is None else None
     if found is None and named is not None:
-        found = find_together(run.world, named, words.append)
+        found = find_checkpoint(named, words.append, run.world)
         if found is None:
             # Who names a checkpoint does not want to begin at the beginning.
             why = f" ({words[0]})" if words else ""
@@ -235,14 +207,6 @@ def _resume(run: Run, worker: Worker) -> list[str]:
     step = restore(worker, *found, options=own)
     run.job = replace(run.job, first_step=step)
     return [*words, f"going on after step {step}, from {found[0]}"]
-
-
-def _run_stretch(worker: Worker, first: int, stop: int) -> None:
-    """Runs the steps first … stop − 1 without a stop in between."""
-    if RULES[worker.plan.policy].by_arrival:
-        run_dynamic(worker, stop - first, first)
-    else:
-        worker.run(stop - first, first)
 
 
 def maker_of(run: Run) -> MakeOptimizer:

@@ -28,11 +28,14 @@ def _known_optimizer(name: str) -> str:
     return name
 
 
+OptimizerName = Annotated[str, AfterValidator(_known_optimizer)]
+
+
 @schema(error=UsageError)
 class Optimization:
     """Optimizer, learning rate and loss, as far as they need no count of steps or epochs."""
 
-    optimizer: Annotated[str, AfterValidator(_known_optimizer)] = "sgd"
+    optimizer: OptimizerName = "sgd"
     """sgd, adam, adamw, rmsprop, adafactor, or muon: for matrices but embeddings and heads, adamw for the rest"""
     learning_rate: float = Field(default=0.01, ge=0)
     """the learning rate after warm-up"""

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from stagewright.errors import RunError
-from stagewright.plan import Plan
+from stagewright.cluster import DeviceId, format_placement
+from stagewright.errors import PlanError, RunError
+from stagewright.plan import Plan, Stage
 from stagewright.record import Record
-from stagewright.runtime.flight import SCHEDULE_FILE
-from stagewright.runtime.hosts import OverSsh, launch_over_ssh
-from stagewright.runtime.launch import SCHEDULE, Hosts, launch, this_command, worker_environment
-from stagewright.runtime.meeting import RESTARTED
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.launch.environment import RESTARTED, SCHEDULE, this_command, worker_environment
+from stagewright.runtime.launch.local import Hosts, launch
+from stagewright.runtime.launch.mps import shared_cards
+from stagewright.runtime.launch.ssh import OverSsh, launch_over_ssh
 from stagewright.runtime.run_folder import RECORD
+from stagewright.runtime.safety.flight import SCHEDULE_FILE
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
-from stagewright.training.display import Display
-from stagewright.training.events import Teller
+from stagewright.training.events import Display, Teller
 from stagewright.training.gathering import COMMAND, typed_command
 from stagewright.training.job import Job
-from stagewright.training.replan import describe_change, plan_without, plan_without_hosts
-
-_SAME_FAULT = 3
-"""So many times in a row at the same place a fault is the program's, and no restart will help."""
 
 
 @dataclass
@@ -84,7 +80,7 @@ def _run_and_restart(schedule: Schedule, job: Job, folder: Path, watching: Displ
                 restarts += 1
                 tell(folder, "restart", f"{fault.cause}; starting again ({restarts} of {job.max_restarts})")
             elif after is not None:
-                tell(folder, "replan", f"{fault.cause}; {describe_change(schedule.plan, after)}")
+                tell(folder, "replan", f"{fault.cause}; {_describe_change(schedule.plan, after)}")
                 if isinstance(starter.hosts, OverSsh):
                     starter.hosts = starter.hosts.without(fault.hosts)
                 schedule, restarts = make_schedule(after, agree=schedule.agree), 0
@@ -96,12 +92,13 @@ def _run_and_restart(schedule: Schedule, job: Job, folder: Path, watching: Displ
 
 
 def _refuse_the_same(fault: RunError, causes: Sequence[str]) -> None:
-    """Ends a run that fails time and again in the same way at the same batch."""
+    """Ends a run that fails three times in a row in the same way at the same batch: no restart will help."""
+    times = 3
     # Whether a worker's exit status was seen before the others were ended is a matter of moments.
-    last = [re.sub(r" with exit status \d+", "", cause) for cause in causes[-_SAME_FAULT:]]
-    if len(last) == _SAME_FAULT and len(set(last)) == 1 and " of batch " in last[0]:
+    last = [re.sub(r" with exit status \d+", "", cause) for cause in causes[-times:]]
+    if len(last) == times and len(set(last)) == 1 and " of batch " in last[0]:
         raise RunError(
-            f"{fault.cause}, {_SAME_FAULT} times in a row",
+            f"{fault.cause}, {times} times in a row",
             f"this is a fault of the program or its data, not of a device\n{fault.todo or ''}".rstrip(),
         ) from fault
 
@@ -110,10 +107,10 @@ def _plan_after(plan: Plan, fault: RunError) -> Plan | None:
     """The plan without what is lost; None where nothing is known to be, or nothing would be left."""
     if fault.hosts:
         left = {id.host for id in plan.devices} - set(fault.hosts)
-        return plan_without_hosts(plan, fault.hosts) if left else None
+        return _plan_without_hosts(plan, fault.hosts) if left else None
     if fault.worker is None or len(plan.devices) < 2:
         return None
-    return plan_without(plan, {plan.devices[fault.worker]})
+    return _plan_without(plan, {plan.devices[fault.worker]})
 
 
 def _title_of(plan: Plan) -> str:
@@ -141,3 +138,67 @@ def _workers_a_card(plan: Plan, settings: Settings, share: int = 1) -> int:
     if settings.device == "cpu":
         return 1
     return max(share, -(-len(plan.devices) // max(1, torch.cuda.device_count())))
+
+
+def _plan_without(plan: Plan, lost: Collection[DeviceId]) -> Plan:
+    """The plan with the same layers a stage, on the devices that are left.
+
+    A stage that has lost all of its devices gets one of the stage that has most of them; where there are fewer devices
+    than stages, the stages at the end become one.
+
+        7-1 without 0:3    →  6-1        7-1 without 0:7    →  6-1        1-1 without either    →  1
+    """
+    left = [tuple(id for id in stage.devices if id not in lost) for stage in plan.stages]
+    alive = {id for devices in left for id in devices}
+    if not alive:
+        raise PlanError(f"all devices of {plan.placement} are lost", "start again when some are back")
+    stages = list(plan.stages)
+    while len(stages) > len(alive):
+        stages[-2:] = [_merged(stages[-2], stages[-1])]
+        left[-2:] = [tuple(dict.fromkeys((*left[-2], *left[-1])))]
+    for number in range(len(stages)):
+        if not left[number]:
+            _take_one(left, number)
+    made = tuple(replace(stage, devices=devices, row_weights=None) for stage, devices in zip(stages, left))
+    return replace(plan, stages=made, notes=(f"made when {format_placement([tuple(sorted(lost))])} was lost",))
+
+
+def _plan_without_hosts(plan: Plan, lost: Collection[int]) -> Plan:
+    """The plan without all devices of some hosts; the others move up in number."""
+    after = _plan_without(plan, {id for id in plan.devices if id.host in lost})
+    hosts = sorted({id.host for id in plan.devices} - set(lost))
+    number = {host: place for place, host in enumerate(hosts)}
+    return replace(
+        after,
+        stages=tuple(
+            replace(stage, devices=tuple(DeviceId(number[id.host], id.device) for id in stage.devices))
+            for stage in after.stages
+        ),
+    )
+
+
+def _merged(one: Stage, other: Stage) -> Stage:
+    """Two neighbouring stages as one, with as many versions as the first."""
+    return replace(one, layers=(*one.layers, *other.layers), recompute=one.recompute or other.recompute)
+
+
+def _take_one(left: list[tuple[DeviceId, ...]], stage: int) -> None:
+    """Gives a stage the last device of the stage that has most."""
+    richest = max(range(len(left)), key=lambda number: len(left[number]))
+    *kept, given = left[richest]
+    left[stage] = (given,)
+    if kept:
+        left[richest] = tuple(kept)
+
+
+def _describe_change(before: Plan, after: Plan) -> str:
+    """What is different, in a line."""
+    return (
+        f"going on as {_shape(after.replicas)} instead of {_shape(before.replicas)}: "
+        f"{after.placement} instead of {before.placement}"
+    )
+
+
+def _shape(replicas: Sequence[int]) -> str:
+    """Replicas of the stages in short: 7-1."""
+    return "-".join(map(str, replicas))

@@ -103,7 +103,8 @@ def read_section(
     except ValidationError as fault:
         name = str(fault.errors(include_url=False)[0]["loc"][0])
         told = where + _key_of(name) if where else _option_of(name)
-        raise UsageError(_in_words(describe(fault).replace(f"key {name}", told, 1))) from None
+        text = _in_words(describe(fault).replace(f"key {name}", told, 1))
+        raise UsageError(text if where else re.sub(r"^(--[\w-]+)\[\d+\] is ", r"\1 has ", text)) from None
     except StagewrightError as fault:
         if not where:
             raise

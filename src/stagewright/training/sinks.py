@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -102,7 +102,7 @@ class _WandbSink:
 class _MlflowSink:
     """A run of MLflow; the server comes from its own settings."""
 
-    def __init__(self, about: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, about: Mapping[str, object]) -> None:
         self._mlflow: Any = import_module("mlflow")
         self._mlflow.start_run(run_name=str(about["name"]))
         self._mlflow.log_params(dict(about))
@@ -116,6 +116,12 @@ class _MlflowSink:
         self._mlflow.end_run()
 
 
+_SINKS: Mapping[SinkName, Callable[[Path, Mapping[str, object]], Sink]] = {
+    "tensorboard": _TensorBoardSink, "wandb": _WandbSink, "mlflow": _MlflowSink,
+}  # fmt: skip
+"""What makes each sink that a run can ask for."""
+
+
 def check_sinks(names: Sequence[SinkName]) -> None:
     """Refuses a sink whose package is not installed, before any worker starts."""
     for name in names:
@@ -127,11 +133,4 @@ def open_sinks(
     names: Sequence[SinkName], folder: Path, about: Mapping[str, object], *, rank: int, is_resumed: bool
 ) -> list[Sink]:
     """summary.csv, and the sinks of these names."""
-    made: list[Sink] = [_CsvSink(folder, about, rank, is_resumed)]
-    if "tensorboard" in names:
-        made.append(_TensorBoardSink(folder, about))
-    if "wandb" in names:
-        made.append(_WandbSink(folder, about))
-    if "mlflow" in names:
-        made.append(_MlflowSink(about))
-    return made
+    return [_CsvSink(folder, about, rank, is_resumed), *(_SINKS[name](folder, about) for name in names)]

@@ -15,19 +15,21 @@ from stagewright.errors import UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
+from stagewright.runtime.checkpoint.resuming import give_back
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.hosts import OverSsh
-from stagewright.runtime.launch import RUN_FOLDER, SCHEDULE, Hosts, is_worker, stop_on_signals
-from stagewright.runtime.preflight import check_before_launch
-from stagewright.runtime.process import follow_parent
-from stagewright.runtime.resuming import give_back
+from stagewright.runtime.launch.environment import RUN_FOLDER, SCHEDULE, is_worker
+from stagewright.runtime.launch.local import Hosts, stop_on_signals
+from stagewright.runtime.launch.process import follow_parent
+from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.run_folder import RunFolder, fingerprint, held
+from stagewright.runtime.safety.preflight import check_before_launch
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.training.checks import check_device
 from stagewright.training.config import CONFIG_FILE, Config
+from stagewright.training.gathering import MakeOptimizer, Rows
 from stagewright.training.job import Job
-from stagewright.training.loop import MakeOptimizer, Rows, work
+from stagewright.training.loop import work
 from stagewright.training.optimizers import OPTIMIZERS
 from stagewright.training.recipes import Recipe
 from stagewright.training.restarting import Starter, is_remote, start_workers

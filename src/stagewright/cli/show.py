@@ -1,0 +1,63 @@
+"""How verbs show what they found: blocks of lines and tables, or the figures as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+
+def table(titles: str, rows: Iterable[Sequence[RenderableType]]) -> Table:
+    """A table without lines; in `case! | step>` > leans a column to the right, and ! keeps it on one line."""
+    made = Table(box=None, padding=(0, 0, 0, 2))
+    for title in titles.split(" | "):
+        right, whole = title.endswith(">"), title.endswith((">", "!"))
+        made.add_column(
+            title.rstrip(">!"), justify="right" if right else "left", no_wrap=whole,
+            overflow="ellipsis" if whole else "fold",
+        )  # fmt: skip
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def show(*blocks: Table | str | list[str]) -> None:
+    """Prints blocks with an empty line before each; in a file, which has no width, tables are 140 columns wide."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=140)
+    for block in blocks:
+        if not block:
+            continue
+        console.print()
+        if isinstance(block, Table):
+            console.print(block)
+            continue
+        for line in [block] if isinstance(block, str) else block:
+            console.print(f"  {line}" if line else "", soft_wrap=True)
+
+
+def show_json(plain: object) -> None:
+    """Prints figures for machines, on one line."""
+    typer.echo(json.dumps(plain, ensure_ascii=False))
+
+
+def saved(*paths: object) -> list[str]:
+    """`saved a · b`, as a line or none."""
+    names = [str(path) for path in paths if path is not None]
+    return [f"saved {' · '.join(names)}"] if names else []
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal's stderr, nothing elsewhere; it is called with how many are done, and of how many."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done, of=total: bar.update(task, completed=done, total=of)

@@ -1,0 +1,178 @@
+"""Checkpoint files: each worker's tensors as safetensors, hashed, whole or not at all.
+
+    step-00000300/
+        part-0.safetensors …   the tensors that worker 0 … wrote
+        manifest.json          which tensor is in which file, and the state that is no tensor
+        SHA256SUMS             the hash of every file above, as sha256sum -c reads it
+
+A checkpoint is written into `.step-00000300.part`, brought to the disk, and renamed. It is good when every file that
+SHA256SUMS lists is as it was written. Nothing in it is a pickle: JSON and raw numbers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stagewright.errors import CheckpointError
+from stagewright.runtime.run_folder import MANIFEST, open_plain
+
+Tensors = dict[str, Tensor]
+_SUMS = "SHA256SUMS"
+_FORMAT, _VERSION = "stagewright.checkpoint", 2
+_FILE = re.compile(r"part-\d{1,6}\.safetensors")
+_LINE = re.compile(rf"([0-9a-f]{{64}})  ({re.escape(MANIFEST)}|{_FILE.pattern})")
+
+
+# Writing
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a safetensors file to the disk, and returns its SHA-256."""
+    save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, path)
+    return _hash_on_disk(path)
+
+
+def _write_text(path: Path, text: str) -> str:
+    """Writes a text file to the disk, and returns its SHA-256."""
+    path.write_text(text, encoding="utf-8")
+    return _hash_on_disk(path)
+
+
+def _hash_on_disk(path: Path) -> str:
+    """The SHA-256 of a file, once the disk has it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sums_text(hashes: Mapping[str, str]) -> str:
+    """What SHA256SUMS says about these files."""
+    return "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Waits until the disk knows the folder's names."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def unfinished(folder: Path) -> Path:
+    """Where a checkpoint is while it is being written."""
+    return folder.with_name(f".{folder.name}.part")
+
+
+def write_part(folder: Path, worker: int, tensors: Tensors) -> dict[str, Any]:
+    """Writes a worker's part of a checkpoint, and returns what `finish` must know of it."""
+    if not tensors:
+        return {"hashes": {}, "tensors": {}}
+    name = f"part-{worker}.safetensors"
+    unfinished(folder).mkdir(parents=True, exist_ok=True)
+    digest = write_tensors(unfinished(folder) / name, tensors)
+    return {"hashes": {name: digest}, "tensors": {key: {"file": name} for key in tensors}}
+
+
+def finish(folder: Path, about: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
+    """Adds the manifest and the hashes to the parts of all workers, and gives the checkpoint its name."""
+    part = unfinished(folder)
+    part.mkdir(parents=True, exist_ok=True)
+    tensors = {key: entry for each in parts for key, entry in each["tensors"].items()}
+    hashes = {name: digest for each in parts for name, digest in each["hashes"].items()}
+    manifest = {"format": _FORMAT, "version": _VERSION, **about, "tensors": tensors}
+    hashes[MANIFEST] = _write_text(part / MANIFEST, json.dumps(manifest, indent=1))
+    _write_text(part / _SUMS, _sums_text(hashes))
+    for entry in part.iterdir():  # of an attempt with more workers
+        if _FILE.fullmatch(entry.name) and entry.name not in hashes:
+            entry.unlink()
+    _sync_folder(part)
+    if folder.exists():
+        shutil.rmtree(folder)
+    part.rename(folder)
+    _sync_folder(folder.parent)
+
+
+# Reading
+
+
+def read_manifest(folder: Path, worker: int = 0, num_workers: int = 1) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are as they were written; a CheckpointError says what is not.
+
+    Of several workers each looks at its share of the files; the checkpoint is good when it is for all of them.
+    """
+    try:
+        with open_plain(folder / _SUMS) as file:
+            hashes = _listed(folder, file.read())
+        with open_plain(folder / MANIFEST) as file:
+            text = file.read()
+        _check_hash(folder, MANIFEST, hashlib.sha256(text).hexdigest(), hashes)
+        for name in sorted(hashes)[worker::num_workers]:
+            with open_plain(folder / name) as file:
+                _check_hash(folder, name, hashlib.file_digest(file, "sha256").hexdigest(), hashes)
+        return _checked(folder, json.loads(text), hashes)
+    except OSError as fault:
+        why = f"{fault.strerror} ({Path(fault.filename or '').name})"
+        raise CheckpointError(f"checkpoint {folder} is torn: {why}") from None
+    except ValueError as fault:
+        raise CheckpointError(f"checkpoint {folder} has a manifest that cannot be read: {fault}") from None
+
+
+def _listed(folder: Path, sums: bytes) -> dict[str, str]:
+    """For each file of a checkpoint its hash, as SHA256SUMS lists them."""
+    found = [_LINE.fullmatch(line) for line in sums.decode("utf-8", errors="replace").splitlines()]
+    hashes = {match[2]: match[1] for match in found if match is not None}
+    if _sums_text(hashes).encode() != sums:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {_SUMS} is not as it was written")
+    return hashes
+
+
+def _check_hash(folder: Path, name: str, digest: str, hashes: Mapping[str, str]) -> None:
+    """Refuses a file whose hash is not the one that is listed."""
+    if hashes.get(name) != digest:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not as it was written")
+
+
+def _checked(folder: Path, manifest: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """The manifest, if it is one that this version reads and names no file but those of its checkpoint."""
+    path = folder / MANIFEST
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is no manifest of a checkpoint")
+    if manifest.get("version") not in range(1, _VERSION + 1):
+        raise CheckpointError(
+            f"checkpoint {folder} has version {manifest.get('version')}: this is written for {_VERSION}"
+        )
+    tensors = manifest.get("tensors")
+    if not isinstance(tensors, dict) or not isinstance(manifest.get("step"), int):
+        raise CheckpointError(f"{path} lacks its tensors or its step")
+    for key, value in tensors.items():
+        name = value.get("file") if isinstance(value, dict) else None
+        if not isinstance(name, str) or _FILE.fullmatch(name) is None or name not in hashes:
+            raise CheckpointError(f"{path} describes {key} in a way that cannot be")
+    return manifest
+
+
+def read_tensors(folder: Path, manifest: Mapping[str, Any], keys: Iterable[str]) -> Tensors:
+    """Some tensors of a checkpoint whose hashes were found good."""
+    by_file: dict[str, list[str]] = {}
+    for key in keys:
+        by_file.setdefault(manifest["tensors"][key]["file"], []).append(key)
+    found: Tensors = {}
+    for name, inside in by_file.items():
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                found.update({key: file.get_tensor(key) for key in inside})
+        except (SafetensorError, OSError) as fault:
+            raise CheckpointError(f"checkpoint {folder} cannot be read: {name}: {fault}") from None
+    return found

@@ -1,0 +1,283 @@
+"""What must be right before workers are started: looked at all at once, and told in one list."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from stagewright.cluster import count, format_devices
+from stagewright.errors import StagewrightError, UsageError
+from stagewright.models import Layered
+from stagewright.models.roles import parameter_roles
+from stagewright.plan import Plan
+from stagewright.policy import outstanding
+from stagewright.profiling.facts import saved_by_row
+from stagewright.runtime.settings import Settings
+from stagewright.schedule import Schedule
+from stagewright.scheduling import check_schedule
+
+_States = Callable[[str], float]
+"""How many numbers an optimizer keeps for each number of a parameter, by its role in the model."""
+
+
+def check_before_launch(
+    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: _States, keep: int | None
+) -> None:
+    """Refuses a run that cannot work, with everything that is wrong with it.
+
+    `states` is as in `needed_bytes`, `keep` how many checkpoints there will be.
+    """
+    sizes = _stage_bytes(schedule.plan, layered, settings, states)
+    needed = needed_bytes(schedule.plan, layered, settings, states)
+    hosts, wrong = sorted({id.host for id in schedule.plan.devices}), list[str]()
+    try:
+        check_schedule(schedule)
+    except StagewrightError as fault:
+        wrong.append(fault.what)
+    found = [
+        *wrong,
+        *too_little_memory(schedule.plan, needed, settings, {"this host": (_this_machine(), hosts)}),
+        *_unwritable(folder),
+        *(_too_little_disk(schedule.plan, sizes, folder, keep) if keep else ()),
+    ]
+    _refuse(found)
+
+
+def _refuse(found: Sequence[str]) -> None:
+    """Raises one error for all that was found, if anything was."""
+    if len(found) == 1:
+        raise UsageError(found[0])
+    if found:
+        lines = "\n".join(f"{number}. {line}" for number, line in enumerate(found, 1))
+        raise UsageError(f"the run cannot start: {count(len(found), 'thing')} must be put right first", lines)
+
+
+class _Bytes(NamedTuple):
+    """What the parameters of a stage take."""
+
+    weights: int
+    trained: int
+    """Those of them that are trained; so much their gradients take too."""
+    states: int
+    """What the optimizer keeps for them."""
+
+
+def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: _States) -> list[_Bytes]:
+    """What each stage's parameters take; those that several stages use are in each of them."""
+    size, first, found = 8 if settings.precision == "fp64" else 4, 0, []
+    named, roles = dict(layered.model.named_parameters()), parameter_roles(layered)
+    for stage in plan.stages:
+        names = layered.parameter_names(first, first + len(stage.layers))
+        trained = [name for name in names if named[name].requires_grad]
+        kept = sum(named[name].numel() * states(roles[name]) for name in trained)
+        weights, moving = (sum(named[name].numel() for name in each) for each in (names, trained))
+        found.append(_Bytes(size * weights, size * moving, math.ceil(size * kept)))
+        first += len(stage.layers)
+    return found
+
+
+def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: _States) -> list[int]:
+    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage.
+
+    `states` says how many numbers the optimizer keeps for each number of a parameter, by its role.
+    """
+    sizes, saved = _stage_bytes(plan, layered, settings, states), _saved_bytes(plan, layered, settings)
+    needed, held, fullest = [0] * len(plan.devices), outstanding(plan), [0.0] * len(plan.devices)
+    for number, (stage, members, size) in enumerate(zip(plan.stages, plan.workers, sizes)):
+        reduced = stage.versions if len(members) > 1 else 0
+        shares = [share for each in range(plan.num_microbatches) for share in plan.shares(number, each)]
+        for replica, worker in enumerate(members):
+            rows = max((share.stop - share.start for share in shares if share.replica == replica), default=0)
+            alive = 1 if stage.recompute else held[number]
+            needed[worker] += size.weights + size.trained * (stage.versions + reduced) + size.states
+            fullest[worker] = max(fullest[worker], alive * rows * saved[number])
+    return [base + math.ceil(more) for base, more in zip(needed, fullest)]
+
+
+def _saved_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[float]:
+    """What each stage saves of a row for its backward, from shapes alone; 0 where shapes do not suffice for a model."""
+    edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+    with torch.random.fork_rng(devices=()):
+        try:
+            return saved_by_row(layered, edges, settings.precision)
+        except Exception:  # whatever a model does with values that are not there: it may well run
+            return [0.0] * len(plan.stages)
+
+
+class Machine(NamedTuple):
+    """The bytes that a host's memory can give, and those of each of its cards."""
+
+    memory_bytes: int
+    card_bytes: tuple[int, ...]
+
+
+_Machines = Mapping[str, tuple[Machine, Sequence[int]]]
+"""By name, each with the numbers of the plan's hosts that it is."""
+JudgeMemory = Callable[[_Machines], list[str]]
+
+
+def _this_machine() -> Machine:
+    """The one that this process runs on."""
+    cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return Machine(_available_memory(), tuple(torch.cuda.get_device_properties(card).total_memory for card in cards))
+
+
+def too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, machines: _Machines) -> list[str]:
+    """Hosts and cards whose memory cannot hold what their workers need.
+
+    A worker has the card of its place among its host's workers; where there are more workers than cards, they share.
+    """
+    found = []
+
+    def judge(who: str, size: int, where: str, has: int) -> None:
+        if size > has:
+            found.append(
+                f"{who} {size / 2**30:.1f} GiB for weights, gradients, optimizer and activations, {where} has "
+                f"{has / 2**30:.1f} GiB: use more devices, fewer rows or versions, more microbatches, or recompute"
+            )
+
+    for name, (machine, hosts) in machines.items():
+        here = [[worker for worker, id in enumerate(plan.devices) if id.host == host] for host in hosts]
+        total = sum(needed[worker] for members in here for worker in members)
+        if settings.device == "cpu":
+            judge("the workers together need", total, name, machine.memory_bytes)
+        for card, has in enumerate(machine.card_bytes if settings.device != "cpu" else ()):
+            members = [worker for each in here for worker in each[card :: len(machine.card_bytes)]]
+            where = format_devices([plan.devices[worker] for worker in members]) if members else ""
+            size = sum(needed[worker] for worker in members)
+            judge(f"the stages on {where} need", size, f"card {card} of {name}", has)
+    return found
+
+
+def _available_memory() -> int:
+    """The bytes of memory that this host can give."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return 1 << 62
+
+
+def _unwritable(folder: Path) -> list[str]:
+    """Whether files can be made in the run's folder."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as fault:
+        return [f"the run's folder {folder} cannot be written to: {fault.strerror}"]
+    return []
+
+
+def _checkpoint_bytes(plan: Plan, sizes: Sequence[_Bytes]) -> int:
+    """What one checkpoint takes: every version, and what the optimizer keeps."""
+    older = (size.trained * (stage.versions - 1) for stage, size in zip(plan.stages, sizes))
+    return sum(older) + sum(size.weights + size.states for size in sizes)
+
+
+def _too_little_disk(plan: Plan, sizes: Sequence[_Bytes], folder: Path, keep: int) -> list[str]:
+    """Whether the checkpoints that are kept, and the one being written, have room."""
+    needed, free = (keep + 1) * _checkpoint_bytes(plan, sizes), shutil.disk_usage(folder).free
+    if needed <= free:
+        return []
+    return [
+        f"{keep} checkpoints and the one being written take {needed / 2**30:.2f} GiB, {folder} has "
+        f"{free / 2**30:.2f} GiB left: use a smaller --keep, or another folder"
+    ]
+
+
+# Other hosts
+
+
+def facts(paths: Sequence[str], port: int | None) -> dict[str, Any]:
+    """What hosts must agree on: versions, the clock, which files they see, and whether a port is free."""
+    is_free = True
+    try:
+        if port is not None:
+            socket.create_server(("", port)).close()
+    except OSError:
+        is_free = False
+    return {
+        "stagewright": version("stagewright"), "torch": torch.__version__,
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "time": time.time(), "missing": [path for path in paths if not Path(path).exists()],
+        "port_is_free": is_free, "machine": _this_machine(),
+    }  # fmt: skip
+
+
+def check_hosts(
+    hosts: Sequence[str],
+    paths: Sequence[str],
+    port: int,
+    ask: Callable[[str, Sequence[str]], list[str]],
+    too_small: JudgeMemory = lambda machines: [],
+) -> None:
+    """Asks every host for its facts, side by side, and refuses what does not fit together.
+
+    `ask` makes the command that runs a Python module with arguments on a host; `too_small` says whose memory is.
+    """
+    running = []
+    for host in hosts:
+        command = ask(host, ["stagewright.runtime.safety.preflight", str(port if host == hosts[0] else 0), *paths])
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    told = [_answer(process) for process in running]
+    memory = ((each["machine"], place) for place, each in enumerate(told) if isinstance(each, dict))
+    machines = {hosts[place]: (Machine(first, tuple(cards)), [place]) for (first, cards), place in memory}
+    _refuse([*_differences(hosts, told, port), *too_small(machines)])
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any] | str:
+    """A host's facts, with how far its clock is from ours, or why there are none."""
+    try:
+        out, err = process.communicate(timeout=60.0)
+        told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        told["clock_s"] = told.pop("time") - time.time()
+        return told
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "it did not answer within 60 s"
+    except (ValueError, IndexError, KeyError, AttributeError):
+        return (err.strip().splitlines() or [f"it ended with status {process.returncode}"])[-1]
+
+
+def _differences(hosts: Sequence[str], told: Sequence[dict[str, Any] | str], port: int) -> Iterable[str]:
+    """What is wrong with the hosts' facts, one line each."""
+    known = {host: each for host, each in zip(hosts, told) if isinstance(each, dict)}
+    for host, each in zip(hosts, told):
+        if isinstance(each, str):
+            yield f"host {host} cannot be asked: {each}"
+    for what in ("stagewright", "torch", "python"):
+        found = {host: each[what] for host, each in known.items()}
+        if len(set(found.values())) > 1:
+            yield f"{what} is not the same everywhere: {_named(found)}"
+    clocks = {host: each["clock_s"] for host, each in known.items()}
+    if clocks and max(clocks.values()) - min(clocks.values()) > 5.0:  # asking takes a while too
+        yield f"the clocks are apart: {_named({host: f'{value:+.0f} s' for host, value in clocks.items()})}"
+    for host, each in known.items():
+        for path in each["missing"]:
+            yield f"host {host} has no {path}"
+        if not each["port_is_free"]:
+            yield f"port {port} of host {host} is taken"
+
+
+def _named(found: Mapping[str, object]) -> str:
+    """Values with their hosts."""
+    return ", ".join(f"{value} on {host}" for host, value in found.items())
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts(sys.argv[2:], int(sys.argv[1]) or None)))

@@ -1,0 +1,105 @@
+"""The first step checks itself: a replica's gradients before they are reduced against those of plain autograd.
+
+Deferred, split, recomputed and compiled backwards all have to give what autograd gives. In the first batch the first
+replica of each stage runs every microbatch once more, plainly, and keeps a few numbers of each gradient g of a weight w
+that add up over microbatches: Σ g and Σ g · w. No gradient is kept, so it takes no memory but that of one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from stagewright.errors import RunError
+from stagewright.models import StageModule
+from stagewright.runtime.replica import Replica
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.stage import Key
+from stagewright.runtime.weights import copy_hooks
+
+_TOLERANCE = {"fp64": 1e-6, "fp32": 2e-2, "fp16": 0.2, "bf16": 0.3}
+"""How far the numbers may be apart, as a share of what random signs would give, by precision.
+
+Rounding stays far below; a use of a weight that is lost or counted twice is a share of about 1.
+"""
+
+
+class SelfCheck:
+    """What plain autograd gives for one worker's first batch."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._tolerance = _TOLERANCE[settings.precision]
+        self._is_on = settings.self_check and not settings.sync_batch_norm  # whose replicas would all have to come
+        self._is_compiled = settings.compile
+        self._batch: int | None = None
+        self._expected: dict[tuple[int, str], Tensor] = {}
+
+    def add(self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
+        """Runs a microbatch of the first batch once more, plainly; before its own backward lets go of its inputs."""
+        if not self._is_on or here.replica != 0 or (self._is_compiled and here.runner.draws):  # which draws otherwise
+            return
+        self._batch = key[0] if self._batch is None else self._batch
+        if key[0] == self._batch:
+            try:
+                self._run(here, key, gradients, scale)
+            except torch.OutOfMemoryError:  # a card that is just large enough for the run itself
+                self._is_on = False
+
+    def _run(self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor) -> None:
+        module = _plain(here.weights.module(key[0]))
+        weights = {name: module.get_parameter(name).detach().requires_grad_() for name in here.trained}
+        for name, weight in weights.items():
+            copy_hooks(module.get_parameter(name), weight)
+            note = partial(self._note, here.stage, name)
+            weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        here.runner.backward_plainly(
+            lambda *inputs: functional_call(module, {**weights, **buffers}, inputs), key, gradients, scale
+        )
+
+    def _note(self, stage: int, name: str, weight: Tensor) -> None:
+        """Adds a microbatch's gradient to what is expected, and lets it go."""
+        gradient, weight.grad = weight.grad, None
+        if gradient is not None:
+            found = _numbers(gradient, weight)
+            self._expected[stage, name] = self._expected.get((stage, name), torch.zeros_like(found)) + found
+
+    def compare(self, here: Replica, batch: int, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+        """Compares a stage's gradients of the first batch, before they are reduced."""
+        if not self._is_on or batch != self._batch or here.replica != 0:
+            return
+        module, own = _plain(here.weights.module(batch)), {first: name for name, first in here.names.items()}
+        for name, gradient in zip(names, gradients):
+            own_name = own.get(name, name)
+            expected = self._expected.pop((here.stage, own_name), None)
+            if expected is not None and gradient is not None:
+                self._judge(here.stage, name, expected, _numbers(gradient, module.get_parameter(own_name)))
+
+    def _judge(self, stage: int, name: str, expected: Tensor, found: Tensor) -> None:
+        allowed = self._tolerance * expected[2:]
+        wrong = (expected[:2] - found[:2]).abs() > allowed
+        if bool((wrong & expected[:2].isfinite() & found[:2].isfinite()).any()):
+            raise RunError(
+                f"the first step's gradient of '{name}' in stage {stage} is not that of plain autograd: "
+                f"its sum is {float(found[0]):.6g} instead of {float(expected[0]):.6g}",
+                "this is a fault of stagewright, please tell it; --no-self-check goes on all the same",
+            )
+
+
+def _plain(module: nn.Module) -> StageModule:
+    """The stage as it is, where torch.compile has wrapped it."""
+    return getattr(module, "_orig_mod", module)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def _numbers(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Σ g and Σ g · w, and how large they would be with random signs; piece by piece, for sums are in fp64."""
+    pairs = zip(*(torch.split(each.detach().reshape(-1), 1 << 20) for each in (gradient, weight)))
+    doubles = ((g.double(), w.double()) for g, w in pairs)
+    sums = torch.stack([torch.stack([g.sum(), g @ w, g @ g, w @ w]) for g, w in doubles]).sum(0)
+    size, scale = sums[2].sqrt(), (sums[3] / max(1, weight.numel())).sqrt()
+    return torch.stack([sums[0], sums[1], size, size * scale])

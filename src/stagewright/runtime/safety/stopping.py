@@ -1,0 +1,159 @@
+"""Ending a run early at the same batch on every worker: on SIGTERM, Ctrl-C, SLURM's warning, or the launcher's word.
+
+A worker may be blocked in a transfer for a long time, so the agreement is made by a thread of each, over the store:
+
+    someone wants to stop          all hear of it
+    each promises its own X        "I begin no batch after X until we have agreed"
+    all stop after max X           nobody has begun a later batch, everybody can finish that one
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from stagewright.runtime.safety.flight import STOP_FILE
+from stagewright.runtime.world import Words, World
+from stagewright.schedule import Action
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Gate:
+    """Lets a worker's actions pass until an agreement has been made on the last batch."""
+
+    def __init__(self, first_batch: int = 0) -> None:
+        self.last: int | None = None
+        """The last batch of the run, once all have agreed on it."""
+        self._furthest = first_batch - 1
+        self._promise: int | None = None
+        self._agreed = threading.Event()
+        self._lock = threading.Lock()
+
+    def passing(self, order: Iterator[Action], reach: int) -> Iterator[Action]:
+        """The actions of an order up to the last batch; `reach` is how far apart the batches of a turn are."""
+        for action in order:
+            if action.batch <= self._furthest or self._may_begin(action.batch):
+                yield action
+            elif self.last is not None and action.batch > self.last + reach:
+                return
+
+    def _may_begin(self, batch: int) -> bool:
+        with self._lock:
+            if self._promise is None or batch <= self._promise:
+                self._furthest = batch
+                return True
+        self._agreed.wait()
+        with self._lock:
+            allowed = self.last is None or batch <= self.last
+            if allowed:
+                self._furthest = max(self._furthest, batch)
+            return allowed
+
+    def promise(self) -> int:
+        """Begins no batch after the one that comes back, until `agree`."""
+        with self._lock:
+            self._promise = self._furthest + 1
+            return self._promise
+
+    def agree(self, last: int) -> None:
+        """Makes a batch the last one."""
+        with self._lock:
+            self.last = self._promise = last
+        self._agreed.set()
+
+
+class Stopper:
+    """Listens for the wish to stop, and agrees with the other workers on the last batch."""
+
+    def __init__(
+        self, gate: Gate, world: World, folder: Path, signals: Sequence[signal.Signals], words: Words | None
+    ) -> None:
+        self.gate, self.world, self.folder, self.words = gate, world, folder, words
+        self.cause: str | None = None
+        """Why the run ends early, once somebody wants that."""
+        self._signals = signals
+        self._ears, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="stopping", daemon=True)
+        self._closed = False
+
+    @contextmanager
+    def listening(self) -> Iterator[Stopper]:
+        """Listens while the block runs."""
+        before = {number: signal.getsignal(number) for number in self._signals}
+        fd = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False) if self._signals else -1
+        for number in self._signals:
+            signal.signal(number, _heard)
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self._closed = True
+            self._thread.join(2.0)  # it may be stuck in a store that is cut off
+            if self._signals:
+                signal.set_wakeup_fd(fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if not self._thread.is_alive():
+                self._ears.close()
+                self._mouth.close()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            wish = self._wish()
+            if wish is not None:
+                self.cause = wish
+                self._agree(wish)
+                return
+
+    def _wish(self) -> str | None:
+        """Why the run should end, as soon as there is a reason."""
+        ready, _, _ = select.select([self._ears], [], [], 0.2)
+        for number in self._ears.recv(64) if ready else b"":
+            if number in self._signals:
+                return signal.Signals(number).name
+        try:
+            return (self.folder / STOP_FILE).read_text(encoding="utf-8") or "a signal to the launcher"
+        except OSError:
+            return self.words.get("stop/wish") if self.words is not None else None
+
+    def _agree(self, wish: str) -> None:
+        words, own = self.words, self.gate.promise()
+        if words is None:
+            self.gate.agree(own)
+            return
+        words.put("stop/wish", wish)
+        words.put(f"stop/{self.world.worker}", str(own))
+        promises: list[str | None] = [None]
+        deadline = time.monotonic() + 20.0  # one that is gone never answers
+        while None in promises and not self._closed:
+            if time.monotonic() > deadline:
+                os._exit(128 + signal.SIGTERM)
+            time.sleep(0.02)
+            promises = [words.get(f"stop/{worker}") for worker in range(self.world.size)]
+        if not self._closed:
+            self.gate.agree(max(int(promise or 0) for promise in promises))
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """The listening thread hears signals from the file that Python writes them to; this keeps them from killing."""
+
+
+def signals_heard(is_launched: bool) -> tuple[signal.Signals, ...]:
+    """The signals that mean "save and stop" to this process.
+
+    A worker of our own launcher dies of SIGTERM as it always did: that is how the launcher ends the others when one has
+    failed, and it asks for an orderly end by the file. A run of one worker is its own launcher.
+    """
+    if threading.current_thread() is not threading.main_thread() or "RANK" not in os.environ:
+        return ()
+    return (signal.SIGUSR1,) if is_launched else _SIGNALS

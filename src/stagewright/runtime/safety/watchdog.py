@@ -1,0 +1,171 @@
+"""The watchdog: a worker that does not get on ends itself, and says where it stood and for whom it waited.
+
+It is the one clock of a worker: transfers and collectives wait as long as they must, and this ends the process when no
+action begins for the timeout. Who waits for the disk may take longer, and says so to those who wait for it:
+
+    worker 0   waits for rows of worker 3 … its time is up … worker 3 is saving, and alive … goes on waiting
+    worker 3   waits for the disk, and counts in the store
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stagewright.errors import RunError
+from stagewright.runtime.launch.meeting import Place, lost_hosts
+from stagewright.runtime.safety.diagnosis import verdict
+from stagewright.runtime.safety.flight import Flight, confess, write_confession
+from stagewright.runtime.world import Words
+from stagewright.schedule import Schedule
+
+_T = TypeVar("_T")
+
+
+class Watchdog:
+    """Ends this process when it does not get on. All that runs in a thread of its own."""
+
+    def __init__(self, timeout_s: float, start_s: float, last_words: Callable[[], str], *, is_on: bool = True) -> None:
+        self._timeout_s, self._limit_s, self._last_words = timeout_s, max(start_s, timeout_s), last_words
+        self.flight: Flight | None = None
+        self.words: Words | None = None
+        self.worker, self.size = 0, 1
+        self._busy = 0
+        self._beats = 0
+        self._since = time.monotonic()
+        self._is_over = threading.Event()
+        if is_on:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def begin(self, flight: Flight, words: Words | None, worker: int, size: int) -> None:
+        """Watches a worker's actions from now on, and listens to the other workers."""
+        self.flight, self.words, self.worker, self.size = flight, words, worker, size
+
+    def get_on(self, limit_s: float | None = None) -> None:
+        """Notes that something was achieved; from now on the next thing may take so long, by default the timeout."""
+        self._since, self._limit_s = time.monotonic(), limit_s or self._timeout_s
+
+    @contextmanager
+    def patience(self, limit_s: float) -> Iterator[None]:
+        """While the block runs, this worker may take so long, and those who wait for it know that it is alive."""
+        before, self._busy = self._limit_s, self._busy + 1
+        self.get_on(limit_s + self._timeout_s)
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            self.get_on(before)
+
+    def end_soon(self) -> None:
+        """Gives this process, which has failed, a last while to end by itself."""
+        self._busy, self._last_words = 0, lambda: ""
+        self.get_on(self._timeout_s / 4)
+        self.words = self.flight = None
+
+    def close(self) -> None:
+        """Watches no longer."""
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        count = 0
+        while not self._is_over.wait(min(1.0, self._timeout_s / 20)):
+            flight = self.flight
+            if flight is not None:
+                flight.beat()
+                if flight.count != count:
+                    count = flight.count
+                    self.get_on(self._limit_s)
+            if self._busy:
+                self._beats += 1
+                self._ask(lambda words: words.put(f"busy/{self.worker}", str(self._beats)))
+            if time.monotonic() - self._since > self._limit_s and not self._someone_is_busy():
+                text = _in_time(self._last_words, 1.0)  # they go to a disk that may be cut off too
+                if text:
+                    with suppress(OSError, ValueError):
+                        print(text, file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _ask(self, ask: Callable[[Words], _T]) -> _T | None:
+        """What the store answers in time: it may be cut off, and then it never does."""
+        words = self.words
+        return _in_time(lambda: ask(words), self._timeout_s / 20) if words is not None else None
+
+    def _someone_is_busy(self) -> bool:
+        """Whether another worker says that it is busy, now."""
+        others = [f"busy/{worker}" for worker in range(self.size) if worker != self.worker]
+        before = self._ask(lambda words: [words.get(key) for key in others])
+        if before is None or self._busy or not any(before):
+            return False
+        time.sleep(self._timeout_s / 8)  # one that is busy is heard of in that time
+        after = self._ask(lambda words: [words.get(key) for key in others])
+        if after is None or after == before:
+            return False
+        self.get_on(self._limit_s)
+        return True
+
+
+@contextmanager
+def watchdog(timeout_s: float, start_s: float, last_words: Callable[[], str], *, is_on: bool) -> Iterator[Watchdog]:
+    """A watchdog while the block runs, and after a failure until the process ends."""
+    dog = Watchdog(timeout_s, start_s, last_words, is_on=is_on)
+    try:
+        yield dog
+    except BaseException:
+        dog.end_soon()
+        raise
+    dog.close()
+
+
+def _in_time(do: Callable[[], _T], limit_s: float) -> _T | None:
+    """What a function gives within so many seconds; it goes on alone when it takes longer."""
+    made: list[Any] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            made.append(do())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return made[0] if made else None
+
+
+@dataclass
+class LastWords:
+    """What a worker says at its end, as far as it has come to know where it is."""
+
+    schedule: Schedule
+    timeout_s: float
+    worker: int
+    folder: Path | None = None
+    places: Sequence[Place] = ()
+    is_said: bool = False
+
+    def of(self, fault: BaseException) -> BaseException:
+        """Writes down why this worker ends, once; returns the fault, or in its place what is known of another's."""
+        if self.is_said or self.folder is None:
+            return fault
+        self.is_said = True
+        told = confess(self.folder, self.worker, fault, self._waited)
+        return fault if told is None else RunError(*told)
+
+    def when_stuck(self) -> str:
+        """Writes down and returns what there is to say when nothing gets on."""
+        what, lost = self._waited()
+        if self.folder is not None and not self.is_said:
+            write_confession(self.folder, self.worker, what, is_own=False, lost=lost)
+        return f"error: {what}"
+
+    def _waited(self) -> tuple[str, list[str]]:
+        """For whom this worker waited, and which hosts do not answer."""
+        lost = lost_hosts(self.places, self.worker, min(0.5, self.timeout_s / 20)) if self.places else []
+        folder = self.folder
+        said = verdict(self.schedule, folder, self.worker, self.timeout_s) if folder else "the workers did not start"
+        return (f"host {', '.join(lost)} does not answer; {said}" if lost else said), lost
