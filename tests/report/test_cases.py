@@ -28,6 +28,14 @@ def test_repetitions_of_one_name_are_one_case_with_their_median() -> None:
     assert case.samples_per_s == sorted(case.rates)[1] == case.record.samples_per_s
 
 
+def test_text_is_told_in_tokens() -> None:
+    images, text = only_case(make_record()), only_case(dataclasses.replace(make_record(), sample_tokens=128))
+    assert images.speed(10.0) == "10.0 samples/s"
+    assert (text.speed(10.0), text.samples_per_s) == ("1,280 tokens/s", images.samples_per_s)
+    assert text.speed().endswith(" tokens/s")
+    assert f"at {text.speed()}" in " ".join(sentences(Results(cases=make_cases([text.record]))))
+
+
 @pytest.mark.parametrize(
     "change",
     [{"batch": 448}, {"data": "imagenet"}, {"precision": "fp16"}, {"cluster": "other"}, {"policy": "gpipe"}],

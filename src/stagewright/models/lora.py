@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from stagewright.errors import ModelError
 
-ADAPTER = "default"
+_ADAPTER = "default"
 """What peft calls an adapter that nobody named; it stands in the names of its parameters."""
-_BASE, _A, _B = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+_BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 _PREFIX = "base_model.model."
 """What stands before the names in peft's files."""
 
@@ -128,7 +128,7 @@ def save_adapters(tensors: Mapping[str, Tensor], lora: Lora, out: Path, *, base:
     config.inference_mode = True
     out.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(out))
-    plain = {_PREFIX + name.replace(f".{ADAPTER}.", "."): each.detach().contiguous() for name, each in own.items()}
+    plain = {_PREFIX + name.replace(f".{_ADAPTER}.", "."): each.detach().contiguous() for name, each in own.items()}
     save_file(plain, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
     return sum(each.numel() for each in own.values())
 
@@ -152,7 +152,7 @@ def merged(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     found = {name.replace(_BASE, "."): each for name, each in tensors.items() if ".lora_" not in name}
     for path, module in model.named_modules():
         if isinstance(module, LoraLayer) and path + _A in tensors:
-            more = tensors[path + _B].double() @ tensors[path + _A].double() * module.scaling[ADAPTER]
+            more = tensors[path + _B].double() @ tensors[path + _A].double() * module.scaling[_ADAPTER]
             weight = found[f"{path}.weight"]
             with torch.no_grad():
                 found[f"{path}.weight"] = (weight.double() + _turned(module, more)).to(weight.dtype)

@@ -59,7 +59,7 @@ def _family_charts(family: Sequence[Case]) -> _Plain:
 def _throughput_bar(case: Case, tell_batch: bool) -> _Plain:
     """A bar with its spread, its limit, and the words for both."""
     limit = case.limit_samples_per_s
-    told = f"{rate(limit)} samples/s if the busiest device never waited" if limit else ""
+    told = f"{case.speed(limit)} if the busiest device never waited" if limit else ""
     return {
         "name": case.name + (f" · batch {case.plan.batch:,}" if tell_batch else ""),
         "source": case.source,
@@ -162,7 +162,7 @@ def _error_bar(pair: Pair) -> _Plain:
         "source": pair.found.source,
         "rate": pair.rate_error * 100,
         "memory": None if memory is None else memory * 100,
-        "text": f"{rate(pair.predicted.samples_per_s)} predicted, {rate(pair.found.samples_per_s)} samples/s found",
+        "text": f"{pair.found.speed(pair.predicted.samples_per_s)} predicted, {pair.found.speed()} found",
     }
 
 

@@ -58,9 +58,9 @@ def _sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case], *, tell
     which = f" ({hero.record.precision}, {hero.record.data} data)" if tell_data else ""
     start = f"{hero.plan.model}{which} over {plus(hero.plan.replicas)} {device} {_VERBS[hero.source]}"
     if rival is None:
-        told = f"at {rate(hero.samples_per_s)} samples/s{_median_of(hero)}"
+        told = f"at {hero.speed()}{_median_of(hero)}"
     else:
-        told = f"{_against(hero, rival)} ({rate(hero.samples_per_s)} against {rate(rival.samples_per_s)} samples/s"
+        told = f"{_against(hero, rival)} ({hero.speed().split()[0]} against {hero.speed(rival.samples_per_s)}"
         told += f"{_median_of(hero, comma=True)}{_though(hero, rival)})"
     return f"{start} {told}{_prophecy(hero, rival, cases)}."
 

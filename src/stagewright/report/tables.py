@@ -207,7 +207,7 @@ def _scaling_row(case: Case, family: Sequence[Case]) -> _Row:
         _number(max(hosts), even),
         _number(case.rows_per_device, rows_of(case.rows_per_device), f"batch {case.plan.batch:,}"),
         _word(case.record.precision),
-        _number(case.samples_per_s, f"{rate(case.samples_per_s)} samples/s"),
+        _number(case.samples_per_s, case.speed()),
         _EMPTY if base is None else _number(speedup(case, base), times(speedup(case, base))),
         _word("")
         if base is None
@@ -247,8 +247,8 @@ def _pair_cells(pair: Pair) -> tuple[_Cell, ...]:
     return (
         _word(found.name, "; ".join(doubts)),
         _source_cell(found.source),
-        _number(predicted.samples_per_s, f"{rate(predicted.samples_per_s)} samples/s", seconds(predicted.step_s)),
-        _number(found.samples_per_s, f"{rate(found.samples_per_s)} samples/s", seconds(found.step_s)),
+        _number(predicted.samples_per_s, found.speed(predicted.samples_per_s), seconds(predicted.step_s)),
+        _number(found.samples_per_s, found.speed(), seconds(found.step_s)),
         _number(pair.rate_error, percent(pair.rate_error)),
         _word(_memory_text(predicted)),
         _word(_memory_text(found)),

@@ -29,12 +29,12 @@ from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule
 
-States = Callable[[str], float]
+_States = Callable[[str], float]
 """How many numbers an optimizer keeps for each number of a parameter, by its role in the model."""
 
 
 def check_before_launch(
-    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: States, keep: int | None
+    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: _States, keep: int | None
 ) -> None:
     """Refuses a run that cannot work, with everything that is wrong with it.
 
@@ -75,7 +75,7 @@ class _Bytes(NamedTuple):
     """What the optimizer keeps for them."""
 
 
-def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: States) -> list[_Bytes]:
+def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: _States) -> list[_Bytes]:
     """What each stage's parameters take; those that several stages use are in each of them."""
     size, first, found = 8 if settings.precision == "fp64" else 4, 0, []
     named, roles = dict(layered.model.named_parameters()), parameter_roles(layered)
@@ -89,7 +89,7 @@ def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: State
     return found
 
 
-def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: States) -> list[int]:
+def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: _States) -> list[int]:
     """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage.
 
     `states` says how many numbers the optimizer keeps for each number of a parameter, by its role.
