@@ -9,7 +9,7 @@ import torch
 
 import stagewright as sw
 from stagewright.models.loss import token_cross_entropy_sum
-from stagewright.runtime.feed import FunctionFeed, OnDevice, ReadAhead
+from stagewright.runtime.feed import CheckedFeed, FunctionFeed, ReadAhead
 from stagewright.runtime.replica import make_replicas
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import open_world
@@ -33,10 +33,11 @@ def test_lengths_that_change_with_every_batch_change_nothing_else(name: str, gap
 
 def test_wrapped_feeds_say_how_long_rows_are() -> None:
     device = torch.device("cpu")
-    wrapped = OnDevice(ReadAhead(Changing(), device), device)
+    wrapped = CheckedFeed(ReadAhead(Changing(), device), device, all_labels_count=False)
     assert wrapped.lengths == LENGTHS
     assert [wrapped.length(batch) for batch in range(4)] == [6, 9, 12, 6]
-    assert OnDevice(FunctionFeed(lambda batch, start, stop: ((), ())), device).length(0) is None
+    plain = FunctionFeed(lambda batch, start, stop: ((), ()))
+    assert CheckedFeed(plain, device, all_labels_count=False).length(0) is None
 
 
 def test_one_layer_cannot_be_found_at_another_length_and_compiled_code_has_one() -> None:
