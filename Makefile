@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
-EXTRAS := data,gpu,dev,foreign
+EXTRAS := data,gpu,dev,hf,foreign
 OUT ?= runs/rehearsal
 
 .PHONY: demo test test-all rehearsal rehearsal-short rehearsal-slices lint types format venv clean

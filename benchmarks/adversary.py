@@ -37,10 +37,9 @@ from stagewright.cluster import parse_placement
 from stagewright.errors import StagewrightError
 from stagewright.models import Layered
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.checkpoint import Checkpointer
-from stagewright.runtime.dynamic import run_dynamic
+from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
+from stagewright.runtime.checkpoint.saving import Checkpointer
 from stagewright.runtime.feed import FunctionFeed
-from stagewright.runtime.resuming import find_checkpoint, restore
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
@@ -213,7 +212,7 @@ def trained(case: Case, odd: OddModel, layered: Layered, schedule: Any, world: W
 
 
 def run(worker: Worker, first: int, steps: int) -> None:
-    run_dynamic(worker, steps, first) if worker.plan.policy == "dynamic" else worker.run(steps, first)
+    worker.run(steps, first)
 
 
 def difference(case: Case, odd: OddModel, layered: Layered, plan: Plan, worker: Worker) -> float:

@@ -41,8 +41,8 @@ from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.profile import Precision
 from stagewright.runtime.compiling import COMBINED, REPLAYED
-from stagewright.runtime.flight import Flight
 from stagewright.runtime.precision import autocast
+from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker

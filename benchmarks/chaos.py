@@ -171,11 +171,11 @@ def finish(run: Run, timeout_s: float) -> str:
 
 def weights(folder: Path):
     """The model of the last good checkpoint, and its step."""
-    from stagewright.runtime.resuming import find_checkpoint, whole_model
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
 
     found = find_checkpoint(folder, lambda text: None)
     assert found is not None, f"{folder} has no good checkpoint"
-    return whole_model(found[0])[0], found[1]["step"]
+    return whole_model(found[0]), found[1]["step"]
 
 
 def are_equal(one, other) -> bool:
@@ -351,7 +351,7 @@ def wait_for_part(run: Run, home: Path, draw: random.Random) -> Path | None:
 
 def is_passed_over(home: Path, part: Path, faults: list[str]) -> bool:
     """Whether the kill left a torn checkpoint; a good one must be found in any case, and not that."""
-    from stagewright.runtime.resuming import find_checkpoint
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint
 
     torn = part.exists()
     try:
@@ -365,7 +365,8 @@ def is_passed_over(home: Path, part: Path, faults: list[str]) -> bool:
 
 def flip_bytes(draw: random.Random) -> Line:
     """Flips a bit in every file of the newest checkpoint, one after another."""
-    from stagewright.runtime.resuming import checkpoints_in, find_checkpoint
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint
+    from stagewright.runtime.run_folder import checkpoints_in
 
     faults, files = [], 0
     with scratch() as folder:
@@ -399,7 +400,7 @@ def fill_disk() -> Line:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], check=True)
         try:
             (disk / "ballast").write_bytes(bytes(4 << 20))
-            import_module("stagewright.runtime.resuming")  # takes seconds, in which the run would be over
+            import_module("stagewright.runtime.checkpoint.resuming")  # takes seconds, in which the run would be over
             run = start("1-1", disk / "run", 2000, 10, width=400)
             wait_for_step(run, 10)
             fill(disk / "more")

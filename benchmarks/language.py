@@ -34,7 +34,7 @@ from stagewright.models.loss import token_cross_entropy_sum
 from stagewright.plan import Plan, Stage
 from stagewright.policy import Policy
 from stagewright.runtime.feed import FunctionFeed
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker

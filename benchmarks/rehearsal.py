@@ -44,7 +44,7 @@ from stagewright.record import Record
 from stagewright.rehearsal import EmulatedHosts, emulated_hosts
 from stagewright.rehearsal.measuring import measure_hosts
 from stagewright.rehearsal.slices import slice_cluster
-from stagewright.runtime.launch import PORT, seats_in, wait_for_workers, workers
+from stagewright.runtime.launch.local import PORT, seats_in, wait_for_workers, workers
 from stagewright.scheduling import make_schedule
 from stagewright.schema import check_head, read_plain
 from stagewright.simulation import simulate

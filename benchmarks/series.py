@@ -29,8 +29,9 @@ from stagewright.cluster import parse_placement
 from stagewright.cost import num_buckets
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan, Stage, parse_staleness
-from stagewright.runtime.launch import launch, worker_environment
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.launch.environment import worker_environment
+from stagewright.runtime.launch.local import launch
+from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker

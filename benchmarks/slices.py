@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from stagewright.plan import Plan
 from stagewright.rehearsal.slices import check_card
 from stagewright.runtime.common_memory import APART
-from stagewright.runtime.meeting import LOOPBACK
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.launch.meeting import LOOPBACK
+from stagewright.runtime.launch.mps import shared_cards
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.all_reduce import CollectiveAllReduce, make_all_reduce
 from stagewright.runtime.common_memory import APART
-from stagewright.runtime.launch import launch, worker_environment
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.launch.environment import worker_environment
+from stagewright.runtime.launch.local import launch
+from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.transport import Channel, Transport
 from stagewright.runtime.transport.nccl import NcclTransport

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import chaos
 from benchmarks.mutations import try_inputs
 
-from stagewright.runtime.diagnosis import blame
+from stagewright.runtime.safety.diagnosis import blame
 from stagewright.schedule import Schedule
 
 

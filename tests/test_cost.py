@@ -252,3 +252,22 @@ def test_a_transfer_between_hosts_that_share_cores_costs_both_ends():
     four = wires.collective(cluster.device_ids, 1e9)
     assert four is not None
     assert four.bytes_per_s == pytest.approx(2 / (4 * 2 * 1e-8))
+
+
+# The optimizer
+
+
+def test_states_are_those_of_the_optimizer_and_only_what_is_trained_has_any():
+    frozen = replace(layer("l0", parameter_bytes=30), trained_bytes={})
+    mixed = replace(layer("l1", parameter_bytes=30), trained_bytes={"matrix": 10, "embedding": 10})
+    plain = profile(frozen, mixed, optimizer_s=5.0)
+    costs = Costs(plain, make_cluster(1))
+    held = costs.stage_bytes(0, 2, rows=1, versions=3, num_replicas=2)
+    assert (held.weights, held.versions, held.gradients, held.optimizer) == (60, 2 * 20, 2 * 20, 20)
+    assert costs.gradient_bytes(0, 1) == 0
+    assert costs.optimizer_s(0, 2) == pytest.approx(5.0)
+    adamw = Costs(plain.with_states(lambda role: 2), make_cluster(1))
+    assert adamw.stage_bytes(0, 2, rows=1).optimizer == 40
+    assert adamw.optimizer_s(1, 2) == pytest.approx(7.0)  # seven passes over memory, where SGD with momentum has five
+    muon = Costs(plain.with_states(lambda role: 1 if role == "matrix" else 2), make_cluster(1))
+    assert muon.stage_bytes(0, 2, rows=1).optimizer == 30

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from stagewright.profiling.measured import make_profile
     from stagewright.record import Point, Record, Span
     from stagewright.report import make_report
-    from stagewright.runtime.launch import is_main
+    from stagewright.runtime.launch.environment import is_main
     from stagewright.runtime.settings import Settings
     from stagewright.schedule import Action, Kind, Schedule
     from stagewright.scheduling import make_schedule
@@ -75,7 +75,7 @@ _HOMES = {
     "profiling.measured": "make_profile",
     "record": "Point Record Span",
     "report": "make_report",
-    "runtime.launch": "is_main",
+    "runtime.launch.environment": "is_main",
     "runtime.settings": "Settings",
     "schedule": "Action Kind Schedule",
     "scheduling": "make_schedule",

@@ -22,8 +22,6 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from stagewright.errors import ClusterError, PlacementError, StagewrightError
 from stagewright.schema import Saved, schema, twin
 
-_MAX_DEVICES = 65_536
-
 
 class DeviceId(NamedTuple):
     """One device, written `host:device`."""
@@ -274,8 +272,8 @@ def parse_devices(text: str) -> tuple[DeviceId, ...]:
         first, last = int(match[2]), int(match[3] or match[2])
         if last < first:
             raise PlacementError(f"placement part {part!r} counts down: write {match[1]}:{last}-{first}")
-        if len(found) + last - first >= _MAX_DEVICES:
-            raise PlacementError(f"placement part {part!r} makes more than {_MAX_DEVICES:,} devices of one stage")
+        if len(found) + last - first >= 65_536:
+            raise PlacementError(f"placement part {part!r} makes more than 65,536 devices of one stage")
         found += (DeviceId(int(match[1]), index) for index in range(first, last + 1))
     if len(set(found)) < len(found):
         raise PlacementError(f"placement {text!r} names {twin(found)} twice in one stage: name each device once")

@@ -164,13 +164,16 @@ class StageBytes(NamedTuple):
 class Costs:
     """Seconds and bytes of any run of layers `first … last − 1`; `speed` is that of the device (`Device.speed`)."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, *, state_copies: int = 1) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
         _check_kind(profile, cluster)
-        self.profile, self.cluster, self.state_copies = profile, cluster, state_copies
+        self.profile, self.cluster = profile, cluster
         self.network = Network(cluster)
         self.crossings = crossings(profile)
         layers = profile.layers
         self._parameters = _sums([layer.parameter_bytes for layer in layers])
+        self._trained = _sums([layer.gradient_bytes for layer in layers])
+        states = (layer.gradient_bytes if layer.state_bytes is None else layer.state_bytes for layer in layers)
+        self._states = _sums([*states])
         self._buffers = _sums([layer.buffer_bytes for layer in layers])
         self._saved = _sums([layer.saved_bytes for layer in layers])
         self._rows: dict[tuple[float, Handled], _RowSums] = {}
@@ -205,12 +208,12 @@ class Costs:
         if handled.folds and layer.kind == "matmul":
             together = _folded_weight_s(self.profile, layer, rows, handled.microbatches)
             return whole - apart + together, together
-        adding = self._step_s(layer.parameter_bytes) * 3 / 5 * (handled.microbatches - 1) / handled.microbatches
+        adding = self._step_s(layer.gradient_bytes) * 3 / 5 * (handled.microbatches - 1) / handled.microbatches
         return whole + adding, apart + adding
 
     def _step_s(self, num_bytes: float) -> float:
-        """The optimizer step of so many bytes of parameters."""
-        return self.profile.optimizer_s * num_bytes / self._parameters[-1] if self._parameters[-1] else 0.0
+        """The optimizer step of so many bytes of trained parameters."""
+        return self.profile.optimizer_s * num_bytes / self._trained[-1] if self._trained[-1] else 0.0
 
     def forward_s(self, first: int, last: int, rows: float, speed: float = 1.0) -> float:
         """Forward."""
@@ -265,7 +268,7 @@ class Costs:
         SGD-with-momentum step.
         """
         copying = 1.0 if versions == 1 else 1.0 + 2 / 5
-        return self._step_s(self.parameter_bytes(first, last)) * copying / speed
+        return self._step_s(self.gradient_bytes(first, last)) * copying / speed
 
     def ready_shares(self, first: int, last: int, rows: float, num_buckets: int) -> tuple[float, ...]:
         """For each bucket the share of backward after which its gradients are complete.
@@ -277,7 +280,7 @@ class Costs:
         """
         sums = self.row_sums(rows).backward
         total_s, end_s = sums[last] - sums[first], sums[last]
-        if not self.parameter_bytes(first, last) or total_s <= 0:
+        if not self.gradient_bytes(first, last) or total_s <= 0:
             return (1.0,) * num_buckets
         return tuple([(end_s - sums[low]) / total_s for low in self._bucket_layers(first, last, num_buckets)])
 
@@ -285,9 +288,9 @@ class Costs:
         """For each bucket the layer in which its last byte lies: its parameters begin at or before it."""
         key = (first, last, num_buckets)
         if key not in self._buckets:
-            size = self.parameter_bytes(first, last)
-            ends = [self._parameters[last] - size * (number + 1) / num_buckets for number in range(num_buckets)]
-            lows = (min(max(bisect_left(self._parameters, end + 1e-6) - 1, first), last - 1) for end in ends)
+            size = self.gradient_bytes(first, last)
+            ends = [self._trained[last] - size * (number + 1) / num_buckets for number in range(num_buckets)]
+            lows = (min(max(bisect_left(self._trained, end + 1e-6) - 1, first), last - 1) for end in ends)
             self._buckets[key] = tuple(lows)
         return self._buckets[key]
 
@@ -305,8 +308,12 @@ class Costs:
     # bytes
 
     def parameter_bytes(self, first: int, last: int) -> int:
-        """Bytes of the parameters, which are also those of their gradients."""
+        """Bytes of the parameters."""
         return self._parameters[last] - self._parameters[first]
+
+    def gradient_bytes(self, first: int, last: int) -> int:
+        """Bytes of the parameters that are trained, which are also those of their gradients."""
+        return self._trained[last] - self._trained[first]
 
     def saved_bytes(self, first: int, last: int) -> float:
         """Bytes a row that forward leaves behind for backward."""
@@ -330,26 +337,26 @@ class Costs:
     ) -> StageBytes:
         """The most that one replica of a stage holds, `rows` being those of its largest microbatch share.
 
-        weights      parameters P and buffers           versions   (K − 1) P
-        gradients    P; 2 P where reductions of one     optimizer  state_copies · P
+        weights      parameters and buffers             versions   (K − 1) P      P: parameters that are trained
+        gradients    P; 2 P where reductions of one     optimizer  what the profile says of the layers
                      batch overlap the next (K > 1)
         activations  rows · held · saved; with recompute only inputs are held, and one microbatch in full; held is at
                      least K on a device that sets memory aside for every batch that may be under way
         buffers      rows · (inputs and outputs, twice each: one on the wire, one at work); P more to reduce from
         workspace    rows · that of the hungriest layer     framework  as the device says
         """
-        parameters = self.parameter_bytes(first, last)
+        parameters, trained = self.parameter_bytes(first, last), self.gradient_bytes(first, last)
         entering = self.crossings[first] if first else 0.0
         wire = 2 * rows * (entering + self.crossings[last])
         many = num_replicas > 1
         held = max(held, versions) if device is not None and device.sets_aside else held
         return StageBytes(
             weights=parameters + self._buffers[last] - self._buffers[first],
-            versions=(versions - 1) * parameters,
-            gradients=parameters * (2 if versions > 1 and many else 1),
-            optimizer=self.state_copies * parameters,
+            versions=(versions - 1) * trained,
+            gradients=trained * (2 if versions > 1 and many else 1),
+            optimizer=self._states[last] - self._states[first],
             activations=math.ceil(rows * self.held_bytes(first, last, held, recompute, device)),
-            buffers=math.ceil(wire) + (parameters if many else 0),
+            buffers=math.ceil(wire) + (trained if many else 0),
             workspace=math.ceil(rows * self.workspace_bytes(first, last)),
             framework=device.framework_bytes if device is not None else 0,
         )

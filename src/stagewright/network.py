@@ -13,9 +13,6 @@ from typing import NamedTuple
 
 from stagewright.cluster import Cluster, DeviceId
 
-_MAX_TWO_OPT = 16
-"""Rings of more devices on one host are not improved: the search is cubic."""
-
 
 class Collective(NamedTuple):
     """How an all-reduce loads the links: `passes` times its bytes over each of `loads`.
@@ -221,7 +218,8 @@ class Network:
         for id in devices:
             hosts.setdefault(id.host, []).append(id)
         order = [id for members in hosts.values() for id in self._walk(members)]
-        return self._two_opt(order) if len(hosts) == 1 and 3 < len(order) <= _MAX_TWO_OPT else tuple(order)
+        # The search is cubic: rings of more devices are not improved.
+        return self._two_opt(order) if len(hosts) == 1 and 3 < len(order) <= 16 else tuple(order)
 
     def _walk(self, members: Sequence[DeviceId]) -> list[DeviceId]:
         walk, left = [members[0]], list(members[1:])

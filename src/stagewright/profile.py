@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import mul
@@ -36,6 +36,11 @@ class LayerProfile:
     saved_bytes: float = Field(ge=0)
     """Bytes that backward needs and forward leaves behind, a row."""
     parameter_bytes: int = Field(ge=0)
+    trained_bytes: Mapping[str, int] | None = None
+    """Of these, those that are trained, by what they are for (see models/roles.py); None: all, as those of a matrix
+    where most of the layer's operations are a matrix product."""
+    state_bytes: int | None = Field(default=None, ge=0)
+    """Bytes that the optimizer keeps for them; as many as they have where None."""
     buffer_bytes: int = Field(default=0, ge=0)
     workspace_bytes: float = Field(default=0.0, ge=0)
     """Bytes that come and go while it runs, a row."""
@@ -56,6 +61,18 @@ class LayerProfile:
         """All its seconds, by key; those that were not measured are left out."""
         weight = {"weight_s": self.weight_s} if self.weight_s else {}
         return {"forward_s": self.forward_s, "backward_s": self.backward_s, **weight}
+
+    @property
+    def by_role(self) -> Mapping[str, int]:
+        """The bytes of the trained parameters, by role."""
+        if self.trained_bytes is not None:
+            return self.trained_bytes
+        return {"matrix" if self.kind == "matmul" else "other": self.parameter_bytes}
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the trained parameters."""
+        return sum(self.by_role.values())
 
     def with_times(self, times: Mapping[str, tuple[float, ...]]) -> LayerProfile:
         """The layer with other seconds, by key."""
@@ -81,7 +98,7 @@ class Profile(Saved):
     input_bytes: float = Field(default=0.0, ge=0)
     """Bytes of the model's input, a row."""
     optimizer_s: float = Field(default=0.0, ge=0)
-    """One optimizer step over all parameters."""
+    """One optimizer step over all trained parameters: of SGD with momentum, or of what `with_states` was told."""
     model_s: tuple[float, ...] = ()
     """Forward and backward of the whole model in one piece, at each batch size: the check on the sum of layers."""
     versions: Mapping[str, str] = Field(default_factory=dict)
@@ -120,6 +137,20 @@ class Profile(Saved):
         return replace(
             self, device=kind, notes=(*self.notes, f"a profile of {self.device}, assumed to hold for {kind}")
         )
+
+    def with_states(self, states: Callable[[str], float]) -> Profile:
+        """The profile of a run whose optimizer keeps so many numbers for each number of a parameter, by its role.
+
+        A step reads weights, gradients and states, and writes weights and states: SGD with momentum, which keeps one,
+        goes five times over memory.
+        """
+        layers = [
+            replace(each, state_bytes=round(sum(states(role) * size for role, size in each.by_role.items())))
+            for each in self.layers
+        ]
+        trained, kept = sum(each.gradient_bytes for each in layers), sum(each.state_bytes or 0 for each in layers)
+        passes = 3 + 2 * kept / trained if trained else 5.0
+        return replace(self, layers=tuple(layers), optimizer_s=self.optimizer_s * passes / 5)
 
     def slowed(self, factors: Sequence[float]) -> Profile:
         """The profile with layers that take so many times as long, at each batch size."""

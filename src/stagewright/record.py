@@ -190,6 +190,8 @@ class Record(Saved):
     """Seconds of each steady step, warm-up and start-up left out; none where a resumed run had no step left to do."""
     step_samples: int = Field(ge=1)
     """Samples that one step really processed."""
+    sample_tokens: float | None = Field(default=None, gt=0)
+    """Tokens of a sample, on average, where samples are text."""
     start_up_s: float = Field(default=0.0, ge=0)
     """Time before the steady state."""
     devices: tuple[DeviceUse, ...] = ()
@@ -228,6 +230,11 @@ class Record(Saved):
         return self.step_samples / self.median_step_s
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens really processed, over the median step, where samples are text."""
+        return None if self.sample_tokens is None else self.samples_per_s * self.sample_tokens
+
+    @property
     def epoch_s(self) -> float | None:
         """Seconds for an epoch's samples, where the data has epochs and a step was measured."""
         return None if self.epoch_samples is None or not self.step_s else self.epoch_samples / self.samples_per_s
@@ -240,6 +247,7 @@ class Record(Saved):
             "model": self.plan.model,
             "placement": self.plan.placement,
             "images_per_s": self.samples_per_s if self.step_s else None,
+            **({"tokens_per_s": self.tokens_per_s} if self.sample_tokens and self.step_s else {}),
             "step_s": self.median_step_s if self.step_s else None,
             "epoch_s": self.epoch_s,
             "devices": [

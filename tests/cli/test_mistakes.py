@@ -72,7 +72,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("simulate mlp --batch 8 --assume-kind v100", "--assume-kind v100 goes with a profile file", "leave it out"),
     ("cluster --workers 0", "--workers is 0: expected 1 or more", ""),
     ("cluster titan-v-8 --workers 3", "--workers counts workers on this machine, not on titan-v-8", "leave one"),
-    ("profile tiny-cnn --device cpu --batch 8 --workers 0", "invalid value for '--workers'", "--help"),
+    ("profile tiny-cnn --device cpu --batch 8 --workers 0", "--workers is 0: expected 1 or more", ""),
     ("data make new --format zip", "--format is 'zip': expected one of folder, ofrecord, tar", ""),
     ("train tiny-cn --device cpu --batch 8", "no model is called 'tiny-cn'", "did you mean tiny-cnn"),
     ("train tiny-cnn --batch 8 --device gpu", "--device is 'gpu': expected 'cpu' or 'cuda'", ""),

@@ -86,3 +86,16 @@ def test_a_model_is_planned_by_name() -> None:
 def test_a_wrong_command_says_what_is_wrong(files: tuple[Path, Path], words: tuple[str, ...], error: str) -> None:
     with pytest.raises(StagewrightError, match=error):
         run(plan, files[0], "--cluster", files[1], *words)
+
+
+def test_the_optimizer_and_the_precision_count(files: tuple[Path, Path], tmp_path: Path) -> None:
+    fixed = ("--cluster", files[1], "--batch", 24, "--placement", "0:0-2.0:3", "--cut", "d")
+    peaks = {}
+    for name in ("sgd", "adamw"):
+        found = json.loads(run(plan, files[0], *fixed, "--optimizer", name, "--json"))
+        peaks[name] = found["best"]["peak_bytes"]
+    assert peaks["adamw"][1] - peaks["sgd"][1] == 900 * MIB
+    text = run(plan, files[0], *fixed, "--optimizer", "adamw", "-o", tmp_path / "plan.json").replace("\n", " ")
+    assert text.count("--optimizer adamw") == 2
+    with pytest.raises(StagewrightError, match="expected one of sgd, adam"):
+        run(plan, files[0], *fixed, "--optimizer", "sdg")

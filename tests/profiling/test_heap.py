@@ -13,7 +13,7 @@ import pytest
 from stagewright.cluster import DeviceId
 from stagewright.plan import Plan, Stage
 from stagewright.profiling.heap import KEPT_LONGER
-from stagewright.runtime.launch import worker_environment
+from stagewright.runtime.launch.environment import worker_environment
 from tests.runtime.running import ROOT
 
 

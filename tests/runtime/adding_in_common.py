@@ -31,7 +31,7 @@ def main() -> None:
         os.environ[common_memory.APART] = "1"
         assert isinstance(make_all_reduce(world, "stage 0", everyone, staged=False), CollectiveAllReduce)
         del os.environ[common_memory.APART]
-        common_memory.identity = lambda: f"host {world.worker}"
+        common_memory._identity = lambda: f"host {world.worker}"
         assert isinstance(make_all_reduce(world, "stage 0", everyone, staged=False), CollectiveAllReduce)
         print("equal", flush=True)
 

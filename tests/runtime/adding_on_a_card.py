@@ -6,13 +6,13 @@ import os
 
 import torch
 
-from stagewright.runtime.all_reduce import PIECE_BYTES, StagedAllReduce, make_all_reduce
+from stagewright.runtime.all_reduce import _PIECE_BYTES, _StagedAllReduce, make_all_reduce
 from stagewright.runtime.common_memory import APART
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import World, open_world
 from tests.runtime.adding_in_common import compare
 
-SIZES = (1, 1001, PIECE_BYTES // 4 * 3 + 17)
+SIZES = (1, 1001, _PIECE_BYTES // 4 * 3 + 17)
 """One piece, an odd number, and several pieces."""
 
 
@@ -30,7 +30,7 @@ def main() -> None:
 def check(world: World, *, in_common: bool) -> None:
     """Sums over both workers, in two number formats."""
     add_up = make_all_reduce(world, "stage 0", (0, 1), staged=True)
-    assert isinstance(add_up, StagedAllReduce)
+    assert isinstance(add_up, _StagedAllReduce)
     assert add_up.in_common is in_common
     for dtype in (torch.float32, torch.bfloat16):
         compare(add_up, SIZES, torch.zeros(1, dtype=dtype, device=world.device), world)

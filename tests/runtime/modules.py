@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from stagewright.models import Layered, cross_entropy_sum, make_layered, mean_loss, token_cross_entropy_sum
+from stagewright.models.lora import with_lora
 from tests.runtime.reference import Tower, rows_of_batch
 
 WIDTH, CLASSES = 6, 4
@@ -262,6 +263,11 @@ class TiedWords(nn.Module):
         return self.head(self.norm(h))
 
 
+def adapted() -> nn.Module:
+    """Adapters in two layers; what is tied is frozen, and whole stages are."""
+    return with_lora(TiedWords(), 2, targets=("b", "d"), alpha=3.0)
+
+
 def tokens(batch: int, num_rows: int) -> tuple[Tensors, Tensors]:
     """Tokens and labels; some labels are -100, all of row 1's."""
     generator = torch.Generator().manual_seed(1000 + batch)
@@ -335,6 +341,7 @@ MODELS = {
     "dropped, exported": Model(lambda: Dropped(True), classified, cross_entropy_sum(), F.cross_entropy, drops=True),
     "normed": Model(Normed, classified, cross_entropy_sum(), F.cross_entropy, mixes_rows=True),
     "tied words": Model(TiedWords, tokens, token_cross_entropy_sum(), mean_of_tokens),
+    "adapted": Model(adapted, tokens, token_cross_entropy_sum(), mean_of_tokens),
     "words": Model(Words, tokens, token_cross_entropy_sum(), mean_of_tokens),
     "words, own loss": Model(Words, tokens, mean_loss(mean_of_tokens, count=number_of_tokens), mean_of_tokens),
     "weighted": Model(

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from stagewright.models import Layered
-from stagewright.runtime.checkpoint import Checkpointer
+from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
+from stagewright.runtime.checkpoint.saving import Checkpointer
 from stagewright.runtime.feed import FunctionFeed
-from stagewright.runtime.resuming import find_checkpoint, restore
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world

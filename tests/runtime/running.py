@@ -9,8 +9,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
-from stagewright.runtime.launch import seats_here, wait_for_workers, workers
-from stagewright.runtime.process import server_pid
+from stagewright.runtime.launch.local import _seats_here, wait_for_workers, workers
+from stagewright.runtime.launch.process import server_pid
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def run_here(
     command: list[str], size: int, logs: Path, environment: Mapping[str, str], timeout_s: float
 ) -> dict[int, int]:
     """Runs a command as so many workers; the exit status of those that failed."""
-    with workers(command, seats_here(size, str(logs / "store")), logs, environment, timeout_s) as started:
+    with workers(command, _seats_here(size, str(logs / "store")), logs, environment) as started:
         return wait_for_workers(started, timeout_s)
 
 

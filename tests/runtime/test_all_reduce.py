@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from stagewright.runtime.mps import SHARED
+from stagewright.runtime.launch.mps import SHARED
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.transport import is_staged
 from stagewright.runtime.world import World, open_world

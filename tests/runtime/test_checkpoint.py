@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from stagewright.errors import CheckpointError, UsageError
-from stagewright.runtime.checkpoint import prune, sweep
-from stagewright.runtime.resuming import checkpoints_in, find_checkpoint, path_of, whole_model
+from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
+from stagewright.runtime.checkpoint.saving import _prune, sweep
+from stagewright.runtime.checkpoint.storage import _SUMS, read_manifest, write_tensors
+from stagewright.runtime.run_folder import MANIFEST, checkpoints_in, path_of
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.storage import MANIFEST, SUMS, read_manifest, write_hashed, write_tensors
 from stagewright.runtime.world import World, open_world
 from tests.runtime.cases import OPTIMIZERS, Case
 from tests.runtime.reference import Tower, rows_of_batch, train_delayed
@@ -55,7 +57,7 @@ def reference(optimizer: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 def check_equal(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    found, _ = whole_model(checkpoints_in(folder)[0])
+    found = whole_model(checkpoints_in(folder)[0])
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-11, atol=1e-13), name
@@ -119,7 +121,7 @@ def test_the_same_plan_goes_on_bit_for_bit(placement: str, tmp_path: Path, world
     for folder, parts in (("whole", [6]), ("cut", [3, 3])):
         for steps in parts:
             go_on(Case(placement, optimizer="adamw", batch=BATCH), tmp_path / folder, world, steps)
-    one, other = (whole_model(path_of(tmp_path / folder, 6))[0] for folder in ("whole", "cut"))
+    one, other = (whole_model(path_of(tmp_path / folder, 6)) for folder in ("whole", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -139,7 +141,7 @@ def test_every_file_of_a_checkpoint_is_watched(saved: Path) -> None:
     assert find_checkpoint(saved, print)[1]["step"] == 9
 
 
-@pytest.mark.parametrize("lost", [MANIFEST, SUMS, "part-0.safetensors"])
+@pytest.mark.parametrize("lost", [MANIFEST, _SUMS, "part-0.safetensors"])
 def test_a_torn_checkpoint_is_passed_over(lost: str, saved: Path) -> None:
     (checkpoints_in(saved)[0] / lost).unlink()
     words: list[str] = []
@@ -149,7 +151,7 @@ def test_a_torn_checkpoint_is_passed_over(lost: str, saved: Path) -> None:
 
 def test_when_none_is_good_none_is_found(saved: Path) -> None:
     for path in checkpoints_in(saved):
-        (path / SUMS).write_text("nonsense")
+        (path / _SUMS).write_text("nonsense")
     words: list[str] = []
     assert find_checkpoint(saved, words.append) is None
     assert len(words) == 3
@@ -159,7 +161,7 @@ def test_half_written_ones_are_swept_and_old_ones_pruned(saved: Path) -> None:
     shutil.copytree(path_of(saved, 9), path_of(saved, 12).with_name(".step-00000012.part"))
     assert find_checkpoint(saved, print)[1]["step"] == 9
     sweep(saved)
-    prune(saved, 2, None, set())
+    _prune(saved, 2, set())
     assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["step-00000006", "step-00000009"]
 
 
@@ -178,9 +180,12 @@ def test_a_manifest_cannot_name_files_outside_its_folder(saved: Path) -> None:
     folder = checkpoints_in(saved)[0]
     manifest = json.loads((folder / MANIFEST).read_text())
     next(iter(manifest["tensors"].values()))["file"] = "../../secret.safetensors"
-    digest = write_hashed(folder / MANIFEST, [json.dumps(manifest).encode()])
-    sums = (folder / SUMS).read_text().splitlines()
-    (folder / SUMS).write_text("".join(f"{digest}  {MANIFEST}\n" if MANIFEST in line else f"{line}\n" for line in sums))
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    sums = (folder / _SUMS).read_text().splitlines()
+    (folder / _SUMS).write_text(
+        "".join(f"{digest}  {MANIFEST}\n" if MANIFEST in line else f"{line}\n" for line in sums)
+    )
     with pytest.raises(CheckpointError, match="in a way that cannot be"):
         read_manifest(folder)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stagewright.runtime.deferred import DeferredGradients, can_defer
+from stagewright.runtime.deferred import DeferredGradients, _can_defer
 
 ROWS = (3, 4, 1, 4)
 """Of four microbatches."""
@@ -173,10 +173,10 @@ def test_weights_that_someone_listens_to_are_left_alone() -> None:
     heard.weight.register_hook(lambda gradient: gradient)
     after.weight.register_post_accumulate_grad_hook(lambda weight: None)
     frozen.weight.requires_grad_(False)
-    assert [can_defer(each) for each in (heard, after, frozen, plain)] == [False, False, False, True]
+    assert [_can_defer(each) for each in (heard, after, frozen, plain)] == [False, False, False, True]
     with pytest.warns(FutureWarning):
         computed = nn.utils.weight_norm(nn.Linear(4, 4))  # its weight is made of two parameters at every forward
-    assert not can_defer(computed)
+    assert not _can_defer(computed)
 
 
 def test_a_layer_that_the_last_microbatch_passes_by_keeps_nothing_back() -> None:
@@ -194,5 +194,5 @@ def test_a_layer_that_the_last_microbatch_passes_by_keeps_nothing_back() -> None
 def test_closed_layers_are_ordinary_ones_again() -> None:
     layer = nn.Linear(4, 4)
     DeferredGradients(layer).close()
-    assert can_defer(layer)
+    assert _can_defer(layer)
     assert layer(torch.ones(1, 4)).grad_fn.name() == "AddmmBackward0"

@@ -7,15 +7,24 @@ from pathlib import Path
 import pytest
 
 from stagewright.cli import main
-from stagewright.runtime.diagnosis import blame
-from stagewright.runtime.flight import ENTRY, HEAD, NUM_ENTRIES, SCHEDULE_FILE, Flight, path_of, read_flight, write_json
-from stagewright.runtime.launch import explain
-from stagewright.runtime.run_folder import IDENTITY
+from stagewright.runtime.launch.local import explain
+from stagewright.runtime.run_folder import _IDENTITY
+from stagewright.runtime.safety.diagnosis import blame
+from stagewright.runtime.safety.flight import (
+    _ENTRY,
+    _HEAD,
+    _NUM_ENTRIES,
+    SCHEDULE_FILE,
+    Flight,
+    _path_of,
+    read_flight,
+    write_json,
+)
 from stagewright.schedule import Action, Schedule
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, plan_of
 
-SIZE = HEAD.size + ENTRY.size * NUM_ENTRIES
+SIZE = _HEAD.size + _ENTRY.size * _NUM_ENTRIES
 NAMES = tuple(f"l{number}" for number in range(6))
 
 
@@ -103,10 +112,10 @@ def test_one_that_gave_no_sign_of_life_while_the_others_waited(tmp_path: Path) -
     schedule = schedule_of(Case("4"))
     fly(tmp_path, schedule, dict.fromkeys(range(4), "U0"), timeout_s=10.0)
     for worker in (0, 1, 3):
-        raw = bytearray(path_of(tmp_path, worker).read_bytes())
-        count, process, beat, limit = HEAD.unpack_from(raw)
-        HEAD.pack_into(raw, 0, count, process, beat + 10.0, limit)
-        path_of(tmp_path, worker).write_bytes(raw)
+        raw = bytearray(_path_of(tmp_path, worker).read_bytes())
+        count, process, beat, limit = _HEAD.unpack_from(raw)
+        _HEAD.pack_into(raw, 0, count, process, beat + 10.0, limit)
+        _path_of(tmp_path, worker).write_bytes(raw)
         write_json(tmp_path / f"worker-{worker}.error.json", {"what": f"worker {worker} waited at U0", "own": False})
     found = blame(schedule, tmp_path)
     assert (found.worker, found.is_own) == (2, True)
@@ -143,7 +152,7 @@ def test_the_doctor_blames_nobody_for_a_run_that_ended_well(
 ) -> None:
     """Even where some stood at other actions than those they waited for."""
     fly(tmp_path, schedule_of(Case("3-1")), {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
-    write_json(tmp_path / IDENTITY, {"id": "x", "state": state})
+    write_json(tmp_path / _IDENTITY, {"id": "x", "state": state})
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(tmp_path)])
     out = capsys.readouterr().out

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from stagewright.cluster import DeviceId
 from stagewright.models import build_model, make_layered
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.dtypes import fed_inputs
 from stagewright.runtime.feed import FunctionFeed
+from stagewright.runtime.replica import fed_inputs
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World

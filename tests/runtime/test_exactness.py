@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.launch.mps import shared_cards
 from tests.runtime.cases import Case, all_cases, size_of
 from tests.runtime.running import run_workers
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import stagewright as sw
-from stagewright.runtime.feed import FunctionFeed, OnDevice, moved
+from stagewright.models import TensorSpec
+from stagewright.runtime.feed import CheckedFeed, FunctionFeed, _moved
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import open_world
@@ -44,14 +45,19 @@ class Seen(Tensor):
 
 def test_to_a_card_rows_go_by_a_pinned_copy_and_nobody_waits() -> None:
     rows, own = Seen.of(), Seen.of(pinned=True)
-    moved((rows, own), torch.device("cuda", 3))
+    for each in (rows, own):
+        _moved(each, torch.device("cuda", 3))
     assert rows.steps == ["pinned", "to cuda:3, not waiting"]
     assert own.steps == ["to cuda:3"], "a pinned tensor of the user's may be filled again: its copy is waited for"
 
 
 def test_rows_that_are_there_stay_as_they_are() -> None:
     rows = torch.zeros(3)
-    assert moved((rows,), torch.device("cpu"))[0] is rows
+    assert _moved(rows, torch.device("cpu")) is rows
+
+
+def spec_of(shape_per_row: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
+    return TensorSpec(name="x", shape_per_row=shape_per_row, dtype=dtype, needs_grad=False)
 
 
 @pytest.mark.parametrize("kind", ["inputs", "targets"])
@@ -59,8 +65,9 @@ def test_a_feed_and_a_function_give_rows_on_the_device(kind: str) -> None:
     def rows(batch: int, start: int, stop: int) -> tuple[tuple[Tensor], tuple[Tensor]]:
         return (torch.zeros(stop - start, 4),), (torch.zeros(stop - start, dtype=torch.int64),)
 
-    feed = OnDevice(FunctionFeed(rows), torch.device("meta"))
-    (given,) = getattr(feed, kind)(0, 1, 4)
+    specs = {"inputs": spec_of((4,), torch.float32), "targets": spec_of((), torch.int64)}
+    feed = CheckedFeed(FunctionFeed(rows), torch.device("meta"), all_labels_count=False)
+    (given,) = getattr(feed, kind)([specs[kind]], 0, 1, 4)
     assert (given.device.type, given.shape[0]) == ("meta", 3)
 
 

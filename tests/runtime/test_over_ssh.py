@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.runtime.resuming import checkpoints_in, find_checkpoint
+import stagewright
+from stagewright.runtime.checkpoint.resuming import find_checkpoint
+from stagewright.runtime.run_folder import checkpoints_in
 from tests.runtime.running import ROOT
 
 HOSTS = "127.0.0.2,127.0.0.3"
@@ -36,6 +38,7 @@ def path_with_ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         f"Port {port}\nListenAddress 127.0.0.1\nListenAddress 127.0.0.2\nListenAddress 127.0.0.3\n"
         f"HostKey {folder / 'host_key'}\nAuthorizedKeysFile {folder / 'key.pub'}\nStrictModes no\n"
         "PermitRootLogin yes\nUsePAM no\nPidFile none\n"
+        f"SetEnv PYTHONPATH={Path(stagewright.__file__).parents[1]}\n"  # hosts run the package that is tested here
     )
     (folder / "ssh_config").write_text(
         f"Host *\nPort {port}\nIdentityFile {folder / 'key'}\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
@@ -62,7 +65,7 @@ def start(folder: Path, path: str, *options: str) -> subprocess.Popen[str]:
 
 
 def left_of(folder: Path) -> list[int]:
-    """The torchruns and workers of a run, on any host: their command names its folder, and ssh started them."""
+    """The torchruns and workers of a run, on any host: their command names its configuration, and ssh started them."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -18,15 +18,15 @@ from stagewright.cluster import DeviceId, parse_placement
 from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
-from stagewright.runtime import preflight
-from stagewright.runtime.hosts import OverSsh, host_commands
-from stagewright.runtime.preflight import (
+from stagewright.runtime.launch.ssh import OverSsh, host_commands
+from stagewright.runtime.safety import preflight
+from stagewright.runtime.safety.preflight import (
     Machine,
+    _saved_bytes,
     check_before_launch,
     check_hosts,
     facts,
     needed_bytes,
-    saved_bytes,
     too_little_memory,
 )
 from stagewright.runtime.settings import Settings
@@ -55,9 +55,9 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.M
     layered = layered_tower()
     schedule = make_schedule(plan_of(Case("3-1"), layered.names))
     broken = replace(schedule, orders=(schedule.orders[0][1:], *schedule.orders[1:]))
-    monkeypatch.setattr(preflight, "available_memory", lambda: 100)
+    monkeypatch.setattr(preflight, "_available_memory", lambda: 100)
     with pytest.raises(UsageError) as told:
-        check_before_launch(broken, layered, Settings(), tmp_path / "missing" / "..", states=2, keep=None)
+        check_before_launch(broken, layered, Settings(), tmp_path / "missing" / "..", states=lambda role: 2, keep=None)
     lines = str(told.value).splitlines()
     assert lines[0] == "the run cannot start: 3 things must be put right first"
     assert [line[:2] for line in lines[1:]] == ["1.", "2.", "3."]
@@ -104,10 +104,12 @@ def test_on_cpus_each_host_holds_its_own_workers() -> None:
 def test_activations_count(recompute: bool, held: int) -> None:
     layered = layered_tower()
     few, many = (
-        needed_bytes(plan_of(Case("2-2", batch=rows, recompute=recompute), layered.names), layered, Settings(), 1)
+        needed_bytes(
+            plan_of(Case("2-2", batch=rows, recompute=recompute), layered.names), layered, Settings(), lambda role: 1
+        )
         for rows in (8, 808)
     )
-    saved = saved_bytes(plan_of(Case("2-2"), layered.names), layered, Settings())
+    saved = _saved_bytes(plan_of(Case("2-2"), layered.names), layered, Settings())
     assert min(saved) > 0
     # 800 rows more are 100 more for each of two replicas in each of four microbatches
     assert [after - before for before, after in zip(few, many)] == [
@@ -120,7 +122,7 @@ def test_counting_activations_leaves_the_model_as_it_is() -> None:
     before = {name: tensor.clone() for name, tensor in layered.model.state_dict().items()}
     drawn = torch.random.get_rng_state()
     plan = Plan(model="tiny-cnn", stages=(Stage(layers=layered.names, devices=(DeviceId(0, 0),)),), batch=8)
-    assert saved_bytes(plan, layered, Settings())[0] > 0
+    assert _saved_bytes(plan, layered, Settings())[0] > 0
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert all(torch.equal(tensor, before[name]) for name, tensor in layered.model.state_dict().items())
     assert all(parameter.grad is None for parameter in layered.model.parameters())
@@ -128,7 +130,7 @@ def test_counting_activations_leaves_the_model_as_it_is() -> None:
 
 def test_one_device_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layered = layered_tower()
-    monkeypatch.setattr(preflight, "available_memory", lambda: 100)
+    monkeypatch.setattr(preflight, "_available_memory", lambda: 100)
     with pytest.raises(UsageError, match="the workers together need"):
         sw.train(make_schedule(plan_of(Case("1"), layered.names)), layered, folder=tmp_path / "run")
 
@@ -136,15 +138,15 @@ def test_one_device_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_disk_must_hold_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layered = layered_tower()
     schedule = make_schedule(plan_of(Case("3-1"), layered.names))
-    check_before_launch(schedule, layered, Settings(), tmp_path, states=1, keep=3)
+    check_before_launch(schedule, layered, Settings(), tmp_path, states=lambda role: 1, keep=3)
     with pytest.raises(UsageError, match=r"1000000000000 checkpoints and the one being written take .* has .* left"):
-        check_before_launch(schedule, layered, Settings(), tmp_path, states=1, keep=10**12)
+        check_before_launch(schedule, layered, Settings(), tmp_path, states=lambda role: 1, keep=10**12)
 
 
 def asked(port: int, *paths: str, **other: object) -> list[str]:
     """Commands that answer as hosts do; `other` changes what the second one says."""
     code = (
-        "import json, sys; from stagewright.runtime.preflight import facts; "
+        "import json, sys; from stagewright.runtime.safety.preflight import facts; "
         f"print(json.dumps({{**facts(sys.argv[2:], int(sys.argv[1]) or None), **{other!r}}}))"
     )
     return [sys.executable, "-c", code]
@@ -216,3 +218,17 @@ def test_a_host_that_is_none_is_refused(host: str) -> None:
 @pytest.mark.parametrize("host", ["one", "me@one.local", "10.0.0.7", "[fe80::1]", "node-3_a"])
 def test_hosts(host: str) -> None:
     assert OverSsh((host,)).names == (host,)
+
+
+def test_states_count_by_role_and_frozen_parameters_have_none() -> None:
+    layered = layered_tower()
+    plan = plan_of(Case("1", batch=8), layered.names)
+    matrices = sum(each.numel() for each in layered.model.parameters() if each.dim() == 2)
+    one, more = (needed_bytes(plan, layered, Settings(), count) for count in (lambda role: 1, lambda role: 2))
+    whole = 4 * sum(each.numel() for each in layered.model.parameters())
+    assert more[0] - one[0] == whole
+    less = needed_bytes(plan, layered, Settings(), lambda role: 0 if role == "matrix" else 1)
+    assert one[0] - less[0] == 4 * (matrices - 6 * 4)  # the last one, of six inputs and four scores, is the head
+    for each in layered.model.parameters():
+        each.requires_grad_(False)
+    assert one[0] - needed_bytes(plan, layered, Settings(), lambda role: 1)[0] >= 2 * whole

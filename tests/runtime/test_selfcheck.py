@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from stagewright.errors import RunError
-from stagewright.runtime import selfcheck
-from stagewright.runtime.deferred import KeptRows
+from stagewright.runtime.deferred import _KeptRows
 from stagewright.runtime.feed import FunctionFeed
+from stagewright.runtime.safety import selfcheck
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
@@ -60,12 +60,12 @@ def test_right_gradients_pass(
 
 
 def test_a_lost_product_ends_the_run_by_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    product = KeptRows.product
+    product = _KeptRows.product
 
-    def forgetful(self: KeptRows) -> Tensor:
+    def forgetful(self: _KeptRows) -> Tensor:
         return product(self).mul_(0.9)
 
-    monkeypatch.setattr(KeptRows, "product", forgetful)
+    monkeypatch.setattr(_KeptRows, "product", forgetful)
     with pytest.raises(RunError, match=r"gradient of '\d\.0\.weight' in stage 0 is not that of plain autograd"):
         run(CASE, world)
     run(CASE, world, self_check=False)

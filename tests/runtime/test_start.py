@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stagewright.errors import RunError
-from stagewright.runtime.launch import STORE
-from stagewright.runtime.meeting import meet
+from stagewright.runtime.launch.environment import STORE
+from stagewright.runtime.launch.meeting import meet
 from tests.runtime.running import run_workers
 
 

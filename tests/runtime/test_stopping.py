@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch.distributed import HashStore
 
-from stagewright.runtime.flight import STOP_FILE
-from stagewright.runtime.stopping import Gate, Stopper
+from stagewright.runtime.safety.flight import STOP_FILE
+from stagewright.runtime.safety.stopping import Gate, Stopper
 from stagewright.runtime.world import Words, World
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, plan_of

@@ -11,7 +11,7 @@ from stagewright.cluster import parse_devices
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.warm_up import run_everything_once, warm_up
+from stagewright.runtime.warm_up import _run_everything_once, warm_up
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import open_world
 from stagewright.scheduling import make_schedule
@@ -38,7 +38,7 @@ def test_weights_buffers_optimizer_and_scheduler_are_as_before(precision: str, v
             [copy.deepcopy(slot.state_dict()) for slot in weights.modules],
             copy.deepcopy(weights.scheduler.state_dict()),
         )
-        warm_up(worker) if device == "cuda" else run_everything_once(worker)
+        warm_up(worker) if device == "cuda" else _run_everything_once(worker)
         for kept, slot in zip(before[0], weights.modules):
             assert all(torch.equal(tensor, kept[name]) for name, tensor in slot.state_dict().items())
         assert weights.scheduler.state_dict() == before[1]

@@ -6,14 +6,14 @@ import hashlib
 import threading
 import time
 
-from stagewright.runtime.world import let_threads_finish
+from stagewright.runtime.world import _let_threads_finish
 
 
 def test_a_busy_thread_is_waited_for() -> None:
     # Outside of Python and busy, as a thread of gloo is; some tenths of a second on any machine.
     busy = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"word", b"salt", 200_000))
     busy.start()
-    let_threads_finish(timeout_s=60.0)
+    _let_threads_finish(timeout_s=60.0)
     assert not busy.is_alive()
 
 
@@ -27,7 +27,7 @@ def test_a_thread_that_never_ends_is_not_waited_for() -> None:
     endless = threading.Thread(target=turn)
     endless.start()
     started = time.monotonic()
-    let_threads_finish(timeout_s=0.2)
+    _let_threads_finish(timeout_s=0.2)
     assert time.monotonic() - started >= 0.2
     assert endless.is_alive()
     stop.set()

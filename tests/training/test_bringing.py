@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagewright.runtime.resuming import checkpoints_in, whole_model
+from stagewright.runtime.checkpoint.resuming import whole_model
+from stagewright.runtime.run_folder import checkpoints_in
 from tests.training.bringing import plainly
 from tests.training.test_torchrun import ROOT, RUN
 
@@ -42,7 +43,7 @@ def test_a_run_leaves_its_last_weights_by_itself(tmp_path: Path) -> None:
     run(sys.executable, "-m", "tests.training.bringing", str(tmp_path), "0:0.0:1")
     (last,) = checkpoints_in(tmp_path / "run")
     assert last.name == "step-00000004"
-    assert is_plain(whole_model(last)[0])
+    assert is_plain(whole_model(last))
 
 
 def test_under_torchrun_every_worker_has_the_whole_model(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from stagewright.cli import main
-from stagewright.runtime.checkpoint import prune
-from stagewright.runtime.resuming import checkpoints_in, find_checkpoint, path_of, whole_model
-from stagewright.runtime.storage import SUMS
+from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
+from stagewright.runtime.checkpoint.saving import _prune
+from stagewright.runtime.checkpoint.storage import _SUMS
+from stagewright.runtime.run_folder import checkpoints_in, path_of
 from stagewright.training.events import read_events
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def steps_in(folder: Path) -> list[int]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found = find_checkpoint(folder, print)
     assert found is not None
-    return whole_model(found[0])[0]
+    return whole_model(found[0])
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +171,11 @@ def test_what_is_kept_are_good_checkpoints_of_this_run(holding: Path, older: Pat
     """Neither damaged nor foreign ones count, and the newest good one stays."""
     run = json.loads((holding / "run.json").read_text())["id"]
     for step in (20, 15):
-        (path_of(holding, step) / SUMS).write_text("nonsense")
+        (path_of(holding, step) / _SUMS).write_text("nonsense")
     shutil.copytree(path_of(older, 20), path_of(holding, 99))
     manifest = path_of(holding, 99) / "manifest.json"
     manifest.write_text(manifest.read_text().replace(run, "another"))
-    prune(holding, 1, run, set())
+    _prune(holding, 1, set())
     assert steps_in(holding) == [99, 20, 15, 10]
     assert find_checkpoint(holding, lambda text: None)[1]["step"] == 10
 
@@ -182,7 +183,7 @@ def test_what_is_kept_are_good_checkpoints_of_this_run(holding: Path, older: Pat
 def test_no_step_that_was_told_to_be_saved_is_lost_to_older_numbers(holding: Path, tmp_path: Path) -> None:
     """After the newest ones were damaged, a run goes on from an earlier one and keeps what it saves."""
     for step in (20, 15):
-        (path_of(holding, step) / SUMS).write_text("nonsense")
+        (path_of(holding, step) / _SUMS).write_text("nonsense")
     assert train(holding, "--steps", "13", "--resume", "auto", "--keep", "1", "--checkpoint-every", "3") == 0
     assert find_checkpoint(holding, lambda text: None)[1]["step"] == 13
 

@@ -42,7 +42,7 @@ from stagewright.record import Record
 from stagewright.report.cases import FAILURE_END, RECORD_END, Case, Failure
 from stagewright.report.comparison import peak_bytes
 from stagewright.report.figures import too_full
-from stagewright.runtime.process import check_server, start_process
+from stagewright.runtime.launch.process import check_server, start_process
 from stagewright.schema import Saved, dump_json, schema
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.setting import Scenario

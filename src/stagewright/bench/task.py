@@ -15,7 +15,7 @@ from stagewright.errors import StagewrightError, UsageError
 from stagewright.planning.options import PlanOptions
 from stagewright.profiling.topology import join_hosts
 from stagewright.record import Source
-from stagewright.runtime.launch import expand_hosts
+from stagewright.runtime.launch.environment import expand_hosts
 from stagewright.training.sections import section_keys
 
 _SOURCES: Mapping[Mode, Source] = {"train": "measured", "rehearse": "rehearsed", "simulate": "simulated"}

@@ -34,7 +34,7 @@ def doctor(folder: Annotated[Path, typer.Argument(help="the folder of a run (--o
 
     Example: stagewright doctor results/vgg16
     """
-    from stagewright.runtime.diagnosis import Blame, blame, name_of, position, where_all_stand
+    from stagewright.runtime.safety.diagnosis import Blame, blame, name_of, position, where_all_stand
     from stagewright.schedule import Schedule
 
     path = folder / "schedule.json"
@@ -65,8 +65,8 @@ def _how_it_ended(folder: Path) -> str | None:
 
 def _table_of(plan: Plan, folder: Path) -> Table:
     """For each worker where it stood, when it was last heard of, and what it said."""
-    from stagewright.runtime.confession import read_confessions
-    from stagewright.runtime.diagnosis import position, where_all_stand
+    from stagewright.runtime.safety.diagnosis import position, where_all_stand
+    from stagewright.runtime.safety.flight import read_confessions
 
     stands, told = where_all_stand(folder, len(plan.devices)), read_confessions(folder, len(plan.devices))
     newest, rows = max((stand.time_s for stand in stands.values()), default=0.0), []

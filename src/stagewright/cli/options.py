@@ -17,6 +17,8 @@ import typer
 from stagewright.errors import UsageError
 from stagewright.profile import Profile
 from stagewright.schema import schema
+from stagewright.training.optimizers import OPTIMIZERS
+from stagewright.training.recipes import OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys, split_words
 
 Given = dict[str, dict[str, Any]]
@@ -37,6 +39,13 @@ class Hardware:
     """take the profile for one of this kind of device, such as titan-v"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """what is computed in, where a model's name is given"""
+    optimizer: OptimizerName = "sgd"
+    """whose states and steps count"""
+
+    @property
+    def states(self) -> Callable[[str], float]:
+        """How many numbers the optimizer keeps for each number of a parameter, by its role."""
+        return OPTIMIZERS[self.optimizer].states_of
 
     def load_profile(self, file: str | Path | None) -> Profile | None:
         """The profile in a file, taken for one of another kind of device where that is said; None without a file."""
@@ -96,12 +105,11 @@ def _names(key: Key) -> tuple[str, ...]:
 
 
 def _parameter(name: str, section: str, key: Key, other: str | None) -> inspect.Parameter:
-    """The parameter of an option, as typer reads it; what a file may have set can be unset."""
+    """The parameter of an option, as typer reads it."""
     is_flag, panel = name != key.key or key.kind is bool, _PANELS.get(section)
     kind: Any = bool if is_flag else list[str] if key.is_many else key.kind if key.kind in (int, float, Path) else str
     option = key.option if name == key.key else f"--{name}"
-    two_sided = is_flag and (panel is not None or key.default is True)
-    words = [f"{option}/--no-{option[2:]}" if two_sided else option, *(["-o"] if name == "out" else [])]
+    words = [f"{option}/--no-{option[2:]}" if is_flag else option, *(["-o"] if name == "out" else [])]
     shown = typer.Option(*words, *filter(None, [other]), help=_help(name, key), rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]

@@ -31,8 +31,8 @@ from stagewright.simulation import simulator
 class _Planning(Hardware):
     """For what a plan is searched, and where it goes."""
 
-    no_simulate: bool = False
-    """rank by the estimate alone"""
+    simulate: bool = True
+    """simulate the best of what the estimate ranks; else rank by the estimate alone"""
     json: bool = False
     """print the plans as JSON"""
     out: Path | None = None
@@ -50,7 +50,8 @@ def plan(
     """
     hardware = cluster_or_here(own.cluster)
     profile = own.load_profile(what if names_file(what) else None) or _analytic(what, hardware, plan, own)
-    found = make_plan(profile, hardware, plan, None if own.no_simulate else simulator(profile, hardware))
+    profile = profile.with_states(own.states)
+    found = make_plan(profile, hardware, plan, simulator(profile, hardware) if own.simulate else None)
     if own.assume_kind is not None:
         best = replace(found.best.plan, notes=(*found.best.plan.notes, profile.notes[-1]))
         found = replace(found, best=replace(found.best, plan=best))
@@ -95,9 +96,10 @@ def _next(plan: Plan, what: str, own: _Planning) -> list[str]:
     words = ["--profile", what] if names_file(what) else []
     words += ["--assume-kind", own.assume_kind] if own.assume_kind is not None else []
     words += ["--cluster", own.cluster] if own.cluster is not None else []
+    typed = ["--optimizer", own.optimizer] if own.optimizer != type(own)().optimizer else []
     where = "" if own.cluster is None else f"on {own.cluster} itself: "
-    simulate = shlex.join(["stagewright", "simulate", str(own.out), *words])
-    train = shlex.join(["stagewright", "train", plan.model, "--plan", str(own.out)])
+    simulate = shlex.join(["stagewright", "simulate", str(own.out), *words, *typed])
+    train = shlex.join(["stagewright", "train", plan.model, "--plan", str(own.out), *typed])
     return [f"saved {own.out} · next: {simulate} · {where}{train}"]
 
 

@@ -71,7 +71,7 @@ def _on_hosts(config: Config, cluster: Cluster, console: Console) -> Record | No
     """The record of a run in the cluster's emulated hosts; inside of them, as one of the workers."""
     from stagewright.rehearsal import emulated_hosts
     from stagewright.rehearsal.tools import check_tools
-    from stagewright.runtime.launch import is_worker
+    from stagewright.runtime.launch.environment import is_worker
 
     if config.where.device not in (None, "cpu"):
         raise UsageError(f"--device is {config.where.device!r}: emulated hosts compute on the CPU", "use --slices N")
@@ -109,6 +109,7 @@ def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, cons
         threads=config.settings.threads or 1,
     )  # fmt: skip
     profile.save(folder / "profile.json")
+    profile = profile.with_states(config.recipe.states)
     measured.save(folder / "cluster.yaml")
     plan = _plan_of(config, replace(wanted, batch=batch, batch_per_device=None), profile, measured)
     predicted = simulator(profile, measured)(plan)
@@ -137,7 +138,7 @@ def _on_slices(config: Config, slices: int, rate: str | None, console: Console) 
     """The record of a run on slices of one card; with a rate, each slice is an emulated host as well."""
     from stagewright.rehearsal.slices import check_card, slice_hosts
     from stagewright.runtime.common_memory import APART
-    from stagewright.runtime.launch import is_worker
+    from stagewright.runtime.launch.environment import is_worker
     from stagewright.training.command import run_command
 
     config = _with(config, "where", device="cuda", share=slices, devices=slices)

@@ -13,7 +13,7 @@ from rich.console import Console
 from stagewright.cli.options import Given, takes
 from stagewright.errors import UsageError
 from stagewright.record import Record
-from stagewright.runtime.launch import is_main, is_worker
+from stagewright.runtime.launch.environment import is_main, is_worker
 from stagewright.schema import dump_yaml
 from stagewright.training.config import NO_OPTION, SECTIONS, Config, make_config, read_layer
 
@@ -61,9 +61,11 @@ class Run:
         if self.json:
             typer.echo(json.dumps(record.summary()))
         elif record.samples_per_s:
+            tokens = record.tokens_per_s
+            unit, speed = ("samples", record.samples_per_s) if tokens is None else ("tokens", tokens)
             epoch = f" · epoch {record.epoch_s:,.1f} s ({record.epoch_samples:,} images)" if record.epoch_s else ""
             self.console.print(
-                f"\n{record.plan.model} on {record.plan.placement}: {record.samples_per_s:,.1f} images/s · "
+                f"\n{record.plan.model} on {record.plan.placement}: {speed:,.1f} {unit}/s · "
                 f"step {record.median_step_s * 1e3:,.1f} ms (median of {len(record.step_s)}){epoch}"
             )
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch import nn
 
 from stagewright.errors import ModelError
 from stagewright.models import alexnet, gpt, resnet, tiny, vgg
@@ -70,6 +71,7 @@ def build_model(
     num_classes: int | None = None,
     image_size: int | None = None,
     label_smoothing: float = 0.0,
+    adapt: Callable[[nn.Module], nn.Module] | None = None,
     **options: Any,
 ) -> Layered:
     """A model of the zoo as layers, with the same weights wherever it is built with the same seed.
@@ -80,7 +82,8 @@ def build_model(
     sizes = {"num_classes": num_classes, "image_size": image_size}
     recipe = _build(entry, options | {k: v for k, v in sizes.items() if v is not None}, seed, device)
     loss = smoothed(recipe.loss, label_smoothing) if label_smoothing else recipe.loss
-    return make_layered(recipe.module, recipe.inputs, loss=loss, targets=recipe.targets, names=recipe.layers)
+    module = adapt(recipe.module) if adapt is not None else recipe.module
+    return make_layered(module, recipe.inputs, loss=loss, targets=recipe.targets, names=recipe.layers)
 
 
 def _find_entry(name: str) -> _Entry:

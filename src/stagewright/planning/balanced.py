@@ -109,7 +109,7 @@ def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, aft
         forward = np.maximum(forward, _between(np.array([sums.forward[cut] for cut in cuts])) / speed)
         backward = np.maximum(backward, _between(np.array([sums.backward[cut] for cut in cuts])) / speed)
     seconds = group.handled.microbatches * (forward + backward)
-    weights = _between(np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float))
+    weights = _between(np.array([costs.gradient_bytes(0, cut) for cut in cuts], dtype=float))
     if len(devices) > 1:
         reduction = weights * costs.reduce_s(2**30, estimator.shared.lowest(devices), 64) / 2**30
         exposed = np.maximum(0.0, reduction - 0.7 * backward)  # behind so much of backward it is taken to hide
@@ -126,7 +126,7 @@ def pipedream_table(estimator: Estimator, cuts: Sequence[int], devices: Devices,
     batch, rate = float(estimator.setting.batch), min(costs.network.rates, default=float("inf"))
     sums = costs.row_sums(batch)
     compute = np.array([sums.forward[cut] + sums.backward[cut] for cut in cuts])
-    weights = np.array([costs.parameter_bytes(0, cut) for cut in cuts], dtype=float)
+    weights = np.array([costs.gradient_bytes(0, cut) for cut in cuts], dtype=float)
     seconds = (_between(compute) + 4 * (replicas - 1) / replicas * _between(weights) / rate) / replicas
     crossing = 2 * batch * np.array([costs.crossings[cut] for cut in cuts]) / (rate * replicas)
     crossing[0] = crossing[-1] = 0.0

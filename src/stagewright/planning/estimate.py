@@ -205,7 +205,7 @@ class Estimator:
         """The stage's all-reduce, alone on the wires; devices that are wired alike stand for one another."""
         if len(devices) < 2:
             return 0.0
-        size = self.costs.parameter_bytes(first, last)
+        size = self.costs.gradient_bytes(first, last)
         return self.shared.reduce_s(size, self.shared.lowest(devices), buckets or num_buckets(size))
 
     def exposed_s(
@@ -218,7 +218,7 @@ class Estimator:
         """
         if reduce_s <= 0:
             return 0.0
-        count = buckets or num_buckets(self.costs.parameter_bytes(first, last))
+        count = buckets or num_buckets(self.costs.gradient_bytes(first, last))
         now, bucket_s = 0.0, reduce_s / count
         for share in self.costs.ready_shares(first, last, group.kinds[0].rows, count):
             now = max(now, share * backward_s) + bucket_s
@@ -334,8 +334,8 @@ def _name_limit(
         shown = part.exposed_s if part.versions == 1 else part.reduce_s
         if shown > 0:
             layers = costs.profile.layers[edges[number] : edges[number + 1]]
-            heaviest = max(layers, key=lambda layer: layer.parameter_bytes)
-            size = f"{heaviest.parameter_bytes / 2**20:,.0f} MiB"
+            heaviest = max(layers, key=lambda layer: layer.gradient_bytes)
+            size = f"{heaviest.gradient_bytes / 2**20:,.0f} MiB"
             what = f"{shown * 1e3:,.0f} ms{' exposed' if part.versions == 1 else ''}"
             found.append((shown, -number, f"all-reduce of {heaviest.name} ({size}; {what})"))
     for number, crossing in enumerate(crossings):

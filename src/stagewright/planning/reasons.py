@@ -56,7 +56,7 @@ def _reduced_bytes(plan: Plan, costs: Costs) -> tuple[int, int, int]:
 
 def _weights(plan: Plan, costs: Costs, number: int) -> int:
     first = sum(len(stage.layers) for stage in plan.stages[:number])
-    return costs.parameter_bytes(first, first + len(plan.stages[number].layers))
+    return costs.gradient_bytes(first, first + len(plan.stages[number].layers))
 
 
 def _span(plan: Plan, number: int) -> str:

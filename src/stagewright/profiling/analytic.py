@@ -40,7 +40,7 @@ def make_analytic_profile(
         batch_sizes=tuple(batch_sizes),
         layers=layer_profiles(pieces, facts, forward, backward),
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
-        optimizer_s=_optimizer_seconds(sum(fact.parameter_bytes for fact in facts), kind),
+        optimizer_s=_optimizer_seconds(sum(fact.gradient_bytes for fact in facts), kind),
         versions={"torch": str(torch.__version__)},
         notes=(f"roofline of {kind.name}: {', '.join(f'{k} {v:g}' for k, v in kind.efficiency.items())}", *kind.notes),
     )

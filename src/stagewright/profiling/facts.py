@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stagewright.models.layered import Layered
+from stagewright.models.roles import parameter_roles
 from stagewright.models.values import TensorSpec
 from stagewright.profile import LayerProfile, Precision
 from stagewright.profiling.layers import Pieces, Unit
 from stagewright.profiling.operators import UnitWork, Work, float_bytes, record_saved, record_work
 
-_FEW, _MANY = 2, 4
-"""Numbers of rows whose difference tells what grows with rows and what does not; batch norm refuses one row."""
-
 
 def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
     """A profile without times for every unit of a model, called by its last layer."""
-    few, many = record_work(pieces, _FEW), record_work(pieces, _MANY)
+    # The difference tells what grows with rows and what does not; batch norm refuses one row.
+    few, many = record_work(pieces, 2), record_work(pieces, 4)
     outputs, inputs = _read_crossings(pieces)
     seen: set[int] = set()
+    named, roles = dict(pieces.model.model.named_parameters()), parameter_roles(pieces.model)
+    role_of = {id(parameter): roles[name] for name, parameter in named.items()}
     facts = []
     for number, (unit, work) in enumerate(zip(pieces.units, many)):
         own = [parameter for parameter in unit.module.parameters() if id(parameter) not in seen]
@@ -32,19 +33,30 @@ def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
             LayerProfile(
                 name=pieces.model.names[unit.last - 1], kind="loss" if is_loss else _kind_of(work.forward),
                 forward_s=(), backward_s=(), weight_share=weight_share(unit, work), output_bytes=outputs[number],
-                saved_bytes=max(0.0, (work.saved_bytes - few[number].saved_bytes) / (_MANY - _FEW)),
-                parameter_bytes=_num_bytes(own), buffer_bytes=_num_bytes(list(unit.module.buffers())),
-                flops=sum(each.flops for each in work.forward) / _MANY, inputs=inputs[number],
+                saved_bytes=max(0.0, (work.saved_bytes - few[number].saved_bytes) / 2),
+                parameter_bytes=_num_bytes(own), trained_bytes=_trained_by_role(own, role_of),
+                buffer_bytes=_num_bytes(list(unit.module.buffers())),
+                flops=sum(each.flops for each in work.forward) / 4, inputs=inputs[number],
             )
         )  # fmt: skip
     return tuple(facts)
+
+
+def _trained_by_role(parameters: Sequence[nn.Parameter], role_of: Mapping[int, str]) -> dict[str, int]:
+    """The bytes of the parameters that are trained, by role."""
+    sizes: dict[str, int] = {}
+    for each in parameters:
+        if each.requires_grad:
+            role = role_of[id(each)]
+            sizes[role] = sizes.get(role, 0) + _num_bytes([each])
+    return sizes
 
 
 def saved_by_row(model: Layered, edges: Sequence[int], precision: Precision) -> list[float]:
     """Bytes that the layers between each two edges save of a row for their backward; what all rows share is divided."""
     units = (Unit(first=a, last=b, module=model.stage(a, b)) for a, b in pairwise(edges))
     pieces = Pieces(model=model, units=tuple(units), precision=precision)
-    return [saved / _MANY for saved in record_saved(pieces, _MANY)]
+    return [saved / 4 for saved in record_saved(pieces, 4)]
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -19,15 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stagewright.errors import RunError
-from stagewright.runtime.process import follow_parent
+from stagewright.runtime.launch.process import follow_parent
 
-_PERIOD_US = 20_000
-"""Short, so that a worker never stands still for long; the quota must stay at or above the kernel's 1 ms."""
-_FEWEST_US = 1_000
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-_SPIN = "while True: pass"
-LEAVE_S = 5.0
-"""How long killed processes may take to be gone."""
 
 
 def root() -> tuple[Path, bool]:
@@ -40,9 +34,9 @@ def root() -> tuple[Path, bool]:
 
 
 def limits(cores: float) -> tuple[int, int]:
-    """Quota and period in µs: the shortest period of _PERIOD_US or more that keeps the quota above the smallest."""
-    period = max(_PERIOD_US, -(-_FEWEST_US // cores).__trunc__())
-    return max(_FEWEST_US, round(period * cores)), period
+    """Quota and period in µs: short, so that no worker stands still for long; the kernel's least quota is 1 ms."""
+    period = max(20_000, -(-1_000 // cores).__trunc__())
+    return max(1_000, round(period * cores)), period
 
 
 def make_group(name: str, cores: float | None) -> Path:
@@ -87,7 +81,7 @@ def kept_awake(name: str, cpus: Iterable[int]) -> Iterator[None]:
 
 def _start_spinning(group: Path, cpu: int) -> subprocess.Popen[bytes]:
     """A process of a control group that keeps a core awake; it ends with this one, however that ends."""
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", _SPIN], preexec_fn=follow_parent)
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", "while True: pass"], preexec_fn=follow_parent)
     (group / "cgroup.procs").write_text(str(process.pid))
     os.sched_setaffinity(process.pid, {cpu})
     return process
@@ -106,9 +100,9 @@ def groups(prefix: str) -> list[Path]:
     return sorted(root()[0].glob(f"{prefix}*")) if has_groups() else []
 
 
-def remove_group(folder: Path) -> None:
-    """Ends what still runs in a control group, and removes it."""
-    until = time.monotonic() + LEAVE_S
+def remove_group(folder: Path, patience_s: float = 30.0) -> None:
+    """Ends what still runs in a control group, and removes it; killed processes may take a while to be gone."""
+    until = time.monotonic() + patience_s
     while folder.is_dir():
         for word in (folder / "cgroup.procs").read_text().split():
             end(int(word))

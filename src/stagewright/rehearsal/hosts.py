@@ -30,19 +30,8 @@ from stagewright.rehearsal.wiring import Wiring, wirings
 
 _RANGE = "10.213.77"
 """The first three parts of the hosts' addresses; they only exist inside the namespaces."""
-_NAMESPACES, _NEW_NETWORK = Path("/run/netns"), 0x40000000
-"""Where ip keeps namespaces, and what setns calls one of a network."""
 _WIRE = "wire"
 """The interface of every emulated host."""
-_BURST_S = 1e-3
-_MOST_BURST_BYTES, _LEAST_BURST_BYTES = 512 << 10, 128 << 10
-"""What may pass at once: always two of the kernel's large packets and more.
-
-With less the bucket cuts them up into those of Ethernet, and a byte takes ten times the cores: at 300 Mbit/s hosts lost
-half of their compute to what they sent.
-"""
-_QUEUE_BYTES = 64 << 20
-"""What may wait before a limited wire: so much that nothing is lost, as on links with flow control."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +64,9 @@ class EmulatedHosts:
             Path(self.groups[host], "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
         if self.cpus:
             os.sched_setaffinity(0, self.cpus)
-        network = os.open(_NAMESPACES / namespace(self.key, host), os.O_RDONLY)
+        network = os.open(Path("/run/netns") / namespace(self.key, host), os.O_RDONLY)
         try:
-            if ctypes.CDLL(None, use_errno=True).setns(network, _NEW_NETWORK):
+            if ctypes.CDLL(None, use_errno=True).setns(network, 0x40000000):
                 raise OSError(ctypes.get_errno(), f"cannot enter the namespace of host {host}")
         finally:
             os.close(network)
@@ -168,9 +157,14 @@ def _make_groups(key: str, shares: Sequence[float | None]) -> tuple[str, ...]:
 
 
 def _limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
-    """tc's lines for what leaves through an interface: a bucket of tokens, and a delay behind it."""
-    burst = round(min(max(wiring.bytes_per_s * _BURST_S, _LEAST_BURST_BYTES), _MOST_BURST_BYTES))
-    rate = f"rate {round(wiring.bytes_per_s * 8)}bit burst {burst} limit {_QUEUE_BYTES}"
+    """tc's lines for what leaves through an interface: a bucket of tokens, and a delay behind it.
+
+    1 ms may pass at once, and always two of the kernel's large packets and more. With less the bucket cuts them up into
+    those of Ethernet, and a byte takes ten times the cores: at 300 Mbit/s hosts lost half of their compute to what they
+    sent. So much may wait that nothing is lost, as on links with flow control.
+    """
+    burst = round(min(max(wiring.bytes_per_s * 1e-3, 128 << 10), 512 << 10))
+    rate = f"rate {round(wiring.bytes_per_s * 8)}bit burst {burst} limit {64 << 20}"
     lines = [f"qdisc add dev {interface} root handle 1: tbf {rate}"]
     if has_latency and wiring.latency_s:
         delay = f"netem delay {wiring.latency_s * 1e6:.0f}us limit 100000"

@@ -13,7 +13,7 @@ import secrets
 import time
 from pathlib import Path
 
-from stagewright.rehearsal.cores import LEAVE_S, end, groups, remove_group
+from stagewright.rehearsal.cores import end, groups, remove_group
 from stagewright.rehearsal.tools import call
 
 LOCKS = Path("/run/lock/stagewright")
@@ -102,7 +102,7 @@ def remove(key: str) -> None:
 
 def _empty(namespace: str) -> None:
     """Ends the processes in a namespace."""
-    until = time.monotonic() + LEAVE_S
+    until = time.monotonic() + 30.0
     while (running := call("ip", "netns", "pids", namespace).split()) and time.monotonic() < until:
         for word in running:
             end(int(word))

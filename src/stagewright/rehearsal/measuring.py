@@ -14,13 +14,10 @@ from stagewright.cluster import Cluster, Host
 from stagewright.errors import RunError
 from stagewright.profile import Profile
 from stagewright.profiling.detect import num_cores
-from stagewright.profiling.links import Pair, with_pairs
+from stagewright.profiling.links import pairs_of, with_pairs
 from stagewright.profiling.measured import layers_against_model
-from stagewright.runtime.launch import Hosts, seats_in, wait_for_workers, workers
+from stagewright.runtime.launch.local import Hosts, seats_in, wait_for_workers, workers
 from stagewright.runtime.run_folder import LOGS
-
-_REPEATS = 4
-"""How often each host times the layers and the model in one piece."""
 
 
 def measure_hosts(
@@ -32,7 +29,7 @@ def measure_hosts(
     every, profiled = range(len(cluster.hosts)), _profiled(cluster, device, threads)
     asked = {
         "model": model, "options": dict(options), "batch_sizes": list(batch_sizes), "threads": threads,
-        "profiled": profiled, "repeats": _REPEATS, "device": device,
+        "profiled": profiled, "repeats": 4, "device": device,
         "bytes_per_s": min(link.bytes_per_s for link in cluster.links),
     }  # fmt: skip
     (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
@@ -43,8 +40,7 @@ def measure_hosts(
         said = (folder / LOGS / f"worker-{host}.log").read_text(errors="replace").strip().splitlines()[-3:]
         raise RunError(f"measuring failed on host {host} of {len(every)} with status {status}", "\n".join(said))
     told = [json.loads((folder / f"inside-{host}.json").read_text(encoding="utf-8")) for host in every]
-    pairs = {(first, second): Pair(rate, latency) for each in told for first, second, rate, latency in each["pairs"]}
-    found = with_pairs(cluster, pairs, "between emulated hosts")
+    found = with_pairs(cluster, pairs_of(told), "between emulated hosts")
     if device == "cpu":
         found = _with_cores(found, [each["core_s_per_byte"] for each in told], threads)
     profile = average([Profile.load(folder / f"inside-{host}.profile.json") for host in profiled])

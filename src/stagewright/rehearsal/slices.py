@@ -11,21 +11,17 @@ import torch
 from stagewright.cluster import Cluster, Device, Host, Link
 from stagewright.errors import UsageError
 from stagewright.rehearsal.hosts import EmulatedHosts, emulated_hosts
-from stagewright.runtime.mps import CONTROL
+from stagewright.runtime.launch.mps import CONTROL
 
-_MOST_SLICES = 48
-"""As many as MPS lets share a card."""
 _SLICE = "slice"
 """The kind of a device that is one."""
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_LOOPBACK_BYTES_PER_S = 1e9
-"""About what one of several workers moves over loopback; what it really is gets measured."""
 
 
 def check_card(slices: int) -> None:
     """Refuses to begin where there is no card, or nothing to cut it with."""
-    if not 2 <= slices <= _MOST_SLICES:
-        raise UsageError(f"--slices is {slices}: expected 2 to {_MOST_SLICES}")
+    if not 2 <= slices <= 48:  # as many as MPS lets share a card
+        raise UsageError(f"--slices is {slices}: expected 2 to 48")
     if not torch.cuda.is_available():
         raise UsageError("--slices cuts a card, and no CUDA card was found here", "use --cluster FILE to emulate hosts")
     if shutil.which(CONTROL) is None:
@@ -52,8 +48,8 @@ def slice_hosts(slices: int, rate: str) -> AbstractContextManager[EmulatedHosts]
     return emulated_hosts(slice_cluster(slices, read_rate(rate)))
 
 
-def slice_cluster(slices: int, bytes_per_s: float = _LOOPBACK_BYTES_PER_S) -> Cluster:
-    """The hosts of the slices, each with a link to one switch and its part of the card's memory."""
+def slice_cluster(slices: int, bytes_per_s: float = 1e9) -> Cluster:
+    """The hosts of the slices, each with a link to one switch, by default about as fast as loopback, and its memory."""
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else slices << 30
     host = Host(devices=(Device(kind=_SLICE, memory_bytes=memory // slices),), links=(_local_link(),))
     links = (

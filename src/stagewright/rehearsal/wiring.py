@@ -18,11 +18,6 @@ from stagewright.cluster import Cluster, DeviceId
 from stagewright.errors import ClusterError
 from stagewright.profiling.detect import num_cores
 
-_MOST_HOSTS = 250
-"""As many as the private range has addresses."""
-_SAME = 1e-6
-"""Rates that differ by less than this share are the same rate."""
-
 
 @dataclass(frozen=True)
 class Wiring:
@@ -43,7 +38,7 @@ def wirings(cluster: Cluster) -> tuple[Wiring, ...]:
     _check_trunks(cluster)
     rates = [max(rate for pair, (rate, _) in pairs.items() if number in pair) for number in numbers]
     for (first, second), (rate, _) in pairs.items():
-        if abs(rate - min(rates[first], rates[second])) > _SAME * rate:
+        if abs(rate - min(rates[first], rates[second])) > 1e-6 * rate:
             raise ClusterError(
                 f"hosts {first} and {second} of {cluster.name} are joined at {rate:.4g} bytes/s, though each has a "
                 f"link of {min(rates[first], rates[second]):.4g} or more: emulated hosts have one switch",
@@ -56,9 +51,9 @@ def wirings(cluster: Cluster) -> tuple[Wiring, ...]:
 
 def _check_hosts(cluster: Cluster) -> None:
     """Refuses what is no set of hosts with one worker each."""
-    if not 2 <= len(cluster.hosts) <= _MOST_HOSTS:
+    if not 2 <= len(cluster.hosts) <= 250:  # as many as the private range has addresses
         raise ClusterError(
-            f"{cluster.name} has {len(cluster.hosts)} hosts: a rehearsal emulates 2 to {_MOST_HOSTS}",
+            f"{cluster.name} has {len(cluster.hosts)} hosts: a rehearsal emulates 2 to 250",
             "give a cluster file with several hosts, or --slices N to cut one card",
         )
     for number, host in enumerate(cluster.hosts):
@@ -73,7 +68,7 @@ def _check_shares(cluster: Cluster) -> None:
     """Refuses shares of the CPU that this machine does not have."""
     wanted = max(sum(host.cpu_share or 0.0 for host in cluster.hosts), cluster.cores or 0.0)
     cores = num_cores()
-    if wanted > cores * (1 + _SAME):
+    if wanted > cores * (1 + 1e-6):
         raise ClusterError(
             f"the hosts of {cluster.name} want {wanted:g} CPU cores together, and this machine has {cores}",
             "lower the hosts' cpu_share and the cluster's cores",

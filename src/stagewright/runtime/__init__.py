@@ -1,1 +1,12 @@
-"""Real training over uneven stages: workers that run their orders."""
+"""Real training over uneven stages: workers that run their orders.
+
+worker       a loop over its order, and a table of what each kind of action does
+exchange     rows from and to other stages                  transport/   over what they move
+replica      one copy of a stage, with all that belongs to it:
+  stage        forward and backward of microbatches         deferred     weight gradients of several at once
+  weights      its versions and its optimizer               tied         parameters that other stages use too
+  reduce       gradients in buckets, over its replicas      all_reduce   how they are added up
+world        the workers as process groups                  precision    autocast, loss scale, agreement
+checkpoint/  saved, found again, restored                   launch/      workers started, here and elsewhere
+safety/      watchdog, diagnosis, checks before the launch, the watch on numbers, an orderly stop
+"""

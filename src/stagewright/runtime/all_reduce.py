@@ -18,15 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.errors import RunError
-from stagewright.runtime.common_memory import Common, CommonAllReduce, is_common, pin, unpin
+from stagewright.runtime.common_memory import Common, CommonAllReduce, is_common
 from stagewright.runtime.transport.channel import BackgroundThread, Promise
 from stagewright.runtime.transport.staged import Copied, new_event, new_stream
 from stagewright.runtime.world import World
 
-_STRANDS = 4
-"""Sums that are made at once, each on sockets of its own: one waits while another adds."""
-
-PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20
 """What a strand adds up at a time."""
 
 
@@ -70,16 +67,18 @@ class CollectiveAllReduce:
 
 
 class _Pinned(Common):
-    """The memory of a card's tensor in its host, which is pinned and common to the replicas."""
+    """The memory of a card's tensor in its host: common to the replicas, and pinned, so that copies run alone."""
 
     def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
         super().__init__(numel, dtype, group)
-        pin(self.own)
-        pin(self.sum)
+        for rows in (self.own, self.sum):
+            register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(register(rows.data_ptr(), rows.nbytes, 0))
 
     def close(self) -> None:
-        unpin(self.own)
-        unpin(self.sum)
+        for rows in (self.own, self.sum):
+            unregister = torch.cuda.cudart().cudaHostUnregister  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(unregister(rows.data_ptr()))
 
 
 class _Travelling:
@@ -98,7 +97,7 @@ class _Travelling:
 _Mirror = _Pinned | _Travelling
 
 
-class StagedAllReduce:
+class _StagedAllReduce:
     """Adds up tensors of cards by way of the hosts' memory, several pieces at once."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], timeout_s: float, *, in_common: bool) -> None:
@@ -119,7 +118,7 @@ class StagedAllReduce:
     def start(self, tensor: Tensor) -> Pending:
         made = new_event()
         made.record()
-        (_, mirror), numel = self._mirrors[tensor.data_ptr()], PIECE_BYTES // tensor.element_size()
+        (_, mirror), numel = self._mirrors[tensor.data_ptr()], _PIECE_BYTES // tensor.element_size()
         return _All([self._start(tensor, mirror, at, numel, made) for at in range(0, tensor.numel(), numel)])
 
     def _start(self, tensor: Tensor, mirror: _Mirror, at: int, numel: int, made: torch.cuda.Event) -> Copied:
@@ -184,11 +183,12 @@ def make_all_reduce(world: World, purpose: str, members: tuple[int, ...], *, sta
         return None
     # Threads of two stages must not meet each other, so that their groups are not the same where their members are.
     if staged:
-        strands = [world.group(f"sum {number} of {purpose}", members, "gloo") for number in range(_STRANDS)]
+        # Four sums at once, each on sockets of its own: one waits while another adds.
+        strands = [world.group(f"sum {number} of {purpose}", members, "gloo") for number in range(4)]
         groups = [group for group in strands if group is not None]
         if world.worker not in members:
             return None
-        return StagedAllReduce(groups, timeout_s, in_common=is_common(groups[0], len(members)))
+        return _StagedAllReduce(groups, timeout_s, in_common=is_common(groups[0], len(members)))
     group = world.group("reduce", members)
     adding = world.group(f"sums of {purpose}", members) if world.device.type == "cpu" else None
     if group is None or world.worker not in members:

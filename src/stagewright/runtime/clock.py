@@ -1,26 +1,28 @@
-"""Spans: when each action ran, by the host's clock or by events on the card."""
+"""What a card tells without being waited for: when each action ran, and numbers once they have arrived."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from stagewright.record import Span
 from stagewright.schedule import Action
+
+_Reader = Callable[[Sequence[float]], None]
 
 
 class Clock:
     """Notes when actions start and stop while it is on; costs nothing while it is off."""
 
-    def __init__(self, worker: int, device: torch.device, offset_s: float = 0.0) -> None:
+    def __init__(self, worker: int, device: torch.device) -> None:
         self.worker = worker
         self.on = False
-        self.offset_s = offset_s
-        """What to add to this host's clock to get worker 0's."""
         self._spans: list[Span] = []
         self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
         self._is_cuda = device.type == "cuda"
@@ -74,13 +76,8 @@ class Clock:
 
     def add(self, action: Action, start_s: float, stop_s: float) -> None:
         """Notes an action whose times are known."""
-        peer = action.peer
-        self._spans.append(
-            Span(
-                self.worker, action.kind.value, action.stage, action.batch, action.microbatch,
-                start_s + self.offset_s, stop_s + self.offset_s, peer,
-            )
-        )  # fmt: skip
+        kind, stage, batch, microbatch, peer = action
+        self._spans.append(Span(self.worker, kind.value, stage, batch, microbatch, start_s, stop_s, peer))
 
     def spans(self) -> list[Span]:
         """All spans noted, in the order they started."""
@@ -97,3 +94,45 @@ class Clock:
 def _new_event() -> torch.cuda.Event:
     """An event that keeps the time."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class AsyncScalars:
+    """Tensors on their way to the host, each with what to do with its numbers, in order.
+
+        step 10   read(loss)        copied behind the step's work
+        step 11   poll()            not there yet
+        step 12   poll()            there: its reader is called
+        the end   drain()           waits for all that are left
+
+    On a CPU numbers are there at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._coming: deque[tuple[torch.cuda.Event, Tensor, _Reader]] = deque()
+
+    def read(self, numbers: Tensor, reader: _Reader) -> None:
+        """Calls `reader` with the numbers, now or from a later `poll` or `drain`."""
+        if self.device.type != "cuda":
+            reader(numbers.tolist())
+            return
+        copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copy.copy_(numbers, non_blocking=True)
+        arrived = _new_event()
+        arrived.record()
+        self._coming.append((arrived, copy, reader))
+
+    def poll(self) -> None:
+        """Reads what has arrived."""
+        while self._coming and self._coming[0][0].query():  # type: ignore[no-untyped-call]
+            self._read_first()
+
+    def drain(self) -> None:
+        """Waits for everything, and reads it."""
+        while self._coming:
+            self._coming[0][0].synchronize()
+            self._read_first()
+
+    def _read_first(self) -> None:
+        _, copy, reader = self._coming.popleft()
+        reader(copy.tolist())

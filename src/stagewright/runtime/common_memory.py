@@ -80,7 +80,7 @@ class CommonAllReduce:
 
 def is_common(group: dist.ProcessGroup, size: int) -> bool:
     """Whether the members of a group can see each other's memory. All of them must ask."""
-    identities = gather_json(identity(), group, size)
+    identities = gather_json(_identity(), group, size)
     if None in identities or len(set(identities)) > 1:
         return False
     works = torch.ones(1)
@@ -92,7 +92,7 @@ def is_common(group: dist.ProcessGroup, size: int) -> bool:
     return bool(works)
 
 
-def identity() -> str | None:
+def _identity() -> str | None:
     """What is the same for workers that see one machine, its processes and its network; None where nothing is."""
     if APART in os.environ or not hasattr(os, "memfd_create"):
         return None
@@ -137,13 +137,3 @@ def _mapped(path: str, num_bytes: int) -> Tensor:
         return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
     finally:
         os.close(file)
-
-
-def pin(tensor: Tensor) -> None:
-    """Lets a card copy from and to memory that runs straight on while the host does something else."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))  # type: ignore[no-untyped-call]
-
-
-def unpin(tensor: Tensor) -> None:
-    """Takes that back, before the memory goes."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr()))  # type: ignore[no-untyped-call]

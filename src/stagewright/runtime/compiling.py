@@ -30,13 +30,9 @@ def replays(plan: Plan) -> bool:
     return is_alone and not only.recompute
 
 
-def options_on_card(plan: Plan) -> dict[str, bool]:
-    """What inductor is told on a card."""
-    return COMBINED | REPLAYED if replays(plan) else COMBINED
-
-
-def compiled(module: nn.Module, options: dict[str, bool]) -> nn.Module:
-    """The module, compiled by torch when it first runs."""
+def compiled(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
+    """A stage of the plan, compiled by torch when it first runs."""
+    options = COMBINED | (REPLAYED if replays(plan) else {}) if device.type == "cuda" else {}
     result = torch.compile(module, options={**options} or None)
     assert isinstance(result, nn.Module)
     return result
@@ -49,7 +45,5 @@ def run_or_compile_again(run: Callable[[], None], modules: list[nn.Module], slot
     try:
         run()
     except BackendCompilerFailed:
-        inner = modules[slot]._orig_mod
-        assert isinstance(inner, nn.Module)
-        modules[slot] = compiled(inner, {})
+        modules[slot] = torch.compile(getattr(modules[slot], COMPILED.rstrip(".")))  # type: ignore[call-overload]
         run()

@@ -32,14 +32,13 @@ class DeferredGradients:
 
     def __init__(self, module: nn.Module, apart: Collection[int] = ()) -> None:
         """`apart` are the ids of weights that are left to autograd."""
-        linears = [each for each in module.modules() if isinstance(each, nn.Linear) and can_defer(each)]
+        linears = [each for each in module.modules() if isinstance(each, nn.Linear) and _can_defer(each)]
         self._linears = [each for each in linears if id(each.weight) not in apart]
-        self.weights: dict[Tensor, KeptRows] = {}
-        self.is_on = False
+        self.weights: dict[Tensor, _KeptRows] = {}
+        self.is_on = self.at_once = False
         """Off outside a stage's own backward: whoever else asks for gradients gets them at once."""
-        self.at_once = False
         for linear in self._linears:
-            kept = self.weights.setdefault(linear.weight, KeptRows(self, linear.weight))
+            kept = self.weights.setdefault(linear.weight, _KeptRows(self, linear.weight))
             linear.forward = partial(_forward, linear, kept)  # type: ignore[method-assign]
 
     @contextmanager
@@ -72,7 +71,7 @@ class DeferredGradients:
             del linear.forward
 
 
-class KeptRows:
+class _KeptRows:
     """A weight, and the rows of all linear layers that use it whose product is still to be made."""
 
     def __init__(self, owner: DeferredGradients, weight: Tensor) -> None:
@@ -111,7 +110,7 @@ class KeptRows:
         return torch.mm(gradients.t(), inputs, out=self.place.detach())
 
 
-def can_defer(module: nn.Linear) -> bool:
+def _can_defer(module: nn.Linear) -> bool:
     """Whether this is a plain linear layer with a weight of its own, which nobody else listens to."""
     weight = module.weight
     if type(module) is not nn.Linear or "forward" in module.__dict__ or "weight" not in module._parameters:
@@ -119,22 +118,21 @@ def can_defer(module: nn.Linear) -> bool:
     return weight.requires_grad and not weight._backward_hooks and not weight._post_accumulate_grad_hooks
 
 
-def _forward(linear: nn.Linear, kept: KeptRows, inputs: Tensor) -> Tensor:
+def _forward(linear: nn.Linear, kept: _KeptRows, inputs: Tensor) -> Tensor:
     """What the layer computes."""
     weight, bias = linear.weight, linear.bias
     casts = inputs.dtype != weight.dtype or torch.is_autocast_enabled(inputs.device.type)
     is_other = weight is not kept.weight  # whoever computes with other weights wants plain autograd
     if inputs.dim() < 2 or casts or is_other:
         return nn.functional.linear(inputs, weight, bias)
-    made: Tensor = _Linear.apply(inputs, weight, bias, kept)  # type: ignore[no-untyped-call]
-    return made
+    return _Linear.apply(inputs, weight, bias, kept)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Linear(torch.autograd.Function):
     """A linear layer whose weight gradient may come later."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptRows) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, kept: _KeptRows) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.kept = kept
         return nn.functional.linear(inputs, weight, bias)

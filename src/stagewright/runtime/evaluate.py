@@ -34,7 +34,10 @@ def _forward_schedule(plan: Plan, rows: int) -> Schedule:
 @torch.no_grad()
 def evaluate(worker: Worker, feed: Feed, num_rows: int, batch: int) -> Tensor:
     """Loss and metric over all rows, as means; every worker gets them."""
-    _share_buffers(worker)
+    for here in worker.replicas.values():  # running statistics follow each replica's own rows: the first one's hold
+        if here.reducer.group is not None:
+            buffers = here.weights.modules[0].buffers()
+            copy_from(worker.plan.workers[here.stage][0], buffers, here.reducer.group)
     total: Tensor | None = None
     for module in worker.current_modules():
         module.eval()
@@ -67,11 +70,3 @@ def _run_forward(worker: Worker, feed: Feed, rows: int, num_batches: int, first_
     if worker.world.control is not None:
         dist.all_reduce(sums, group=worker.world.control)
     return sums
-
-
-def _share_buffers(worker: Worker) -> None:
-    """Gives every replica the first replica's buffers: running statistics follow each replica's own rows."""
-    for here in worker.replicas.values():
-        group = here.reducer.group
-        if group is not None:
-            copy_from(worker.plan.workers[here.stage][0], here.weights.modules[0].buffers(), group)

@@ -11,9 +11,7 @@ from torch import Tensor
 from stagewright.errors import DataError
 from stagewright.models import TensorSpec
 from stagewright.models.loss import IGNORED
-
-_ROUNDED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
-"""What rows may be given as where the first stage takes them in a shorter format."""
+from stagewright.runtime.precision import AUTOCAST
 
 
 class Feed(Protocol):
@@ -24,38 +22,6 @@ class Feed(Protocol):
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
         """The loss's targets for the same rows."""
-
-
-def check_rows(
-    what: str, given: Sequence[Tensor], specs: Sequence[TensorSpec], batch: int, start: int, stop: int
-) -> None:
-    """Refuses rows that are not what was asked for: too few would be divided by too many, others left out."""
-    where = f"{what} of batch {batch}, rows {start} to {stop - 1}"
-    if len(given) != len(specs):
-        names = ", ".join(spec.name for spec in specs) or "none"
-        raise DataError(f"the data gave {len(given)} {where}", f"the model takes {len(specs)}: {names}")
-    for tensor, spec in zip(given, specs):
-        expected = (stop - start, *spec.shape_per_row)
-        if tuple(tensor.shape) != expected:
-            raise DataError(
-                f"the data gave '{spec.name}' with shape {tuple(tensor.shape)} for the {where}",
-                f"give {expected}: rows first, and as in the sample that the model was made with",
-            )
-        same = tensor.dtype == spec.dtype or (tensor.dtype, spec.dtype) in _ROUNDED
-        if not same:
-            raise DataError(
-                f"the data gave '{spec.name}' as {tensor.dtype} for the {where}",
-                f"give {spec.dtype}, as in the sample that the model was made with",
-            )
-
-
-def check_labels(targets: Sequence[Tensor], batch: int) -> None:
-    """Refuses labels that most losses leave out where the loss is known as a mean over rows alone."""
-    if any(not each.is_floating_point() and bool(each.eq(IGNORED).any()) for each in targets):
-        raise DataError(
-            f"labels of batch {batch} are {IGNORED}, which losses leave out: sw.mean_loss does not know how many count",
-            "say it: sw.mean_loss(loss, count=lambda labels: (labels != -100).sum())",
-        )
 
 
 class FunctionFeed:
@@ -71,25 +37,60 @@ class FunctionFeed:
         return self._rows(batch, start, stop)[1]
 
 
-class OnDevice:
-    """A feed whose rows come to a worker's device, wherever they were made."""
+class CheckedFeed:
+    """A feed whose rows come to a worker's device, wherever they were made, and are what was asked for."""
 
-    def __init__(self, feed: Feed, device: torch.device) -> None:
-        self._feed, self._device = feed, device
+    def __init__(self, feed: Feed, device: torch.device, *, all_labels_count: bool) -> None:
+        """`all_labels_count` says that the loss is known as a mean over rows alone."""
+        self._feed, self._device, self._all_labels_count = feed, device, all_labels_count
 
-    def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
-        return moved(self._feed.inputs(batch, start, stop), self._device)
+    def inputs(self, specs: Sequence[TensorSpec], batch: int, start: int, stop: int) -> list[Tensor]:
+        """The model's inputs for some rows, in the formats in which the first stage takes them."""
+        given = self._feed.inputs(batch, start, stop)
+        self._check("inputs", given, specs, batch, start, stop)
+        return [_moved(tensor, self._device).to(spec.dtype) for tensor, spec in zip(given, specs)]
 
-    def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
-        return moved(self._feed.targets(batch, start, stop), self._device)
+    def targets(self, specs: Sequence[TensorSpec], batch: int, start: int, stop: int) -> list[Tensor]:
+        """The loss's targets for some rows."""
+        given = self._feed.targets(batch, start, stop)
+        self._check("targets", given, specs, batch, start, stop)
+        made = [_moved(tensor, self._device) for tensor in given]
+        # Labels that most losses leave out would be counted.
+        if self._all_labels_count and any(
+            not each.is_floating_point() and bool(each.eq(IGNORED).any()) for each in made
+        ):
+            raise DataError(
+                f"labels of batch {batch} are {IGNORED}, which losses leave out: sw.mean_loss does not know how many "
+                "count",
+                "say it: sw.mean_loss(loss, count=lambda labels: (labels != -100).sum())",
+            )
+        return made
 
-
-def moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """The tensors on a device; to a card they go by a pinned copy, while the host goes on."""
-    return [tensor if tensor.device == device else _moved(tensor, device) for tensor in tensors]
+    def _check(
+        self, what: str, given: Sequence[Tensor], specs: Sequence[TensorSpec], batch: int, start: int, stop: int
+    ) -> None:
+        """Refuses rows that are not what was asked for: too few would be divided by too many, others left out."""
+        where = f"{what} of batch {batch}, rows {start} to {stop - 1}"
+        if len(given) != len(specs):
+            names = ", ".join(spec.name for spec in specs) or "none"
+            raise DataError(f"the data gave {len(given)} {where}", f"the model takes {len(specs)}: {names}")
+        for tensor, spec in zip(given, specs):
+            expected = (stop - start, *spec.shape_per_row)
+            if tuple(tensor.shape) != expected:
+                raise DataError(
+                    f"the data gave '{spec.name}' with shape {tuple(tensor.shape)} for the {where}",
+                    f"give {expected}: rows first, and as in the sample that the model was made with",
+                )
+            is_rounded = tensor.dtype == torch.float32 and spec.dtype in AUTOCAST.values()
+            if tensor.dtype != spec.dtype and not is_rounded:
+                raise DataError(
+                    f"the data gave '{spec.name}' as {tensor.dtype} for the {where}",
+                    f"give {spec.dtype}, as in the sample that the model was made with",
+                )
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; to a card it goes by a pinned copy, while the host goes on."""
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.is_pinned():
         return tensor.to(device)  # waits: whoever made a pinned tensor may fill it again for the next batch
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -102,35 +103,29 @@ class SyntheticFeed:
         self, inputs: Sequence[TensorSpec], targets: Sequence[TensorSpec], *,
         num_classes: int, seed: int, device: torch.device, channels_last: bool = False,
     ) -> None:  # fmt: skip
-        self._specs = {"inputs": tuple(inputs), "targets": tuple(targets)}
-        self._num_classes, self._seed, self._device = num_classes, seed, device
-        self._channels_last = channels_last
-        self._made: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._inputs, self._targets, self._device = tuple(inputs), tuple(targets), device
+        self._num_classes, self._seed, self._channels_last = num_classes, seed, channels_last
+        self._made: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
-        return self._get("inputs", start, stop)
+        return self._rows(self._inputs, 0, start, stop)
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
-        return self._get("targets", start, stop)
+        return self._rows(self._targets, 1, start, stop)
 
-    def _get(self, which: str, start: int, stop: int) -> list[Tensor]:
-        key = (which, start, stop)
-        if key not in self._made:
-            rows = [self._row(which, row) for row in range(start, stop)]
-            tensors = [torch.stack(parts).to(self._device) for parts in zip(*rows)]
-            self._made[key] = [self._laid_out(tensor) for tensor in tensors]
-        return self._made[key]
+    def _rows(self, specs: Sequence[TensorSpec], which: int, start: int, stop: int) -> list[Tensor]:
+        if (which, start, stop) not in self._made:
+            rows = [[self._row(spec, 2 * row + which) for spec in specs] for row in range(start, stop)]
+            made = [torch.stack(parts).to(self._device) for parts in zip(*rows)]
+            if self._channels_last:
+                last = torch.channels_last
+                made = [each.contiguous(memory_format=last) if each.dim() == 4 else each for each in made]
+            self._made[which, start, stop] = made
+        return self._made[which, start, stop]
 
-    def _row(self, which: str, row: int) -> list[Tensor]:
+    def _row(self, spec: TensorSpec, number: int) -> Tensor:
         # Each row has a generator of its own, so that it does not depend on who asks for which range.
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + row * 2 + (which == "targets"))
-        return [self._values(spec, generator) for spec in self._specs[which]]
-
-    def _values(self, spec: TensorSpec, generator: torch.Generator) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
         if spec.dtype.is_floating_point:
             return torch.randn(spec.shape_per_row, generator=generator).to(spec.dtype)
         return torch.randint(self._num_classes, spec.shape_per_row, generator=generator, dtype=spec.dtype)
-
-    def _laid_out(self, tensor: Tensor) -> Tensor:
-        layout = torch.channels_last if self._channels_last and tensor.dim() == 4 else torch.contiguous_format
-        return tensor.contiguous(memory_format=layout)

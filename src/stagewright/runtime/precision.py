@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.runtime.settings import Settings
@@ -18,11 +17,6 @@ def autocast(settings: Settings) -> AbstractContextManager[object]:
     """The context in which a forward runs."""
     dtype = AUTOCAST.get(settings.precision)
     return nullcontext() if dtype is None else torch.autocast(settings.device, dtype=dtype)
-
-
-def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in autocast's format where the first stage takes them so; a feed may have made them in it already."""
-    return tensor.to(dtype) if dtype in AUTOCAST.values() and tensor.dtype == torch.float32 else tensor
 
 
 class LossScale:
@@ -97,10 +91,3 @@ def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-
-
-def agree(squares: Tensor, scale: Tensor, clip_norm: float | None, group: dist.ProcessGroup | None) -> Verdict:
-    """The verdict on the squares of all workers' gradients; each stage counts once."""
-    if group is not None:
-        dist.all_reduce(squares, group=group)
-    return Verdict(squares, scale, clip_norm)

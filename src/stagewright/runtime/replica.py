@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,19 +13,21 @@ from torch import Tensor, nn
 
 from stagewright.cost import handled_by_each
 from stagewright.models import Layered, StageModule, TensorSpec
+from stagewright.models.tracing import undisturbed
 from stagewright.plan import Plan, Share, overlaps
 from stagewright.policy import RULES
 from stagewright.runtime.all_reduce import make_all_reduce
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
-from stagewright.runtime.compiling import COMPILED, compiled, options_on_card
+from stagewright.runtime.compiling import COMPILED, compiled
 from stagewright.runtime.deferred import DeferredGradients
+from stagewright.runtime.precision import AUTOCAST, autocast
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import InFlight, Key, StageRunner, mix
 from stagewright.runtime.tied import Tied, copies_in, make_tied
 from stagewright.runtime.transport import is_staged
 from stagewright.runtime.weights import OptimizerMaker, Weights
-from stagewright.runtime.world import World
+from stagewright.runtime.world import World, gather_json
 
 
 class Outbox:
@@ -148,35 +150,37 @@ def make_replicas(
         if world.worker in workers
     }
     shared = make_tied(plan, layered, world, settings, make_optimizer)
-    for number, stage in enumerate(plan.stages):
-        group = world.group("reduce", plan.workers[number])
-        add_up = make_all_reduce(world, f"stage {number}", plan.workers[number], staged=is_staged(world, settings))
-        norms = world.group("batch norm", plan.workers[number]) if settings.sync_batch_norm else None
-        if number in modules:
-            module, tied = modules[number], [each for each in shared if number in each.stages]
-            module = synchronize_batch_norm(module, norms) if settings.sync_batch_norm else module
-            if group is not None:
-                # A model that was built without a seed differs from worker to worker; a stage has one beginning.
-                copy_from(plan.workers[number][0], [*module.parameters(), *module.buffers()], group)
-            runner = StageRunner(
-                number, module, settings, recompute=stage.recompute,
-                seed=mix(settings.seed, number, plan.workers[number].index(world.worker)),
-            )  # fmt: skip
-            copies, names = copies_in(module, tied), _other_names(module, layered)
-            weights = Weights(module, stage.versions, make_optimizer, layered.unreached, copies, names)
-            deferred = []
-            if _defers(plan, number, settings):
-                apart = {id(each) for slots in copies.values() for each in slots}
-                deferred = [DeferredGradients(each, apart) for each in weights.modules]
-            reducer = Reducer(weights.parameters, stage.num_buckets, group, add_up)
-            for batch, each in enumerate(deferred):
-                each.put(reducer.places(weights.slot(batch)))
-            replica = plan.workers[number].index(world.worker)
-            replicas[number] = Replica(number, replica, plan, runner, weights, reducer, tied, names, deferred)
-            if settings.compile:
-                options = options_on_card(plan) if world.device.type == "cuda" else {}
-                weights.modules = [compiled(slot, options) for slot in weights.modules]
+    for number, members in enumerate(plan.workers):
+        group = world.group("reduce", members)
+        add_up = make_all_reduce(world, f"stage {number}", members, staged=is_staged(world, settings))
+        norms = world.group("batch norm", members) if settings.sync_batch_norm else None
+        if number not in modules:
+            continue
+        module: StageModule = synchronize_batch_norm(modules[number], norms)
+        tied = [each for each in shared if number in each.stages]
+        if group is not None:
+            # A model that was built without a seed differs from worker to worker; a stage has one beginning.
+            copy_from(members[0], [*module.parameters(), *module.buffers()], group)
+        copies, names = copies_in(module, tied), _other_names(module, layered)
+        weights = Weights(module, plan.versions[number], make_optimizer, layered.unreached, copies, names)
+        deferred = _deferred(weights, copies) if _defers(plan, number, settings) else []
+        reducer = Reducer(weights.parameters, plan.stages[number].num_buckets, group, add_up)
+        for batch, each in enumerate(deferred):
+            each.put(reducer.places(weights.slot(batch)))
+        replica = members.index(world.worker)
+        seed, recompute = mix(settings.seed, number, replica), plan.stages[number].recompute
+        runner = StageRunner(number, module, settings, recompute=recompute, seed=seed)
+        replicas[number] = Replica(number, replica, plan, runner, weights, reducer, tied, names, deferred)
+        if settings.compile:
+            weights.modules = [compiled(slot, plan, world.device) for slot in weights.modules]
+    _infer_dtypes(replicas, plan, layered, world, settings)
     return replicas
+
+
+def _deferred(weights: Weights, copies: Mapping[str, Sequence[nn.Parameter]]) -> list[DeferredGradients]:
+    """The linear layers of each of a stage's modules, before a reducer listens to their weights."""
+    apart = {id(each) for slots in copies.values() for each in slots}
+    return [DeferredGradients(each, apart) for each in weights.modules]
 
 
 def _other_names(module: nn.Module, layered: Layered) -> dict[str, str]:
@@ -215,8 +219,45 @@ def with_dtypes(specs: Iterable[TensorSpec], change: dict[torch.dtype, torch.dty
     return tuple(replace(spec, dtype=change.get(spec.dtype, spec.dtype)) for spec in specs)
 
 
-def rows_of(tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """The same rows of several tensors, as views."""
-    if not tensors or (start == 0 and stop == tensors[0].size(0)):
-        return list(tensors)
-    return [tensor[start:stop] for tensor in tensors]
+def fed_inputs(layered: Layered, settings: Settings) -> tuple[TensorSpec, ...]:
+    """The model's inputs in the formats in which the first stage gets them.
+
+    Those that only products read are rounded to autocast's format before they come: the products would do the same,
+    and half as many bytes move until then.
+    """
+    rounded = AUTOCAST.get(settings.precision)
+    return tuple(
+        replace(spec, dtype=rounded) if rounded and only_multiplied and spec.dtype == torch.float32 else spec
+        for spec, only_multiplied in zip(layered.inputs, layered.only_multiplied)
+    )
+
+
+def _infer_dtypes(replicas: dict[int, Replica], plan: Plan, layered: Layered, world: World, settings: Settings) -> None:
+    """Sets the formats of what goes into the stages of this worker and comes out of them; all workers must call it.
+
+    Under autocast a stage's outputs have the formats that its operators choose. The first replica of each stage runs
+    two rows of zeros through it and tells the others.
+    """
+    if settings.precision not in AUTOCAST:
+        return
+    if 0 in replicas:
+        replicas[0].runner.inputs = fed_inputs(layered, settings)
+    for stage in range(len(plan.stages) - 1):
+        here, after, first = replicas.get(stage), replicas.get(stage + 1), plan.workers[stage][0]
+        made: Sequence[Tensor] = ()
+        if here is not None and world.worker == first:
+            module, specs = here.weights.modules[0], here.runner.inputs
+            zeros = [torch.zeros((2, *spec.shape_per_row), dtype=spec.dtype, device=world.device) for spec in specs]
+            with undisturbed(module), torch.no_grad(), autocast(settings):
+                made = module(*zeros)
+        names = [str(tensor.dtype).removeprefix("torch.") for tensor in made]
+        formats = [getattr(torch, name) for name in gather_json(names, world.control, world.size)[first]]
+        if here is not None:
+            here.runner.outputs = _with_formats(here.runner.outputs, formats)
+        if after is not None:
+            after.runner.inputs = _with_formats(after.runner.inputs, formats)
+
+
+def _with_formats(specs: Sequence[TensorSpec], formats: Sequence[torch.dtype]) -> tuple[TensorSpec, ...]:
+    """The specs with these formats, one each."""
+    return tuple(replace(spec, dtype=dtype) for spec, dtype in zip(specs, formats, strict=True))

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -29,23 +31,19 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UsageError
-from stagewright.runtime.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_json
+from stagewright.runtime.safety.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_json
 
-IDENTITY, _LOCK, _SECRET = "run.json", "run.lock", "secret"
-CHECKPOINTS, LOGS = "checkpoints", "logs"
+_IDENTITY, _LOCK, _SECRET = "run.json", "run.lock", "secret"
+CHECKPOINTS, LOGS, MANIFEST = "checkpoints", "logs", "manifest.json"
 _EVENTS, RECORD = "events.jsonl", "record.json"
 _FILES = (
-    IDENTITY, _SECRET, _EVENTS, RECORD, "summary.csv", "config.yaml", SCHEDULE_FILE, STATUSES, STOP_FILE,
+    _IDENTITY, _SECRET, _EVENTS, RECORD, "summary.csv", "config.yaml", SCHEDULE_FILE, STATUSES, STOP_FILE,
     "worker-*.flight", "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
 )  # fmt: skip
 """What a run leaves in its folder."""
-_TRACES = (IDENTITY, _EVENTS, RECORD, f"{CHECKPOINTS}/step-*")
+_TRACES = (_IDENTITY, _EVENTS, RECORD, f"{CHECKPOINTS}/step-*")
 """What tells that a run was here; older versions wrote no run.json."""
 PRIVATE = 0o700
-_NO_FOLDER = "runs"
-"""Where runs go for which no folder is named."""
-_MUST_FIT = ("model", "parameters")
-"""What cannot change when a run goes on."""
 
 
 class RunFolder:
@@ -60,7 +58,7 @@ class RunFolder:
 
     def release(self, state: str) -> None:
         """Writes down how the run ended and lets the folder go; one that nobody named and needs is removed."""
-        write_json(self.path / IDENTITY, {**(read_identity(self.path) or {}), "state": state, "ended": time.time()})
+        write_json(self.path / _IDENTITY, {**(read_identity(self.path) or {}), "state": state, "ended": time.time()})
         if not self._is_named and state == "finished" and not any(self.path.glob(f"{CHECKPOINTS}/step-*")):
             shutil.rmtree(self.path, ignore_errors=True)
             with suppress(OSError):
@@ -72,14 +70,15 @@ class RunFolder:
         os.close(self._lock)
 
 
-def _take_folder(
+@contextmanager
+def held(
     folder: str | Path | None, name: str, about: Mapping[str, Any], *, resume: str | None = None,
     overwrite: bool = False, goes_on: bool = False, patience_s: float = 0.0,
-) -> RunFolder:  # fmt: skip
-    """The folder of a run, locked and with its identity in it; refuses one that holds another run.
+) -> Iterator[RunFolder]:  # fmt: skip
+    """The folder of a run while the block runs, locked and with its identity in it; afterwards it says how it ended.
 
-    `about` describes the run. `goes_on` says that it was here before: then its own process may only just have ended,
-    and the lock is waited for as long as the patience lasts.
+    One that holds another run is refused. `about` describes the run. `goes_on` says that it was here before: then its
+    own process may only just have ended, and the lock is waited for as long as the patience lasts.
     """
     path = Path(folder).absolute() if folder is not None else new_folder(name)
     _make_private(path)
@@ -94,8 +93,10 @@ def _take_folder(
         run_id = str(known["id"]) if known else uuid.uuid4().hex
         (path / STOP_FILE).unlink(missing_ok=True)
         head = {"format": "stagewright.run", "version": 1, "id": run_id, "state": "running", "started": time.time()}
-        _write_secret(path / _SECRET)
-        write_json(path / IDENTITY, {**head, **about, "changes": changes})
+        (path / _SECRET).unlink(missing_ok=True)
+        (path / _SECRET).touch(mode=0o600, exist_ok=False)  # only this user can read it
+        (path / _SECRET).write_text(secrets.token_hex(32))
+        write_json(path / _IDENTITY, {**head, **about, "changes": changes})
         (path / CHECKPOINTS).mkdir(mode=PRIVATE, exist_ok=True)
     except FileExistsError:
         os.close(lock)
@@ -103,13 +104,7 @@ def _take_folder(
     except BaseException:
         os.close(lock)
         raise
-    return RunFolder(path, run_id, lock, is_named=folder is not None, changes=changes)
-
-
-@contextmanager
-def held(folder: str | Path | None, name: str, about: Mapping[str, Any], **how: Any) -> Iterator[RunFolder]:
-    """The folder of a run while the block runs, as `_take_folder` gives it; afterwards it says how the run ended."""
-    run, state = _take_folder(folder, name, about, **how), "failed"
+    run, state = RunFolder(path, run_id, lock, is_named=folder is not None, changes=changes), "failed"
     try:
         yield run
         state = run.state
@@ -123,8 +118,8 @@ def held(folder: str | Path | None, name: str, about: Mapping[str, Any], **how: 
 def new_folder(name: str) -> Path:
     """The path of a new folder under `runs`, named after the model and the time."""
     stem = f"{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    paths = (Path(_NO_FOLDER, stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
-    for path in paths:
+    for number in range(1, 1000):
+        path = Path("runs", stem if number == 1 else f"{stem}-{number}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=PRIVATE)
@@ -134,7 +129,7 @@ def new_folder(name: str) -> Path:
                 break
         except OSError as fault:
             raise UsageError(f"{path.absolute()}: {fault.strerror}", "name a folder with --out") from None
-    raise UsageError(f"{Path(_NO_FOLDER).absolute()} cannot take another run", "name a folder with --out")
+    raise UsageError(f"{Path('runs').absolute()} cannot take another run", "name a folder with --out")
 
 
 def _make_private(path: Path) -> None:
@@ -183,26 +178,13 @@ def _locked(path: Path, patience_s: float) -> int:
 def is_held(path: Path) -> bool:
     """Whether a living run holds a folder."""
     try:
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        with (path / _LOCK).open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except OSError:
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
     return False
-
-
-def _write_secret(path: Path) -> None:
-    """Makes a secret that only this user can read."""
-    path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(handle, secrets.token_hex(32).encode())
-    finally:
-        os.close(handle)
 
 
 def read_secret(path: Path) -> bytes:
@@ -213,20 +195,16 @@ def read_secret(path: Path) -> bytes:
 def read_identity(path: Path) -> dict[str, Any] | None:
     """What run.json says; None where there is none."""
     try:
-        known = json.loads((path / IDENTITY).read_text(encoding="utf-8"))
+        known = json.loads((path / _IDENTITY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return known if isinstance(known, dict) and isinstance(known.get("id"), str) else None
 
 
-def _has_run(path: Path) -> bool:
-    """Whether a folder holds what a run left."""
-    return any(next(path.glob(trace), None) is not None for trace in _TRACES)
-
-
 def _check_vacant(path: Path, known: Mapping[str, Any] | None, resume: str | None) -> None:
     """Refuses a folder that holds another run than the one to go on with."""
-    if not _has_run(path) or resume == "auto":
+    has_run = any(next(path.glob(trace), None) is not None for trace in _TRACES)
+    if not has_run or resume == "auto":
         return
     what = f"{path} holds a run" + (f" of {known['model']}" if known and "model" in known else "")
     if resume is None:
@@ -246,7 +224,7 @@ def _check_same_run(path: Path, known: Mapping[str, Any], about: Mapping[str, An
     """What has changed since the run stopped, a sentence each; refuses another model."""
     told = [(key, known.get(key), value) for key, value in about.items() if key in known and known[key] != value]
     for key, before, now in told:
-        if key in _MUST_FIT:
+        if key in ("model", "parameters"):  # what cannot change when a run goes on
             what = f"of {before}, not of {now}" if key == "model" else "of a model with other parameters"
             raise UsageError(f"{path} holds a run {what}", "name another --out, or remove the run by --overwrite")
     return tuple(f"{key} was {before}, and is now {now}" for key, before, now in told)
@@ -266,3 +244,45 @@ def fingerprint(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """A hash of parameters' names and shapes."""
     text = json.dumps(sorted((name, list(shape)) for name, shape in shapes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# Checkpoints in it
+
+
+def path_of(run_folder: Path, step: int) -> Path:
+    """The folder of the checkpoint after so many steps."""
+    return run_folder / CHECKPOINTS / f"step-{step:08d}"
+
+
+def checkpoints_in(folder: Path, *, own: bool = False) -> list[Path]:
+    """The checkpoints in a folder, or in the folder of a run, newest first, good or not; one of them is itself.
+
+    With `own` those that say they are of another run are left out.
+    """
+    name = re.compile(r"step-(\d{8,18})")
+    if name.fullmatch(folder.name):
+        return [folder]
+    inside = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    entries = list(inside.iterdir()) if inside.is_dir() else []
+    found = sorted(((int(match[1]), entry) for entry in entries if (match := name.fullmatch(entry.name))), reverse=True)
+    return [entry for _, entry in found if not own or is_of_run(entry, folder)]
+
+
+def is_of_run(path: Path, folder: Path) -> bool:
+    """Whether a checkpoint is of the run in a folder; those of older versions do not say, and any is of no run."""
+    run = (read_identity(folder) or {}).get("id")
+    try:
+        with open_plain(path / MANIFEST) as file:
+            said = json.load(file).get("run")
+    except (OSError, ValueError, AttributeError):
+        said = None
+    return run is None or said is None or said == run
+
+
+def open_plain(path: Path) -> io.BufferedReader:
+    """Opens a file that is one: not a link, a pipe or a device, which might never end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "it is no plain file", str(path))
+    return os.fdopen(handle, "rb")

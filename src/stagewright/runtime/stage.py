@@ -84,7 +84,7 @@ class StageRunner:
 
         `start` is the number of its first row in the batch.
         """
-        leaves = [_leaf(tensor, spec) for tensor, spec in zip(inputs, self.inputs)]
+        leaves = [tensor.detach().requires_grad_(spec.needs_grad) for tensor, spec in zip(inputs, self.inputs)]
         _draw_from(mix(self.seed, *key), self.settings.device)
         keys = self._row_keys(key[0], start, leaves)
         with autocast(self.settings), rows_drawn(keys):
@@ -249,11 +249,6 @@ def _draw_from(seed: int, device: str) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
-
-
-def _leaf(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor as the start of a graph, with a gradient where the stage before wants one."""
-    return tensor.detach().requires_grad_(spec.needs_grad)
 
 
 def mix(*numbers: int) -> int:

@@ -28,14 +28,14 @@ from stagewright.runtime.weights import OptimizerMaker, Versions, copy_of
 from stagewright.runtime.world import World
 
 
-class Holders(NamedTuple):
+class _Holders(NamedTuple):
     """Some parameters and the stages that use them."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
 
 
-def find_holders(plan: Plan, layered: Layered) -> list[Holders]:
+def _find_holders(plan: Plan, layered: Layered) -> list[_Holders]:
     """The parameters that the plan's cuts separate, those of the same stages together."""
     stage_of = [number for number, stage in enumerate(plan.stages) for _ in stage.layers]
     found: dict[tuple[int, ...], list[str]] = {}
@@ -43,15 +43,15 @@ def find_holders(plan: Plan, layered: Layered) -> list[Holders]:
         stages = tuple(sorted({stage_of[layer] for layer in layers}))
         if len(stages) > 1:
             found.setdefault(stages, []).append(name)
-    return [Holders(tuple(names), stages) for stages, names in found.items()]
+    return [_Holders(tuple(names), stages) for stages, names in found.items()]
 
 
 class Tied(Versions):
     """One worker's copies of parameters that it shares with workers of other stages."""
 
     def __init__(
-        self, holders: Holders, plan: Plan, worker: int, parameters: list[nn.Parameter], make_optimizer: OptimizerMaker,
-        all_reduce: AllReduce | None,
+        self, holders: _Holders, plan: Plan, worker: int, parameters: list[nn.Parameter],
+        make_optimizer: OptimizerMaker, all_reduce: AllReduce | None,
     ) -> None:  # fmt: skip
         num_versions = max(plan.versions[stage] for stage in holders.stages)
         slots = [parameters, *([copy_of(each) for each in parameters] for _ in range(num_versions - 1))]
@@ -66,7 +66,8 @@ class Tied(Versions):
         self._sums: dict[int, Pending | None] = {}
         self._verdicts: dict[int, Verdict] = {}
         self._all_reduce = all_reduce
-        self._flat = [_memory(slot, all_reduce) for slot in slots]
+        numel, like = sum(each.numel() for each in parameters), parameters[0].detach()
+        self._flat = [all_reduce.memory(numel, like) if all_reduce else like.new_zeros(numel) for _ in slots]
         self.inspect: Callable[[int, Sequence[str], Sequence[Tensor | None]], None] | None = None
         """Called with a batch's gradients before they are summed, where they come from one stage of this worker."""
 
@@ -123,17 +124,12 @@ class Tied(Versions):
         return [shaped_like(piece, each) for piece, each in zip(pieces, parameters)]
 
 
-def _memory(parameters: Sequence[nn.Parameter], all_reduce: AllReduce | None) -> Tensor:
-    numel = sum(each.numel() for each in parameters)
-    return parameters[0].new_zeros(numel) if all_reduce is None else all_reduce.memory(numel, parameters[0].detach())
-
-
 def make_tied(
     plan: Plan, layered: Layered, world: World, settings: Settings, make_optimizer: OptimizerMaker
 ) -> list[Tied]:
     """What this worker shares with workers of other stages, once its stages are in place. All workers must call it."""
     parameters, found = dict(layered.model.named_parameters()), []
-    for number, holders in enumerate(find_holders(plan, layered)):
+    for number, holders in enumerate(_find_holders(plan, layered)):
         members = tuple(sorted({worker for stage in holders.stages for worker in plan.workers[stage]}))
         group = world.group("tied", members)
         trained = [name for name in holders.names if parameters[name].requires_grad and name not in layered.unreached]

@@ -21,11 +21,11 @@ from stagewright.runtime.worker import Worker
 def warm_up(worker: Worker) -> None:
     """On a card, runs every stage of a worker once."""
     if worker.world.device.type == "cuda":
-        run_everything_once(worker)
+        _run_everything_once(worker)
         torch.cuda.synchronize()
 
 
-def run_everything_once(worker: Worker) -> None:
+def _run_everything_once(worker: Worker) -> None:
     """Runs every stage of a worker forward, backward and through its optimizer on zeros, and leaves no trace."""
     for here in worker.replicas.values():
         numbers = range(here.plan.num_microbatches)

@@ -41,8 +41,12 @@ class Versions:
         # slot that is being updated, and no graph ever sees them.
         is_alone = len(parameters) == 1
         self.moved = parameters[0] if is_alone else [nn.Parameter(one.data) for one in parameters[0]]
-        self.optimizer, self.scheduler = _made(make_optimizer, _named_groups(self.names, self.moved))
+        for name, parameter in zip(self.names, self.moved):  # for optimizers that treat some apart
+            parameter.stagewright_name = name  # type: ignore[attr-defined]
+        self.optimizer, self.scheduler = _made(make_optimizer, self.moved)
         self.num_updates = 0
+        self.rate_of: Callable[[int], float] | None = None
+        """The learning rate of a batch's update, where no scheduler sets it."""
 
     @property
     def num_versions(self) -> int:
@@ -81,6 +85,10 @@ class Versions:
                 moved.data = parameter.data
             moved.grad = gradient
         if self.optimizer is not None:
+            if self.rate_of is not None:
+                rate = self.rate_of(batch)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
             _step(self.optimizer, skip, divisor)
         if self.scheduler is not None:
             with warnings.catch_warnings():  # the optimizer steps under another name, or may skip its first step
@@ -205,10 +213,3 @@ def copy_hooks(parameter: Tensor, other: Tensor) -> None:
     """Gives another tensor the hooks that change a parameter's gradient."""
     for hook in (parameter._backward_hooks or {}).values():
         other.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _named_groups(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters, each with its unsplit name as `stagewright_name`, for optimizers that treat some apart."""
-    for name, parameter in zip(names, parameters):
-        parameter.stagewright_name = name  # type: ignore[attr-defined]
-    return list(parameters)

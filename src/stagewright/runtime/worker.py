@@ -7,27 +7,30 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
 from stagewright.models import Layered, MeanLoss, count_of
 from stagewright.plan import Share
+from stagewright.policy import RULES
 from stagewright.runtime.clock import Clock
-from stagewright.runtime.dtypes import infer_dtypes
-from stagewright.runtime.feed import Feed, OnDevice, check_labels, check_rows
-from stagewright.runtime.flight import Flight
-from stagewright.runtime.numbers import Watch
+from stagewright.runtime.exchange import Exchange
+from stagewright.runtime.feed import CheckedFeed, Feed
 from stagewright.runtime.order import receives_ahead, together
-from stagewright.runtime.precision import LossScale, Verdict, agree, rounded, sum_of_squares
-from stagewright.runtime.replica import Outbox, Replica, make_replicas, rows_of
-from stagewright.runtime.selfcheck import SelfCheck
+from stagewright.runtime.precision import LossScale, Verdict, sum_of_squares
+from stagewright.runtime.replica import Replica, make_replicas
+from stagewright.runtime.safety.flight import Flight
+from stagewright.runtime.safety.numbers import Watch
+from stagewright.runtime.safety.selfcheck import SelfCheck
+from stagewright.runtime.safety.stopping import Gate
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stage import InFlight, Key
-from stagewright.runtime.stopping import Gate
-from stagewright.runtime.transport import Channel, make_transport
+from stagewright.runtime.stage import Key
+from stagewright.runtime.transport import make_transport
 from stagewright.runtime.weights import OptimizerMaker
-from stagewright.runtime.world import World, check_world
+from stagewright.runtime.world import World
 from stagewright.schedule import COMPUTE, RECEIVES, TRANSFERS, Action, Kind, Schedule
+from stagewright.scheduling.windows import Chooser, windows
 
 _Metric = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(predictions, targets) of some rows → sums over these rows, one a figure."""
@@ -41,18 +44,24 @@ class Worker:
         make_optimizer: OptimizerMaker, feed: Feed, metric: _Metric | None = None, num_metrics: int = 0,
         flight: Flight | None = None,
     ) -> None:  # fmt: skip
-        check_world(world, schedule.plan)
+        if world.size != len(schedule.plan.devices):
+            raise RunError(
+                f"{world.size} workers were started for a plan with {len(schedule.plan.devices)} devices "
+                f"({schedule.plan.placement})",
+                f"start {len(schedule.plan.devices)} workers, or change --placement",
+            )
         self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
-        self.feed, self.metric, self.num_metrics = OnDevice(feed, world.device), metric, num_metrics
+        self.metric, self.num_metrics = metric, num_metrics
         self.replicas = make_replicas(self.plan, layered, world, settings, make_optimizer)
-        infer_dtypes(self.replicas, self.plan, layered, world, settings)
         self.transport = make_transport(world, self.plan, settings)
+        self.exchange = Exchange(world.worker, self.replicas, self.transport, settings)
         self.clock = Clock(world.worker, world.device)
         self.scale = LossScale(settings, world.device, self.plan.versions)
         self.verdicts: dict[int, Verdict] = {}
         self.count = count_of(layered.loss)
         """What counts the targets of a batch, where the loss is not divided by rows."""
-        self.is_mean_of_rows = isinstance(layered.loss, MeanLoss) and self.count is None
+        self._all_labels_count = isinstance(layered.loss, MeanLoss) and self.count is None
+        self.feed = CheckedFeed(feed, world.device, all_labels_count=self._all_labels_count)
         self._figures: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
         self._updates: dict[int, int] = {}
@@ -101,13 +110,14 @@ class Worker:
         """A worker that shares this one's stages but runs another schedule on other data, forward only."""
         helper = copy.copy(self)
         helper.schedule, helper.plan = schedule, schedule.plan
-        helper.feed = OnDevice(feed, self.world.device)
+        helper.feed = CheckedFeed(feed, self.world.device, all_labels_count=self._all_labels_count)
         helper.is_training, helper._figures, helper.gate = False, {}, None
         helper.wants_metric = lambda batch: True
         helper.replicas = {
             stage: Replica(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer)
             for stage, here in self.replicas.items()
         }
+        helper.exchange = Exchange(self.world.worker, helper.replicas, self.transport, self.settings)
         helper.handlers = helper._table()
         return helper
 
@@ -116,11 +126,46 @@ class Worker:
         return [here.weights.newest() for here in self.replicas.values()]
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
-        """Runs this worker's order over a number of batches, in the order's own sequence."""
-        order = self.order(num_batches, first_batch)
-        for actions in receives_ahead(together(order), self.transport.lookahead):
-            self.act(actions)
+        """Runs this worker's order over a number of batches: in its own sequence, or as rows arrive."""
+        groups = together(self.order(num_batches, first_batch))
+        if self.is_training and RULES[self.plan.policy].by_arrival:
+            self._run_as_rows_arrive(groups)
+        else:
+            for actions in receives_ahead(groups, self.transport.lookahead):
+                self.act(actions)
         self.catch_up()
+
+    def _run_as_rows_arrive(self, groups: Iterator[list[Action]]) -> None:
+        """Runs whatever is ready, backward first, window by window."""
+        chooser: Chooser[list[Action]] = Chooser(self.plan)
+        for window in windows(groups, lambda group: (group[0], group[0].batch)):
+            for group in window.late:
+                self.act(group)
+            chooser.open(window.units.values())
+            while chooser.heads():
+                self._run_or_wait(chooser)
+            for group in window.rest:
+                self.act(group)
+
+    def _run_or_wait(self, chooser: Chooser[list[Action]]) -> None:
+        """Runs what is ready, or waits until something arrives."""
+        for group in chooser.receives():
+            self.act(group)
+        self.transport.arrived.clear()
+        unit = chooser.choose(lambda unit: self.exchange.is_ready(unit.compute[0]))
+        if unit is not None:
+            for group in (unit.compute, *unit.sends):
+                self.act(group)
+            chooser.finish(unit)
+            return
+        limit_s = self.world.timeout.total_seconds()
+        if not self.transport.arrived.wait(limit_s):
+            stuck = ", ".join(str(unit.compute[0]) for unit in chooser.heads())
+            raise RunError(
+                f"worker {self.world.worker} waited {limit_s:g} s for rows of {stuck}",
+                "look for the worker that stopped, or raise --timeout",
+            )
+        self.transport.check()
 
     def catch_up(self) -> None:
         """Makes the updates of tied parameters that wait for other stages, at the end of a stretch."""
@@ -134,20 +179,6 @@ class Worker:
         low, high = self.schedule.offsets
         return order if self.gate is None else self.gate.passing(order, high - low)
 
-    def is_ready(self, action: Action) -> bool:
-        """Whether a forward or backward has all its rows."""
-        here, key = self.replicas[action.stage], (action.batch, action.microbatch)
-        is_forward = action.kind is Kind.FORWARD
-        other = action.stage + (-1 if is_forward else 1)
-        if not 0 <= other < len(self.plan.stages):
-            return True
-        partners, near = here.partners(other, action.microbatch), self.replicas.get(other)
-        is_near = near is not None and self.world.worker in partners
-        if near is not None and is_near and key not in (near.made if is_forward else near.returned):
-            return False
-        arriving = (here.activations if is_forward else here.gradients).get(key)
-        return len(partners) == is_near or (arriving is not None and arriving.is_done())
-
     def act(self, actions: list[Action]) -> None:
         """Runs one action, or one transfer with several workers."""
         self.at = actions[0]
@@ -155,9 +186,9 @@ class Worker:
         if self.flight is not None:
             self.flight.note(self.at)
         if kind in RECEIVES:
-            self.receive(actions)
+            self.exchange.receive(actions)
         elif kind in TRANSFERS:
-            self.send(actions)
+            self.exchange.send(actions)
         elif kind in COMPUTE or kind is Kind.UPDATE:
             with self.clock.span(self.at):
                 self.handlers[kind](self.at)
@@ -169,7 +200,11 @@ class Worker:
     def forward(self, action: Action) -> None:
         self._make_full()
         here, key, share = self._find(action)
-        inputs = self._inputs(here, key, share)
+        inputs = (
+            self.exchange.inputs(here, key)
+            if here.stage
+            else self.feed.inputs(here.runner.inputs, key[0], share.start, share.stop)
+        )
         last = here.runner.has_loss
         targets = self._targets(here, key[0], share.start, share.stop) if last else ()
         for tied in here.tied:
@@ -181,13 +216,12 @@ class Worker:
         if last:
             self.note(key[0], share.stop - share.start, made, targets)
         else:
-            takers = here.partners(here.stage + 1, key[1])
-            here.made.put(key, [tensor.detach() for tensor in made], len(takers))
+            self.exchange.keep_outputs(here, key, made)
 
     def backward(self, action: Action) -> None:
         self._make_full()
         here, key, _ = self._find(action)
-        gradients = self._output_gradients(here, key)
+        gradients = self.exchange.output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
         self.self_check.add(here, key, gradients, scale)
         is_last = self._arm(here, key)
@@ -195,16 +229,16 @@ class Worker:
             returned = here.runner.backward(key, gradients, scale)
         if is_last:
             here.finish_tied(key[0])
-        self._return(here, key, returned)
+        self.exchange.keep_gradients(here, key, returned)
 
     def backward_input(self, action: Action) -> None:
         here, key, _ = self._find(action)
         module = here.weights.module(key[0])
-        gradients = self._output_gradients(here, key)
+        gradients = self.exchange.output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
         self.self_check.add(here, key, gradients, scale)
         returned = here.runner.backward_input(module, key, gradients, scale)
-        self._return(here, key, returned)
+        self.exchange.keep_gradients(here, key, returned)
 
     def backward_weight(self, action: Action) -> None:
         here, key, _ = self._find(action)
@@ -218,11 +252,6 @@ class Worker:
         for here in self.replicas.values():
             for deferred in here.deferred:
                 deferred.make(only_full=True)
-
-    def _return(self, here: Replica, key: Key, gradients: list[Tensor]) -> None:
-        """Keeps the gradients of a microbatch's inputs for the stage before."""
-        takers = here.partners(here.stage - 1, key[1]) if here.stage else {}
-        here.returned.put(key, gradients, len(takers))
 
     def _arm(self, here: Replica, key: Key) -> bool:
         """Lets the reduction start by itself in the batch's last backward; whether this is the one."""
@@ -251,13 +280,11 @@ class Worker:
         """Adds a microbatch's loss, what it counts and the metric to the batch's."""
         loss = made[0].detach().to(torch.float64, copy=True).reshape(1)  # a graph replayed writes there again
         number = loss.new_full((1,), rows) if self.count is None else self.count(*targets).to(loss).reshape(1)
-        sums = torch.cat([loss, number, *self._metric(batch, made, targets)])
+        metric: list[Tensor] = []
+        if self.metric is not None and self.wants_metric(batch):
+            metric = [self.metric(made[1:], targets).double()]
+        sums = torch.cat([loss, number, *metric])
         self._figures[batch] = self._figures[batch] + sums if batch in self._figures else sums
-
-    def _metric(self, batch: int, made: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-        if self.metric is None or not self.wants_metric(batch):
-            return []
-        return [self.metric(made[1:], targets).double()]
 
     def figures(self, batch: int) -> Tensor:
         """The sums over this worker's rows of a batch, given out once: loss, what the loss counts, metric."""
@@ -274,86 +301,9 @@ class Worker:
             raise RunError(f"worker {self.world.worker} has no rows for {action} of batch {action.batch}")
         return here, (action.batch, action.microbatch), share
 
-    def _inputs(self, here: Replica, key: Key, share: Share) -> list[Tensor]:
-        """A microbatch's inputs: from the data, or put together from the stage before."""
-        if here.stage == 0:
-            given = self.feed.inputs(key[0], share.start, share.stop)
-            check_rows("inputs", given, here.runner.inputs, key[0], share.start, share.stop)
-            return [rounded(tensor, spec.dtype) for tensor, spec in zip(given, here.runner.inputs)]
-        before = self.replicas.get(here.stage - 1)
-        return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
-
-    def _targets(self, here: Replica, batch: int, start: int, stop: int) -> Sequence[Tensor]:
+    def _targets(self, here: Replica, batch: int, start: int, stop: int) -> list[Tensor]:
         """The targets of some rows of a batch."""
-        given = self.feed.targets(batch, start, stop)
-        check_rows("targets", given, here.runner.targets, batch, start, stop)
-        if self.is_mean_of_rows:
-            check_labels(given, batch)
-        return given
-
-    def _output_gradients(self, here: Replica, key: Key) -> list[Tensor] | None:
-        """The gradients of a microbatch's outputs: put together from the stage after; None where the loss is."""
-        if here.runner.has_loss:
-            return None
-        after = self.replicas.get(here.stage + 1)
-        return self._gather(here, here.stage + 1, key, here.gradients, after.returned if after else None)
-
-    def _gather(
-        self, here: Replica, other: int, key: Key, in_flight: dict[Key, InFlight], near: Outbox | None
-    ) -> list[Tensor]:
-        """Rows that came over the wire, and those that the other stage has on this very worker."""
-        arriving = in_flight.pop(key, None)
-        rows = here.partners(other, key[1]).get(self.world.worker)
-        if near is None or rows is None:
-            if arriving is None:
-                raise RunError(f"{self.at} found no rows of microbatch {key[1]}: the schedule lacks their receipt")
-            return arriving.wait()
-        theirs = self.replicas[other].partners(here.stage, key[1])[self.world.worker]
-        own = rows_of(near.take(key), *theirs)
-        if arriving is None:
-            return own
-        whole = arriving.wait()
-        for target, part in zip(whole, own):
-            target[rows[0] : rows[1]].copy_(part)
-        return whole
-
-    def _in_flight(self, here: Replica, key: Key, is_forward: bool) -> InFlight:
-        """What the rows of a microbatch arrive in, made when the first of them is due."""
-        in_flight, share = here.activations if is_forward else here.gradients, here.share(key[1])
-        if key not in in_flight and share is not None:
-            specs = here.runner.inputs if is_forward else here.runner.returned
-            rows, layout = share.stop - share.start, self.settings.channels_last
-            shapes = [((rows, *spec.shape_per_row), spec.dtype) for spec in specs]
-            in_flight[key] = InFlight([self.transport.empty(shape, dtype, layout) for shape, dtype in shapes], [])
-        return in_flight[key]
-
-    def receive(self, actions: list[Action]) -> None:
-        first = actions[0]
-        is_forward = first.kind is Kind.RECEIVE_FORWARD
-        other, stage = first.stage, first.stage + (1 if is_forward else -1)
-        here, key = self.replicas[stage], (first.batch, first.microbatch)
-        arriving = self._in_flight(here, key, is_forward)
-        parts = self._parts(here, other, arriving.tensors, actions)
-        arriving.receipts.append(self.transport.receive(Channel(min(stage, other), is_forward), parts))
-
-    def send(self, actions: list[Action]) -> None:
-        first = actions[0]
-        is_forward = first.kind is Kind.SEND_FORWARD
-        stage, other = first.stage, first.stage + (1 if is_forward else -1)
-        here, key = self.replicas[stage], (first.batch, first.microbatch)
-        tensors = (here.made if is_forward else here.returned).take(key, len(actions))
-        parts = self._parts(here, other, tensors, actions)
-        self.transport.send(Channel(min(stage, other), is_forward), parts)
-
-    def _parts(
-        self, here: Replica, other: int, tensors: Sequence[Tensor], actions: Sequence[Action]
-    ) -> list[tuple[int, list[Tensor]]]:
-        """For each action its peer, and the rows that this replica shares with it."""
-        partners = here.partners(other, actions[0].microbatch)
-        lost = next((action for action in actions if action.peer not in partners), None)
-        if lost is not None:
-            raise RunError(f"{lost} moves no rows between worker {self.world.worker} and {lost.peer}")
-        return [(action.peer, rows_of(tensors, *partners[action.peer])) for action in actions]
+        return self.feed.targets(here.runner.targets, batch, start, stop)
 
     # The end of a batch
 
@@ -372,7 +322,9 @@ class Worker:
         shared = list({id(tied): tied for here in self.replicas.values() for tied in here.tied}.values())
         counted += [each for tied in shared if tied.is_counted for each in tied.gradients(action.batch)]
         squares, scale = sum_of_squares(counted, self.world.device), self.scale.of_batch(action.batch)
-        verdict = agree(squares, scale, self.settings.clip_norm, self.world.everyone)
+        if self.world.everyone is not None:
+            dist.all_reduce(squares, group=self.world.everyone)
+        verdict = Verdict(squares, scale, self.settings.clip_norm)
         self.verdicts[action.batch] = verdict
         for tied in shared:
             tied.judge(action.batch, verdict)
@@ -402,10 +354,10 @@ class Worker:
         """What follows a worker's last update of a batch."""
         del self._updates[batch]
         self._counts.pop(batch, None)
-        if verdict is not None:
-            del self.verdicts[batch]
         if self.on_update is not None:
             self.on_update(batch)
+        if verdict is not None:
+            del self.verdicts[batch]
 
     def close(self) -> None:
         """Waits until everything sent has left, and ends what runs in the background."""

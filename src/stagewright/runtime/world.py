@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from stagewright.errors import RunError
-from stagewright.plan import Plan
 from stagewright.profiling.heap import keep_freed_memory
-from stagewright.runtime.meeting import Place, choose_interface, meet
-from stagewright.runtime.mps import become_a_host
+from stagewright.runtime.launch.meeting import Place, choose_interface, meet
+from stagewright.runtime.launch.mps import become_a_host
 from stagewright.runtime.settings import Settings
 
 
@@ -116,10 +115,10 @@ def open_world(settings: Settings) -> Iterator[World]:
     yield World(rank, size, device, timeout, dist.group.WORLD, everyone, store, tuple(places))
     # Not after an error: closing would wait for workers that wait for this one, and the launcher ends them all.
     dist.destroy_process_group()
-    let_threads_finish()
+    _let_threads_finish()
 
 
-def let_threads_finish(timeout_s: float = 1.0) -> None:
+def _let_threads_finish(timeout_s: float = 1.0) -> None:
     """Returns once all other threads of this process sleep, or after a while.
 
     A thread of gloo lets go of its last tensors a moment after the work is done, and needs Python for that: where the
@@ -154,15 +153,6 @@ def pick_device(settings: Settings) -> torch.device:
     device = torch.device("cuda", local % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def check_world(world: World, plan: Plan) -> None:
-    """Refuses a number of workers that is not the plan's number of devices."""
-    if world.size != len(plan.devices):
-        raise RunError(
-            f"{world.size} workers were started for a plan with {len(plan.devices)} devices ({plan.placement})",
-            f"start {len(plan.devices)} workers, or change --placement",
-        )
 
 
 def gather_json(value: object, group: dist.ProcessGroup | None, size: int) -> list[Any]:

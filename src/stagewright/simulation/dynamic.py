@@ -1,4 +1,4 @@
-"""Dynamic orders: a worker runs whatever is ready, backward first, as `stagewright.runtime.dynamic` does."""
+"""Dynamic orders: a worker runs whatever is ready, backward first, as `stagewright.runtime.worker` does."""
 
 from __future__ import annotations
 

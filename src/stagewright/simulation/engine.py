@@ -54,7 +54,7 @@ class Worker:
 
     def __init__(self, number: int, order: Order, ops: list[PlainOp]) -> None:
         self.number, self.order, self.ops = number, order, ops
-        self.go_on: Callable[[], object] = nothing
+        self.go_on: Callable[[], object] = _nothing
         self.is_over = False
         self.wait: object = None
         self.head: tuple[Action, int]
@@ -85,7 +85,7 @@ _Load = tuple[_Lane, PlainOp, Action, int, float, float, float, int]
 """A transfer under way: its lane, what is sent, of which batch, when sent, posted and started, the slot it fills."""
 
 
-def nothing() -> None:
+def _nothing() -> None:
     """What a worker does before its run begins and after it."""
 
 
@@ -159,7 +159,7 @@ class Engine:
             flow.load = None
         del self.collectives.engine
         for worker in self.workers:
-            worker.go_on, worker.dynamic, worker.shared = nothing, None, None
+            worker.go_on, worker.dynamic, worker.shared = _nothing, None, None
 
     # events
 

@@ -103,19 +103,6 @@ class _DoneColumns(NamedTuple):
     """Worker by worker where its part stands."""
 
 
-class _MovedColumns(NamedTuple):
-    """All transfers in the order of arrival, column by column."""
-
-    channels: Sequence[int] = ()
-    ops: Sequence[PlainOp] = ()
-    sent: Sequence[Action] = ()
-    batches: Sequence[int] = ()
-    sent_s: Sequence[float] = ()
-    posted_s: Sequence[float] = ()
-    starts_s: Sequence[float] = ()
-    stops_s: Sequence[float] = ()
-
-
 class Log:
     """All that happened."""
 
@@ -136,6 +123,6 @@ class Log:
         return _DoneColumns(list(ops), list(actions), list(batches), list(starts_s), list(stops_s), edges)
 
     @cached_property
-    def moved_columns(self) -> _MovedColumns:
-        """`moved` for whoever goes through all of it."""
-        return _MovedColumns(*zip(*self.plain_moved))
+    def moved_columns(self) -> Any:
+        """A `Moved` whose fields are columns of all transfers, for whoever goes through all of them."""
+        return Moved._make(zip(*self.plain_moved)) if self.plain_moved else Moved._make([()] * len(Moved._fields))

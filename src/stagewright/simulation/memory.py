@@ -67,7 +67,7 @@ class Ledger:
         self.devices = [self.costs.cluster.device(id) for id in self.plan.devices]
         self.taken = np.array([*map(self.taken_by, program.works), _NOTHING_TAKEN], dtype=float)
         self.slot_bytes = np.array([*program.slot_bytes, 0.0])
-        self.gradients = np.array([self.costs.parameter_bytes(*bounds) for bounds in self.bounds], dtype=float)
+        self.gradients = np.array([self.costs.gradient_bytes(*bounds) for bounds in self.bounds], dtype=float)
         self.changes, self.edges = self.by_worker()
         self.known: dict[object, _Use] = {}
         self.known_bases: dict[object, StageBytes] = {}
@@ -84,9 +84,9 @@ class Ledger:
         """Buffers, taken when a receipt or a sending is issued, given back when a sending has arrived."""
         moved = self.log.moved_columns
         ends = np.array([(one.source, one.target) for one in self.program.channels], dtype=int).reshape(-1, 2)
-        sources, targets = ends[np.array(moved.channels, dtype=int)].T
-        num_bytes = np.array([op[NUM_BYTES] for op in moved.ops])
-        sent_s, posted_s, stops_s = map(np.array, (moved.sent_s, moved.posted_s, moved.stops_s))
+        sources, targets = ends[np.array(moved.channel, dtype=int)].T
+        num_bytes = np.array([op[NUM_BYTES] for op in moved.op])
+        sent_s, posted_s, stops_s = map(np.array, (moved.sent_s, moved.posted_s, moved.stop_s))
         kinds = np.full(len(num_bytes), _BUFFERS)
         yield _Changes(sources, sent_s, num_bytes, kinds)
         yield _Changes(sources, stops_s, -num_bytes, kinds)

@@ -30,33 +30,23 @@ DATA = -2
 """The channel of a forward of the first stage: it waits for data."""
 
 
-class _Op(NamedTuple):
-    """What a worker's actions of one kind, stage and peer are, whichever microbatch of equal rows they handle."""
-
-    code: int
-    seconds: float
-    first_slot: int
-    """What F and B wait for and receipts fill is a slot, one a worker, stage, microbatch and direction: that of
-    microbatch 0, which the others follow; −1: none."""
-    channel: int
-    """Which channel a transfer uses; the stage of a reduction or an update; of compute DATA, or −1."""
-    num_bytes: float
-    work: int
-    """Which of the program's works a compute action is; −1: none."""
-    ready: tuple[float, ...] = ()
-    """Of a batch's last backward: for each bucket the share of it after which the bucket can be reduced."""
-
-
 PlainOp = tuple[int, float, int, int, float, int, tuple[float, ...]]
-"""The fields of an `_Op` without their names: named ones take twice as long to unpack."""
+"""What a worker's actions of one kind, stage and peer are, whichever microbatch of equal rows they handle.
 
+A plain tuple, for named ones take twice as long to unpack; the names below say what stands where.
+"""
 CODE: Final = 0
 SECONDS: Final = 1
 FIRST_SLOT: Final = 2
+"""What F and B wait for and receipts fill is a slot, one a worker, stage, microbatch and direction: that of
+microbatch 0, which the others follow; −1: none."""
 CHANNEL: Final = 3
+"""Which channel a transfer uses; the stage of a reduction or an update; of compute DATA, or −1."""
 NUM_BYTES: Final = 4
 WORK: Final = 5
+"""Which of the program's works a compute action is; −1: none."""
 READY: Final = 6
+"""Of a batch's last backward: for each bucket the share of it after which the bucket can be reduced."""
 
 
 class Computation(NamedTuple):
@@ -201,7 +191,7 @@ class _Compiler:
             key = (kind._value_, stage, peer, patterns[microbatch])
             op = known.get(key)
             if op is None:
-                op = known[key] = self.op(worker, action)[:]
+                op = known[key] = self.op(worker, action)
             add(op)
             if op[CODE] == RECEIVE:
                 slot_bytes[op[FIRST_SLOT] + microbatch] += op[NUM_BYTES]
@@ -237,7 +227,7 @@ class _Compiler:
                 last[stage] = index
         return last
 
-    def op(self, worker: int, action: Action) -> _Op:
+    def op(self, worker: int, action: Action) -> PlainOp:
         """One action's costs."""
         code, stage = _CODES[action.kind._value_], action.stage
         if code == COMPUTES:
@@ -246,15 +236,15 @@ class _Compiler:
             forward, user = action.kind is Kind.RECEIVE_FORWARD, self.user(worker, action)
             num_bytes = self.message_bytes(worker, user, action, not forward)
             channel = self.channel(action.peer, worker, forward, stage)
-            return _Op(code, 0.0, self.first_slot(worker, user, forward), channel, num_bytes, -1)
+            return code, 0.0, self.first_slot(worker, user, forward), channel, num_bytes, -1, ()
         if code == SEND:
             forward = action.kind is Kind.SEND_FORWARD
             num_bytes = self.message_bytes(worker, stage, action, forward)
-            return _Op(code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1)
+            return code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1, ()
         seconds = self.update_s(worker, stage) if code == UPDATE else 0.0
-        return _Op(code, seconds, -1, stage, 0.0, -1)
+        return code, seconds, -1, stage, 0.0, -1, ()
 
-    def compute_op(self, worker: int, action: Action) -> _Op:
+    def compute_op(self, worker: int, action: Action) -> PlainOp:
         """Forward, backward or one of its halves."""
         kind, stage, _, microbatch, _ = action
         first, stop = self.rows(stage, microbatch, worker)
@@ -263,7 +253,7 @@ class _Compiler:
         slot = self.first_slot(worker, stage, is_forward) if may_wait else -1
         seconds = self.compute_s(kind, stage, stop - first, device.speed)
         channel = DATA if is_forward and stage == 0 else -1
-        return _Op(COMPUTES, seconds, slot, channel, 0.0, self.work(Computation(kind, stage, stop - first, device)))
+        return COMPUTES, seconds, slot, channel, 0.0, self.work(Computation(kind, stage, stop - first, device)), ()
 
     def work(self, work: Computation) -> int:
         """The number of a work."""
@@ -366,7 +356,7 @@ class _Compiler:
     def reduction(self, stage: int) -> _Reduction:
         """How a stage's gradients are reduced."""
         devices, buckets = self.plan.stages[stage].devices, self.plan.stages[stage].num_buckets
-        num_bytes = self.costs.parameter_bytes(*self.bounds[stage]) / buckets
+        num_bytes = self.costs.gradient_bytes(*self.bounds[stage]) / buckets
         return _Reduction(len(devices), buckets, num_bytes, self.costs.network.collective(devices, num_bytes))
 
     def agree_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stagewright.cluster import Cluster, parse_placement
@@ -22,13 +23,21 @@ class Scenario:
     profile: Profile | None = None
     """By default an analytic one of the cluster's first kind of device."""
     precision: Precision = "fp32"
+    states: Callable[[str], float] | None = None
+    """How many numbers the optimizer keeps for each number of a parameter, by its role; one if left out."""
     data: str = "synthetic"
     epoch_images: int | None = IMAGENET_IMAGES
 
     def record(self, cluster: Cluster, options: PlanOptions, *, detail: bool = True, name: str = "") -> Record:
         """The simulation on a cluster, under a plan as the options have it."""
         profile = self.profile or self.analytic(cluster, self.rows(cluster, options))
-        made = fixed_plan(profile, options, cluster) if self.plan is None else _with_batch(self.plan, options)
+        profile = profile if self.states is None else profile.with_states(self.states)
+        own = self.plan
+        made = (
+            fixed_plan(profile, options, cluster)
+            if own is None
+            else replace(own, batch=options.batch or own.batch, hold=options.hold or own.hold)
+        )
         agree = self.precision == "fp16" or profile.precision == "fp16"
         schedule = fastest_schedule(made, profile, cluster, agree=agree, data=self.data)
         return simulate(
@@ -52,8 +61,3 @@ class Scenario:
         from stagewright.profiling.analytic import profile_for
 
         return profile_for(cluster, self.model, sizes, self.precision)
-
-
-def _with_batch(plan: Plan, options: PlanOptions) -> Plan:
-    """The plan with the batch and the bound that the options give instead of its own."""
-    return replace(plan, batch=options.batch or plan.batch, hold=options.hold or plan.hold)

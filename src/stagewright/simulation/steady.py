@@ -9,10 +9,6 @@ from stagewright.schedule import Schedule
 from stagewright.simulation.log import Log
 from stagewright.simulation.program import CODE, UPDATE
 
-_MAX_PERIOD = 4
-_CLOSE = 1e-9
-"""Steps that differ by less than this share are the same step."""
-
 
 class Steady(NamedTuple):
     """The steady part of a run: the batches first … last − 1."""
@@ -56,7 +52,7 @@ def _repeating(done: Sequence[float], drain: int) -> Steady:
     last = max(len(done) - drain, min(len(done), 2))
     if last < 2 or done[last // 2 - 1] == done[last - 1]:  # too few to tell: stale batches may even end together
         return Steady(0, last, (done[last - 1] / last,), 0.0, done[last - 1])
-    period = next((n for n in range(1, _MAX_PERIOD + 1) if _repeats(done[:last], n)), None)
+    period = next((n for n in range(1, 5) if _repeats(done[:last], n)), None)
     if period is None:
         first = last // 2
         mean = (done[last - 1] - done[first - 1]) / (last - first)
@@ -81,4 +77,4 @@ def _same_step(done: Sequence[float], at: int, period: int) -> bool:
     if at < 1 or at + period >= len(done):
         return False
     here, later = done[at] - done[at - 1], done[at + period] - done[at + period - 1]
-    return abs(here - later) <= _CLOSE * done[-1]
+    return abs(here - later) <= 1e-9 * done[-1]

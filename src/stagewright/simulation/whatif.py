@@ -17,12 +17,6 @@ from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.simulation.run import simulate
 
-_HELPS = 0.05
-"""A doubling that gains less than this share has stopped helping."""
-
-
-_WIDTH, _HEIGHT, _MARGIN = 640, 360, 56
-
 
 class Point(NamedTuple):
     """One setting of a sweep and what came of it."""
@@ -54,12 +48,12 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 def knee(points: Sequence[Point]) -> Point | None:
-    """The point after which more no longer helps: from it on, a doubling gains less than HELPS."""
+    """The point after which more no longer helps: from it on, a doubling gains less than 5 %."""
     ordered = sorted(points, key=lambda point: point.value)
     for here, there in zip(ordered, ordered[1:]):
         gain = there.record.samples_per_s / here.record.samples_per_s
         doublings = (there.value / here.value - 1) or 1.0
-        if gain - 1 < _HELPS * min(doublings, 1.0):
+        if gain - 1 < 0.05 * min(doublings, 1.0):
             return here
     return None
 
@@ -81,33 +75,31 @@ def fastest_schedule(plan: Plan, profile: Profile, cluster: Cluster, *, agree: b
     return tight if steps[1] < steps[0] * 0.999 else made
 
 
-def plot_svg(points: Sequence[Point]) -> str:
+def plot_svg(points: Sequence[Point], width: int = 640, height: int = 360, margin: int = 56) -> str:
     """An SVG with a dot a point; the dashed line is what proportional growth from the first point would be."""
     ordered = sorted(points, key=lambda point: point.value)
-    first = ordered[0]
-    most_x = max(point.value for point in ordered)
+    first, most_x = ordered[0], ordered[-1].value
     ideal = first.record.samples_per_s * most_x / first.value if first.value else 0.0
     most_y = max(*(point.record.samples_per_s for point in ordered), ideal)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = _MARGIN + x / most_x * (_WIDTH - 2 * _MARGIN)
-        return round(across, 1), round(_HEIGHT - _MARGIN - y / most_y * (_HEIGHT - 2 * _MARGIN), 1)
+        across = margin + x / most_x * (width - 2 * margin)
+        return round(across, 1), round(height - margin - y / most_y * (height - 2 * margin), 1)
+
+    def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
+        return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'
 
     dots = [place(point.value, point.record.samples_per_s) for point in ordered]
-    line = " ".join(f"{x},{y}" for x, y in dots)
-    start, end = place(first.value, first.record.samples_per_s), place(most_x, ideal)
+    end = place(most_x, ideal)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
         ' font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<line x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}" stroke="#999" stroke-dasharray="4 4"/>',
-        f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="2"/>',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<path d="M{dots[0][0]},{dots[0][1]} L{end[0]},{end[1]}" stroke="#999" stroke-dasharray="4 4"/>',
+        f'<polyline points="{" ".join(f"{x},{y}" for x, y in dots)}" fill="none" stroke="#2563eb" stroke-width="2"/>',
     ]
     for point, (x, y) in zip(ordered, dots):
         parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="#2563eb"/>')
-        parts.append(f'<text x="{x}" y="{y - 10}" text-anchor="middle">{point.record.samples_per_s:,.0f}</text>')
-        parts.append(f'<text x="{x}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{escape(point.label)}</text>')
-    parts.append(
-        f'<text x="{_MARGIN}" y="{_MARGIN - 28}">samples/s; dashed: in proportion to the first point</text></svg>'
-    )
+        parts += [text(x, y - 10, f"{point.record.samples_per_s:,.0f}"), text(x, height - margin + 18, point.label)]
+    parts.append(text(margin, margin - 28, "samples/s; dashed: in proportion to the first point", "start") + "</svg>")
     return "\n".join(parts)

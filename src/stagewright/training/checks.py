@@ -7,7 +7,7 @@ import torch
 from stagewright.data.source import need
 from stagewright.errors import PlacementError, UsageError
 from stagewright.plan import Plan
-from stagewright.runtime.launch import is_worker
+from stagewright.runtime.launch.environment import is_worker
 from stagewright.runtime.settings import Settings
 from stagewright.training.config import Config
 from stagewright.training.sinks import check_sinks

@@ -21,12 +21,14 @@ from stagewright.planning.options import spelled
 from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.hosts import OverSsh, host_commands
-from stagewright.runtime.launch import PORT, Hosts, expand_hosts, is_main, is_worker
-from stagewright.runtime.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
+from stagewright.runtime.launch.environment import expand_hosts, is_main, is_worker
+from stagewright.runtime.launch.local import PORT, Hosts
+from stagewright.runtime.launch.ssh import OverSsh, host_commands
 from stagewright.runtime.run_folder import is_held
+from stagewright.runtime.safety.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
+from stagewright.training.adapters import lora_of
 from stagewright.training.checks import check_device, check_hosts_here, check_packages
 from stagewright.training.config import SYNTHETIC, Config
 from stagewright.training.events import nothing_left, plan_lines
@@ -92,7 +94,7 @@ def _steps_done(job: Job, folder: Path | None) -> int:
     """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
     if job.resume is None or is_worker():  # the one who started this worker has looked, or all will look together
         return 0
-    from stagewright.runtime.resuming import find_checkpoint
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint
 
     source = folder if job.resume == "auto" else Path(job.resume)
     if source is None or is_held(source):
@@ -148,7 +150,7 @@ def _model_of(config: Config, dataset: Dataset | None) -> Layered:
     classes = config.model.num_classes or (dataset.num_classes if dataset is not None else None)
     return build_model(
         config.model.name, seed=config.settings.seed, num_classes=classes, image_size=config.model.image_size,
-        label_smoothing=config.recipe.label_smoothing,
+        label_smoothing=config.recipe.label_smoothing, adapt=lora_of(config),
     )  # fmt: skip
 
 

@@ -39,6 +39,17 @@ class ModelOptions:
     """side of the images"""
     num_classes: int | None = Field(default=None, ge=1)
     """classes that the model tells apart"""
+    lora: int | None = Field(default=None, ge=1)
+    """freeze the model, and train low-rank adapters of this rank in it (needs peft)"""
+    lora_targets: tuple[str, ...] = ()
+    """the linear layers that get them, such as q_proj,v_proj, or all-linear; by default those usual for the model"""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """adapters count alpha / rank times; twice the rank by default"""
+
+    def __post_init__(self) -> None:
+        if self.lora is None and (self.lora_targets or self.lora_alpha is not None):
+            option = "--lora-targets" if self.lora_targets else "--lora-alpha"
+            raise UsageError(f"{option} is given, but no --lora", "add --lora RANK")
 
 
 @schema(error=UsageError)

@@ -76,10 +76,20 @@ def plain_line(event: dict[str, Any]) -> str | None:
     """The log line of an event, as people and scripts of the benchmark series read it."""
     kind = event.get("event")
     if kind in ("train", "validation"):
-        figures = "".join(f"{name}: {event[name]:.6f}, " for name in ("loss", "top_1", "top_k") if name in event)
+        names = ("loss", "perplexity", "top_1", "top_k")
+        figures = "".join(f"{name}: {event[name]:.6f}, " for name in names if name in event)
         place = f"epoch {event['epoch']}, iter {event['iter']}"
-        return f"{kind}: {place}, {figures}samples/s: {event['images_per_s']:.3f} {event['time']:.1f}"
+        return f"{kind}: {place}, {figures}{_speed_of(event)} {event['time']:.1f}"
     return visible(f"{kind}: {event['text']}") if "text" in event else None
+
+
+def _speed_of(event: dict[str, Any]) -> str:
+    """How fast it went, in samples or, of text, in tokens; with what else a line of text says."""
+    if "tokens_per_s" not in event:
+        return f"samples/s: {event['images_per_s']:.3f}"
+    names = {"learning_rate": "lr", "norm": "norm", "mfu": "mfu", "tokens": "tokens"}
+    told = "".join(f"{short}: {event[name]:.6g}, " for name, short in names.items() if name in event)
+    return f"{told}tokens/s: {event['tokens_per_s']:.3f}"
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -158,7 +168,10 @@ class Display:
             if event.get("scale", 1.0) != 1.0:
                 figures += f"  scale {event['scale']:g}"
             figures += f"  memory {event.get('driver_bytes', event['memory_bytes']) / 2**30:.1f} GiB"
-            rate = f"{event['images_per_s']:,.0f} images/s"
+            rate = f"{event['images_per_s']:,.0f} samples/s"
+            if "tokens_per_s" in event:
+                share = f" ({event['mfu']:.0%} of the peak)" if "mfu" in event else ""
+                rate = f"{event['tokens_per_s']:,.0f} tokens/s{share}"
             self._progress.update(self._task, completed=event["iter"], rate=rate, figures=figures)
         else:
             line = plain_line(event)

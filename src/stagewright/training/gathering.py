@@ -18,10 +18,10 @@ from stagewright.errors import RunError
 from stagewright.models import Layered
 from stagewright.record import DeviceUse, Point, Record, Source, Span
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.joining import Joined
-from stagewright.runtime.launch import this_command
+from stagewright.runtime.launch.environment import this_command
+from stagewright.runtime.launch.joining import Joined
+from stagewright.runtime.safety.watchdog import Watchdog
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.watchdog import Watchdog
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, gather_json
@@ -58,7 +58,7 @@ COMMAND = "STAGEWRIGHT_COMMAND"
 _COMPUTE_KINDS = {kind.value for kind in COMPUTE}
 
 
-def gather(run: Run, worker: Worker, points: Sequence[Point]) -> Record:
+def gather(run: Run, worker: Worker, points: Sequence[Point], sample_tokens: float | None = None) -> Record:
     """The record of the run, from what each worker saw."""
     spans = worker.clock.spans()
     own = {
@@ -83,6 +83,7 @@ def gather(run: Run, worker: Worker, points: Sequence[Point]) -> Record:
         epoch_samples=run.job.epoch_images,
         step_s=tuple(steps),
         step_samples=plan.batch,
+        sample_tokens=sample_tokens,
         devices=tuple(
             _device_use(run.schedule, number, id, told[number], moved, traced_s)
             for number, id in enumerate(plan.devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,19 +13,19 @@ import torch.distributed as dist
 from rich.console import Console
 
 from stagewright.record import Point
-from stagewright.runtime.async_scalars import AsyncScalars
+from stagewright.runtime.clock import AsyncScalars
 from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.numbers import Watch
+from stagewright.runtime.safety.numbers import Watch
 from stagewright.runtime.worker import Worker
 from stagewright.training.events import Teller, plain_line
 from stagewright.training.gathering import Run, memory_figures
-from stagewright.training.metrics import METRICS
+from stagewright.training.metrics import METRICS, peak_flops, perplexity, token_flops, tokens_of_row
 from stagewright.training.recipes import Recipe, rate_at
 from stagewright.training.sinks import Sink, open_sinks
 
 if TYPE_CHECKING:
-    from stagewright.runtime.checkpoint import Checkpointer
+    from stagewright.runtime.checkpoint.saving import Checkpointer
 
 
 class Listener:
@@ -37,13 +38,18 @@ class Listener:
         self.speaks = plan.workers[-1][0] == world.worker
         self.is_last = world.worker in plan.workers[-1]
         self.teller = Teller(run.folder, self.sinks() if self.speaks else ())
-        self.logged_at = (time.perf_counter(), run.job.first_step)
+        self.row_tokens = tokens_of_row(run.layered)
+        self.tokens = sum(map(self.tokens_of, range(run.job.first_step)))
+        """Tokens seen so far, those before a checkpoint too; 0 where rows are no text."""
+        self.logged_at = (time.perf_counter(), run.job.first_step, self.tokens)
         self._names: list[str] = []
         self._points = array("d")
         self.started = time.perf_counter()
         self.scalars = AsyncScalars(world.device)
-        for stage in worker.replicas:
-            self.set_rate(stage, run.job.first_step)
+        if isinstance(run.recipe, Recipe):
+            for here in worker.replicas.values():
+                for versions in (here.weights, *here.tied):
+                    versions.rate_of = partial(rate_at, run.recipe)
         if run.job.warm_up == 0:
             worker.clock.mark()  # where the first step begins that is measured
         worker.watch, worker.wants_metric = self.watch(), self.is_due
@@ -66,16 +72,8 @@ class Listener:
         """Whether a log line follows a batch."""
         return (batch + 1) % self.run.job.log_every == 0 or batch + 1 == self.run.job.steps
 
-    def set_rate(self, stage: int, step: int) -> None:
-        """Sets the learning rate of a stage's step."""
-        optimizer = self.worker.replicas[stage].weights.optimizer
-        if isinstance(self.run.recipe, Recipe) and optimizer is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = rate_at(self.run.recipe, step)
-
     def after_stage_update(self, stage: int, batch: int) -> None:
         """What follows each update of a stage."""
-        self.set_rate(stage, batch + 1)
         if self.checkpointer is not None:
             self.checkpointer.note_stage(stage, batch)
 
@@ -107,6 +105,25 @@ class Listener:
             if self.console is not None:
                 self.console.print(plain_line(event), highlight=False, markup=False, soft_wrap=True)
 
+    def tokens_of(self, batch: int) -> int:
+        """The tokens of a batch; 0 where rows are no text."""
+        length = getattr(self.run.data, "length", None)  # rows of a feed may be shorter in some batches
+        row = length(batch) if length is not None and self.row_tokens else None
+        return self.run.schedule.plan.batch * (row or self.row_tokens or 0)
+
+    @property
+    def sample_tokens(self) -> float | None:
+        """The tokens of a sample in the steps of this run, on average, where samples are text."""
+        steps, plan = range(self.run.job.first_step, self.run.job.steps), self.run.schedule.plan
+        return sum(map(self.tokens_of, steps)) / (len(steps) * plan.batch) if steps and self.row_tokens else None
+
+    def rate(self, step: int) -> float | None:
+        """The learning rate that made a step, of the first group where groups differ."""
+        if isinstance(self.run.recipe, Recipe):
+            return rate_at(self.run.recipe, step - 1)
+        made = [here.weights.optimizer for here in self.worker.replicas.values()]
+        return next((float(each.param_groups[0]["lr"]) for each in made if each is not None), None)
+
     def close(self) -> None:
         """Lets the log go."""
         self.teller.close()
@@ -115,29 +132,51 @@ class Listener:
         """Looks at the loss where it is cheap, and logs it where it is due."""
         is_cpu, is_due = self.run.world.device.type == "cpu", self.is_due(batch)
         sums = self.worker.figures(batch)
+        self.tokens += self.tokens_of(batch)
         if not is_cpu and not is_due:
             return
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         if self.speaks:
-            scale = self.worker.scale.current.reshape(1)
-            figures = torch.cat([scale.to(sums.dtype), means(sums, self.run.schedule.plan.batch)])
-            self.scalars.read(figures, lambda found: self.log(batch + 1, is_due, *found))
+            verdict, tokens = self.worker.verdicts.get(batch), self.tokens
+            norm = sums.new_full((1,), math.nan) if verdict is None else verdict.norm.reshape(1).to(sums)
+            scale = self.worker.scale.current.reshape(1).to(sums.dtype)
+            figures = torch.cat([scale, norm, means(sums, self.run.schedule.plan.batch)])
+            self.scalars.read(figures, lambda found: self.log(batch + 1, is_due, tokens, *found))
 
-    def log(self, step: int, is_due: bool, scale: float, loss: float, *accuracy: float) -> None:
-        """Adds the loss of a step to its curve, and logs it with the accuracy, if there is one, where that is due."""
+    def log(
+        self, step: int, is_due: bool, tokens: int, scale: float, norm: float, loss: float, *accuracy: float
+    ) -> None:  # fmt: skip
+        """Adds the loss of a step to its curve, and logs it with what else is known, where that is due."""
         self.point("loss", step, loss)
-        if is_due:
-            self.tell(step, scale, loss, dict(zip(METRICS, accuracy)))
-
-    def tell(self, step: int, scale: float, loss: float, accuracy: dict[str, float]) -> None:
-        """Logs loss and accuracy of a step, and the images/s since the last time."""
-        now, (before, then) = time.perf_counter(), self.logged_at
-        self.logged_at = (now, step)
-        rate = self.run.schedule.plan.batch * (step - then) / max(now - before, 1e-9)
-        self.say("train", step, {"loss": loss, **accuracy, "images_per_s": rate, "scale": scale})
-        for name, value in accuracy.items():
+        if not is_due:
+            return
+        figures = {"learning_rate": self.rate(step), "norm": norm if math.isfinite(norm) else None}
+        known = {name: value for name, value in figures.items() if value is not None}
+        measures = dict(zip(METRICS, accuracy))
+        self.say("train", step, {"loss": loss, **measures, **known, **self.speed(step, tokens), "scale": scale})
+        for name, value in {**measures, **known}.items():
             self.point(name, step, value)
+
+    def speed(self, step: int, tokens: int) -> dict[str, float]:
+        """The images/s since the last time; of text the tokens/s, those seen, and the share of the cards' peak."""
+        now, (before, then, seen) = time.perf_counter(), self.logged_at
+        self.logged_at = (now, step, tokens)
+        passed, plan = max(now - before, 1e-9), self.run.schedule.plan
+        told: dict[str, float] = {"images_per_s": plan.batch * (step - then) / passed}
+        if self.row_tokens:
+            told |= {"tokens_per_s": (tokens - seen) / passed, "tokens": tokens}
+            if self.token_share is not None:
+                told["mfu"] = told["tokens_per_s"] * self.token_share
+        return told
+
+    @cached_property
+    def token_share(self) -> float | None:
+        """The share of all cards' peak that one token/s is; None where either is not known."""
+        run = self.run
+        peak = peak_flops(run.world.device, run.settings.precision)
+        flops = token_flops(run.layered, self.row_tokens or 0) if peak is not None else None
+        return None if flops is None or peak is None else flops / (peak * len(run.schedule.plan.devices))
 
     def say(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Tells an event of a step, and prints its line where nobody else watches the events."""
@@ -175,10 +214,15 @@ class Listener:
             rate = rows / (time.perf_counter() - started)
             figures = dict(zip(("loss", *METRICS), means))
             accuracy = {name: value for name, value in figures.items() if name != "loss"}
-            self.say("validation", step, {**(accuracy or figures), "images_per_s": rate})
+            shown = {**(accuracy or figures), "images_per_s": rate}
+            if self.row_tokens:
+                found = perplexity(self.run.layered, figures["loss"])
+                figures |= {} if found is None else {"perplexity": found}
+                shown = {**figures, "images_per_s": rate, "tokens_per_s": rate * self.row_tokens}
+            self.say("validation", step, shown)
             for name, value in figures.items():
                 self.point(f"validation_{name}", step, value)
-        self.logged_at = (time.perf_counter(), step)
+        self.logged_at = (time.perf_counter(), step, self.tokens)
 
     def sinks(self) -> list[Sink]:
         """Where this run's figures go beside its events."""

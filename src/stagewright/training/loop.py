@@ -14,20 +14,18 @@ from rich.console import Console
 
 from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
-from stagewright.policy import RULES
+from stagewright.models.roles import parameter_roles
 from stagewright.record import Record, Source
-from stagewright.runtime.dtypes import fed_inputs
-from stagewright.runtime.dynamic import run_dynamic
 from stagewright.runtime.feed import Feed, FunctionFeed, SyntheticFeed
-from stagewright.runtime.flight import SCHEDULE_FILE, Flight
-from stagewright.runtime.joining import Take, joined
-from stagewright.runtime.launch import RUN_FOLDER
-from stagewright.runtime.replica import with_dtypes
+from stagewright.runtime.launch.environment import RUN_FOLDER
+from stagewright.runtime.launch.joining import Take, joined
+from stagewright.runtime.replica import fed_inputs, with_dtypes
 from stagewright.runtime.run_folder import RECORD, read_secret
+from stagewright.runtime.safety.flight import SCHEDULE_FILE, Flight
+from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
+from stagewright.runtime.safety.watchdog import LastWords, watchdog
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.warm_up import warm_up
-from stagewright.runtime.watchdog import LastWords, watchdog
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import Words, open_world
 from stagewright.schedule import Schedule
@@ -39,7 +37,7 @@ from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
 from stagewright.training.recipes import Recipe, optimizer_maker
 
 if TYPE_CHECKING:
-    from stagewright.runtime.checkpoint import Checkpointer
+    from stagewright.runtime.checkpoint.saving import Checkpointer
 
 
 def work(
@@ -136,7 +134,7 @@ def _save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: i
 
 def _bring_back(run: Run, worker: Worker) -> None:
     """Puts the trained weights into the caller's model, those of other workers' stages too."""
-    from stagewright.runtime.resuming import give_back
+    from stagewright.runtime.checkpoint.resuming import give_back
 
     if not give_back(run.layered.model, run.folder):
         for here in worker.replicas.values():
@@ -149,7 +147,7 @@ def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
     evaluation = _evaluation_of(run)
     step = run.job.first_step
     for first, stop in run.job.parts():
-        _run_stretch(worker, first, stop)
+        worker.run(stop - first, first)
         listener.scalars.drain()
         last = worker.gate.last if worker.gate is not None else None
         step = stop if last is None else max(first, min(stop, last + 1))
@@ -162,7 +160,7 @@ def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
 
 def _finish(run: Run, worker: Worker, listener: Listener) -> Record:
     """Gathers and saves the record, and waits until all have it."""
-    record, path = gather(run, worker, listener.points), run.folder / RECORD
+    record, path = gather(run, worker, listener.points, listener.sample_tokens), run.folder / RECORD
     if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
         record.save(path)
     if run.world.control is not None:
@@ -172,7 +170,9 @@ def _finish(run: Run, worker: Worker, listener: Listener) -> Record:
 
 def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     """What writes this run's checkpoints. All workers must ask for it."""
-    from stagewright.runtime.checkpoint import Checkpointer  # torch.distributed.checkpoint takes a second to load
+    from stagewright.runtime.checkpoint.saving import (
+        Checkpointer,  # torch.distributed.checkpoint takes a second to load
+    )
 
     job = run.job
     return Checkpointer(
@@ -187,16 +187,16 @@ def _resume(run: Run, worker: Worker) -> list[str]:
     restarted = run.own is not None and run.own.is_restarted and run.job.checkpoint_every is not None
     if run.job.resume is None and not restarted:
         return []
-    from stagewright.runtime.checkpoint import sweep
-    from stagewright.runtime.resuming import find_together, restore
+    from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
+    from stagewright.runtime.checkpoint.saving import sweep
 
     words: list[str] = []
     named = None if run.job.resume in (None, "auto") else Path(str(run.job.resume))
     if run.world.worker == 0:
         sweep(run.folder)
-    found = find_together(run.world, run.folder, words.append) if restarted or named is None else None
+    found = find_checkpoint(run.folder, words.append, run.world) if restarted or named is None else None
     if found is None and named is not None:
-        found = find_together(run.world, named, words.append)
+        found = find_checkpoint(named, words.append, run.world)
         if found is None:
             # Who names a checkpoint does not want to begin at the beginning.
             why = f" ({words[0]})" if words else ""
@@ -209,18 +209,10 @@ def _resume(run: Run, worker: Worker) -> list[str]:
     return [*words, f"going on after step {step}, from {found[0]}"]
 
 
-def _run_stretch(worker: Worker, first: int, stop: int) -> None:
-    """Runs the steps first … stop − 1 without a stop in between."""
-    if RULES[worker.plan.policy].by_arrival:
-        run_dynamic(worker, stop - first, first)
-    else:
-        worker.run(stop - first, first)
-
-
 def maker_of(run: Run) -> MakeOptimizer:
     """The function that makes a stage's optimizer."""
     if isinstance(run.recipe, Recipe):
-        return optimizer_maker(run.recipe, run.settings.device)
+        return optimizer_maker(run.recipe, run.settings.device, parameter_roles(run.layered))
     return run.recipe
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from stagewright.models import Layered
 from stagewright.models.loss import IGNORED
+from stagewright.models.roles import parameter_roles
+from stagewright.profile import Precision
+from stagewright.profiling.kinds import kind_called
 
 METRICS = ("top_1", "top_k")
 _TOP_K = 5
@@ -37,3 +41,40 @@ def accuracy_sums(predictions: Sequence[Tensor], targets: Sequence[Tensor]) -> T
         return each.sum(-1)
     number = labels.ne(IGNORED).flatten(1).sum(-1).clamp(min=1)
     return (each.flatten(2).sum(-1) / number).sum(-1)
+
+
+def tokens_of_row(model: Layered) -> int | None:
+    """How many tokens a row has; None where rows are no text: where the first input is no run of whole numbers."""
+    first = model.inputs[0] if model.inputs else None
+    is_text = first is not None and first.dtype in (torch.int32, torch.int64) and len(first.shape_per_row) == 1
+    return first.shape_per_row[0] if is_text and first is not None else None
+
+
+def perplexity(model: Layered, loss: float) -> float | None:
+    """e to the mean loss over tokens; None where labels are smoothed, or every row has one label."""
+    if getattr(model.loss, "label_smoothing", 0.0) or not model.targets or not model.targets[0].shape_per_row:
+        return None
+    return math.exp(min(loss, 700.0))
+
+
+def token_flops(model: Layered, length: int) -> float | None:
+    """The floating-point operations of training on one token of a row; None where experts share out the tokens.
+
+    6 · weights that are trained + 4 · frozen ones + 12 · layers · width · length        embeddings are looked up
+
+    Chowdhery et al., "PaLM", 2022, appendix B; attention is left out where the model has no config that says its size.
+    """
+    config = getattr(model.model, "config", None)
+    if getattr(config, "num_experts_per_tok", None) or getattr(config, "num_local_experts", None):
+        return None
+    roles, tied = parameter_roles(model), {name for name, _ in model.tied}
+    counted = {name for name, role in roles.items() if role in ("matrix", "head") or name in tied}
+    named = dict(model.model.named_parameters())
+    weights = sum((6.0 if named[name].requires_grad else 4.0) * named[name].numel() for name in counted)
+    return weights + 12.0 * length * getattr(config, "num_hidden_layers", 0) * getattr(config, "hidden_size", 0)
+
+
+def peak_flops(device: torch.device, precision: Precision) -> float | None:
+    """What a card can do at most by its data sheet; None for other devices, and for cards that are not known here."""
+    kind = kind_called(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if kind is None else kind.peak(precision)

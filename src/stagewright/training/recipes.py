@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from stagewright.models.roles import Role
+
 
 def _known_optimizer(name: str) -> str:
     if name not in OPTIMIZERS:
@@ -26,28 +28,45 @@ def _known_optimizer(name: str) -> str:
     return name
 
 
+OptimizerName = Annotated[str, AfterValidator(_known_optimizer)]
+
+
 @schema(error=UsageError)
 class Optimization:
     """Optimizer, learning rate and loss, as far as they need no count of steps or epochs."""
 
-    optimizer: Annotated[str, AfterValidator(_known_optimizer)] = "sgd"
-    """sgd, adam, adamw or rmsprop"""
+    optimizer: OptimizerName = "sgd"
+    """sgd, adam, adamw, rmsprop, adafactor, or muon: for matrices but embeddings and heads, adamw for the rest"""
     learning_rate: float = Field(default=0.01, ge=0)
     """the learning rate after warm-up"""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """of sgd and rmsprop"""
+    """of sgd, rmsprop and muon"""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """how much of the mean of gradients adam and adamw keep a step"""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """the same of the mean of their squares"""
+    eps: float = Field(default=1e-8, ge=0)
+    """what adam, adamw and rmsprop add before they divide"""
     weight_decay: float = Field(default=0.0, ge=0)
     """how strongly weights are drawn to 0"""
-    decay_all: bool = True
-    """weight decay of norms and biases too"""
-    decay: Literal["none", "cosine", "step", "polynomial", "exponential"] = "none"
-    """how the rate falls"""
+    decay_all: bool | None = None
+    """weight decay of norms, biases and embeddings too; by default unless the model has embeddings"""
+    decay: Literal["none", "cosine", "linear", "step", "polynomial", "exponential", "wsd"] = "none"
+    """how the rate falls; wsd (warm-up, stable, decay) falls in a line at the end"""
+    decay_floor: float = Field(default=0.0, ge=0, le=1)
+    """the share of the rate at which cosine, linear, polynomial and wsd end"""
+    decay_share: float = Field(default=0.2, gt=0, le=1)
+    """the share of all steps in which wsd falls, the last ones"""
     decay_rate: float = Field(default=0.1, gt=0)
     """what step multiplies with, and exponential over the run"""
     decay_power: float = Field(default=1.0, gt=0)
     """of polynomial"""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """share of a label that goes to all classes, in the loss that the model was built with"""
+
+
+_UNENDING = ("none", "step")
+"""The decays that need not know when the run ends."""
 
 
 @schema(error=UsageError)
@@ -59,10 +78,10 @@ class Recipe(Optimization):
     decay_steps: tuple[int, ...] = ()
     """The steps after which a `step` decay multiplies the rate by `decay_rate`."""
     total_steps: int | None = Field(default=None, ge=1)
-    """When `cosine`, `polynomial` and `exponential` end."""
+    """When every decay ends but `step`."""
 
     def __post_init__(self) -> None:
-        if self.decay in ("cosine", "polynomial", "exponential") and self.total_steps is None:
+        if self.decay not in _UNENDING and self.total_steps is None:
             raise UsageError(f"decay {self.decay} needs total_steps, the step at which it ends")
         if self.decay == "step" and not self.decay_steps:
             raise UsageError("decay step needs decay_steps, the steps after which the rate falls")
@@ -76,48 +95,69 @@ class Recipe(Optimization):
         return ", ".join([self.optimizer, *(f"{key} {value}" for key, value in told.items() if key != "optimizer")])
 
 
-def optimizer_maker(recipe: Recipe, device: str = "cpu") -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """A function from a stage's parameters to their optimizer."""
-    kind = OPTIMIZERS[recipe.optimizer]
+def optimizer_maker(
+    recipe: Recipe, device: str = "cpu", roles: Mapping[str, Role] | None = None
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """A function from a stage's parameters to their optimizer; `roles` are those of the model's parameters."""
+    kind, roles = OPTIMIZERS[recipe.optimizer], roles or {}
     given: dict[str, Any] = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay, **kind.defaults}
     given |= {name: getattr(recipe, name) for name in kind.options}
+    if "beta1" in given:
+        given["betas"] = (given.pop("beta1"), given.pop("beta2"))
     if device in kind.fast:
         given[kind.fast[device]] = True
-    return lambda parameters: kind.make(_decay_groups(list(parameters), recipe), **given)
+    decays_all = "embedding" not in roles.values() if recipe.decay_all is None else recipe.decay_all
+    spares = recipe.weight_decay > 0 and not decays_all
+    return lambda parameters: kind.make(_groups(list(parameters), roles, spares, kind.splits), **given)
 
 
-def _decay_groups(parameters: list[nn.Parameter], recipe: Recipe) -> list[dict[str, Any]]:
-    """One group, or two where norms and biases (one dimension or none) are spared from weight decay."""
-    if recipe.decay_all or recipe.weight_decay == 0:
-        return [{"params": parameters}]
-    decayed = [each for each in parameters if each.dim() > 1]
-    spared = [each for each in parameters if each.dim() <= 1]
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def _groups(
+    parameters: Iterable[nn.Parameter], roles: Mapping[str, Role], spares: bool, splits: bool
+) -> list[dict[str, Any]]:
+    """The parameters in up to four groups: matrices apart where an optimizer splits, without decay where it spares."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for each in parameters:
+        role = roles.get(getattr(each, "stagewright_name", ""), "matrix" if each.dim() == 2 else "other")
+        is_spared = spares and (each.dim() <= 1 or role == "embedding")
+        groups.setdefault((splits and role == "matrix", is_spared), []).append(each)
+    return [
+        {"params": members} | ({"weight_decay": 0.0} if is_spared else {}) | ({"is_matrices": apart} if splits else {})
+        for (apart, is_spared), members in groups.items()
+    ]
 
 
 def rate_at(recipe: Recipe, step: int) -> float:
     """The learning rate of a step.
 
     warm-up:      rate · (step + 1) / warm_up_steps
-    cosine:       rate · (1 + cos(π · t)) / 2                t: share of the steps after the warm-up
-    polynomial:   rate · (1 − t)^power
+    cosine:       rate · (floor + (1 − floor) · (1 + cos(π · t)) / 2)       t: share of the steps after the warm-up
+    linear:       rate · (floor + (1 − floor) · (1 − t))
+    polynomial:   rate · (floor + (1 − floor) · (1 − t)^power)
+    wsd:          rate, and as linear over the last decay_share of all steps
     exponential:  rate · decay_rate^t
     step:         rate · decay_rate^(number of decay_steps passed)
     """
     if step < recipe.warm_up_steps:
         return recipe.learning_rate * (step + 1) / recipe.warm_up_steps
+    return float(recipe.learning_rate * _share_at(recipe, step))
+
+
+def _share_at(recipe: Recipe, step: int) -> float:
+    """The share of the rate that a step after the warm-up has."""
     if recipe.decay == "none":
-        return recipe.learning_rate
+        return 1.0
     if recipe.decay == "step":
-        return recipe.learning_rate * recipe.decay_rate ** sum(step >= limit for limit in recipe.decay_steps)
-    left = max(1, (recipe.total_steps or 1) - recipe.warm_up_steps)
-    share = min(1.0, (step - recipe.warm_up_steps) / left)
+        return float(recipe.decay_rate ** sum(step >= limit for limit in recipe.decay_steps))
+    end = recipe.total_steps or 1
+    first = max(recipe.warm_up_steps, end - recipe.decay_share * end) if recipe.decay == "wsd" else recipe.warm_up_steps
+    passed = min(1.0, max(0.0, step - first) / max(1, end - first))
+    if recipe.decay == "exponential":
+        return float(recipe.decay_rate**passed)
     if recipe.decay == "cosine":
-        return recipe.learning_rate * (1 + math.cos(math.pi * share)) / 2
-    if recipe.decay == "polynomial":
-        return float(recipe.learning_rate * (1 - share) ** recipe.decay_power)
-    return float(recipe.learning_rate * recipe.decay_rate**share)
+        left = (1 + math.cos(math.pi * passed)) / 2
+    else:
+        left = float((1 - passed) ** (recipe.decay_power if recipe.decay == "polynomial" else 1.0))
+    return recipe.decay_floor + (1 - recipe.decay_floor) * left
 
 
 @schema(error=UsageError)
@@ -151,6 +191,11 @@ class RecipeFile(Optimization, Saved):
     """the same in steps, instead, such as 1000,2000"""
     crop_area: float = Field(default=0.08, gt=0, le=1)
     """smallest share of an image that a random crop keeps"""
+
+    @property
+    def states(self) -> Callable[[str], float]:
+        """How many numbers its optimizer keeps for each number of a parameter, by its role."""
+        return OPTIMIZERS[self.optimizer].states_of
 
     @property
     def needs_epochs(self) -> bool:

@@ -14,12 +14,12 @@ from stagewright.cluster import DeviceId, format_placement
 from stagewright.errors import PlanError, RunError
 from stagewright.plan import Plan, Stage
 from stagewright.record import Record
-from stagewright.runtime.flight import SCHEDULE_FILE
-from stagewright.runtime.hosts import OverSsh, launch_over_ssh
-from stagewright.runtime.launch import SCHEDULE, Hosts, launch, this_command, worker_environment
-from stagewright.runtime.meeting import RESTARTED
-from stagewright.runtime.mps import shared_cards
+from stagewright.runtime.launch.environment import RESTARTED, SCHEDULE, this_command, worker_environment
+from stagewright.runtime.launch.local import Hosts, launch
+from stagewright.runtime.launch.mps import shared_cards
+from stagewright.runtime.launch.ssh import OverSsh, launch_over_ssh
 from stagewright.runtime.run_folder import RECORD
+from stagewright.runtime.safety.flight import SCHEDULE_FILE
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule

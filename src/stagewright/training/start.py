@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from stagewright.errors import UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
+from stagewright.runtime.checkpoint.resuming import give_back
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.hosts import OverSsh
-from stagewright.runtime.launch import RUN_FOLDER, SCHEDULE, Hosts, is_worker, stop_on_signals
-from stagewright.runtime.preflight import check_before_launch
-from stagewright.runtime.process import follow_parent
-from stagewright.runtime.resuming import give_back
+from stagewright.runtime.launch.environment import RUN_FOLDER, SCHEDULE, is_worker
+from stagewright.runtime.launch.local import Hosts, stop_on_signals
+from stagewright.runtime.launch.process import follow_parent
+from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.run_folder import RunFolder, fingerprint, held
+from stagewright.runtime.safety.preflight import check_before_launch
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.training.checks import check_device
@@ -121,9 +122,10 @@ def _name_of(given: object) -> str:
     return str(getattr(given, "__qualname__", type(given).__qualname__))
 
 
-def states_of(recipe: Recipe | MakeOptimizer | None) -> int:
-    """How many numbers the optimizer keeps for each parameter; for one that is not known the usual two."""
-    return OPTIMIZERS[recipe.optimizer].states if isinstance(recipe, Recipe) else 2
+def states_of(recipe: Recipe | MakeOptimizer | None) -> Callable[[str], float]:
+    """How many numbers the optimizer keeps for each of a parameter, by its role; of one not known the usual two."""
+    given = recipe or Recipe()
+    return OPTIMIZERS[given.optimizer].states_of if isinstance(given, Recipe) else lambda role: 2
 
 
 def _schedule_now(schedule: Schedule) -> Schedule:

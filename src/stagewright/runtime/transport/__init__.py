@@ -15,7 +15,7 @@ import os
 
 from stagewright.plan import Plan
 from stagewright.policy import RULES
-from stagewright.runtime.mps import SHARED
+from stagewright.runtime.launch.mps import SHARED
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.transport.channel import Channel, Receipt, Transport
 from stagewright.runtime.transport.gloo import GlooTransport

@@ -72,7 +72,12 @@ class StagedTransport:
             copied.synchronize()
             kept.clear()
             works = [dist.isend(rows, peer, self._strand(channel, peer), tag=number) for peer, number, rows in pinned]
-            self._sent[channel].add(lambda: _finish(works, pinned))
+
+            def let_go() -> None:
+                wait_for(works)
+                pinned.clear()
+
+            self._sent[channel].add(let_go)
 
         self._sends[channel].add(leave)
 
@@ -143,9 +148,3 @@ def new_event() -> torch.cuda.Event:
 def _pinned_like(tensor: Tensor) -> Tensor:
     """Pinned memory for a tensor that runs straight on; torch keeps such memory and gives it out again."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-
-
-def _finish(works: Sequence[dist.Work | None], pinned: list[tuple[int, int, Tensor]]) -> None:
-    """Waits until messages have left, and lets their memory go."""
-    wait_for(works)
-    pinned.clear()

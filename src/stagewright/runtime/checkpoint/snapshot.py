@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from stagewright.errors import CheckpointError
+from stagewright.runtime.checkpoint.storage import Tensors
 from stagewright.runtime.compiling import COMPILED
 from stagewright.runtime.replica import Replica
-from stagewright.runtime.storage import Tensors
 from stagewright.runtime.weights import Versions
 
 
@@ -100,7 +99,8 @@ def _group_options(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
     """For each parameter the options of its group, where they are plain."""
     found = {}
     for group in optimizer.param_groups if optimizer is not None else ():
-        options = {key: _as_plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
+        plain = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+        options = {key: value.item() if isinstance(value, Tensor) else value for key, value in plain.items()}
         for parameter in group["params"]:
             found[parameter.stagewright_name] = options
     return found
@@ -113,11 +113,6 @@ def _is_plain(value: Any) -> bool:
     return (
         value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.dim() == 0)
     )
-
-
-def _as_plain(value: Any) -> Any:
-    """A plain value for JSON."""
-    return value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
 
 
 # Back again
@@ -158,10 +153,17 @@ def restore_stage(here: Replica, step: int, tensors: Tensors, numbers: Mapping[s
             _restore_slot(versions, slot, step, tensors)
         if versions.optimizer is not None:
             _restore_optimizer(versions, versions.optimizer, tensors, numbers)
-            if options:
-                _restore_options(versions.optimizer, numbers["options"])
+        if versions.optimizer is not None and options:
+            for group in versions.optimizer.param_groups:
+                for key, value in numbers["options"].get(group["params"][0].stagewright_name, {}).items():
+                    if key in group and not isinstance(group[key], Tensor):
+                        group[key] = tuple(value) if isinstance(group[key], tuple) else value
         if versions.scheduler is not None and numbers.get("scheduler"):
-            _restore_scheduler(versions.scheduler, numbers["scheduler"])
+            # Rates of groups stay its own, which another plan may have more or fewer of.
+            own = versions.scheduler.state_dict()
+            kept = numbers["scheduler"].items()
+            same = {key: value for key, value in kept if not isinstance(value, list) or len(value) == len(own[key])}
+            versions.scheduler.load_state_dict({**own, **same})
 
 
 def _restore_slot(versions: Versions, slot: int, step: int, tensors: Tensors) -> None:
@@ -205,22 +207,6 @@ def _laid_out(value: Any, parameter: nn.Parameter) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _restore_options(optimizer: Optimizer, options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Gives every group the options that its first parameter had."""
-    for group in optimizer.param_groups:
-        kept = options.get(group["params"][0].stagewright_name, {})
-        for key, value in kept.items():
-            if key in group and not isinstance(group[key], Tensor):
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
-
-
-def _restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Puts a scheduler where it stood; rates of groups stay its own, which another plan may have more or fewer of."""
-    own = scheduler.state_dict()
-    same = {key: value for key, value in state.items() if not isinstance(value, list) or len(value) == len(own[key])}
-    scheduler.load_state_dict({**own, **same})
 
 
 def random_tensors(worker: int, device: torch.device) -> Tensors:

@@ -15,18 +15,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from stagewright.runtime.flight import STOP_FILE
+from stagewright.runtime.safety.flight import STOP_FILE
 from stagewright.runtime.world import Words, World
 from stagewright.schedule import Action
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_GIVE_UP_S = 20.0
-"""How long workers try to agree; one that is gone never answers."""
 
 
 class Gate:
@@ -135,26 +133,15 @@ class Stopper:
             return
         words.put("stop/wish", wish)
         words.put(f"stop/{self.world.worker}", str(own))
-        promises: list[str | None] = []
-
-        def all_have_promised() -> bool:
-            promises[:] = [words.get(f"stop/{worker}") for worker in range(self.world.size)]
-            return self._closed or None not in promises
-
-        if not _wait_until(all_have_promised, _GIVE_UP_S):
-            os._exit(128 + signal.SIGTERM)
+        promises: list[str | None] = [None]
+        deadline = time.monotonic() + 20.0  # one that is gone never answers
+        while None in promises and not self._closed:
+            if time.monotonic() > deadline:
+                os._exit(128 + signal.SIGTERM)
+            time.sleep(0.02)
+            promises = [words.get(f"stop/{worker}") for worker in range(self.world.size)]
         if not self._closed:
             self.gate.agree(max(int(promise or 0) for promise in promises))
-
-
-def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether something came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def _heard(number: int, frame: FrameType | None) -> None:

@@ -9,22 +9,18 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 from stagewright.cluster import count
 from stagewright.errors import RunError, UsageError
 from stagewright.plan import Plan
-from stagewright.runtime.launch import LEAVE_S, PORT, clear_words, explain
-from stagewright.runtime.leash import BEAT_S
-from stagewright.runtime.process import follow_parent
+from stagewright.runtime.launch.local import LEAVE_S, PORT, clear_words, explain
+from stagewright.runtime.launch.process import follow_parent
 from stagewright.runtime.run_folder import LOGS, PRIVATE
 
-_ANSWER_S = 15.0
-"""How long a host may take to answer whether it is there."""
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", re.ASCII)
 
 
@@ -62,22 +58,20 @@ class OverSsh:
             subprocess.Popen(self.reach(host, ["true"]), stdin=quiet, stdout=quiet, stderr=quiet)
             for host in range(len(self.names))
         ]
-        until = time.monotonic() + _ANSWER_S
-        return [host for host, process in enumerate(asked) if not _ended_well(process, until)]
+        until, lost = time.monotonic() + 15.0, []
+        for host, process in enumerate(asked):
+            try:
+                is_there = process.wait(max(0.0, until - time.monotonic())) == 0
+            except subprocess.TimeoutExpired:
+                process.kill()
+                is_there = process.wait() == 0
+            if not is_there:
+                lost.append(host)
+        return lost
 
     def without(self, lost: Collection[int]) -> OverSsh:
         """The hosts that are left."""
         return replace(self, names=tuple(name for number, name in enumerate(self.names) if number not in lost))
-
-
-def _ended_well(process: subprocess.Popen[bytes], until: float) -> bool:
-    """Whether a process has ended with status 0 by then; one that has not is ended."""
-    try:
-        return process.wait(max(0.0, until - time.monotonic())) == 0
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return False
 
 
 def host_commands(
@@ -106,27 +100,23 @@ def launch_over_ssh(
     clear_words(folder)
     # What ssh starts has its own environment, and outlives ssh unless it is on a leash.
     given = [f"{key}={value}" for key, value in environment.items() if key.startswith("STAGEWRIGHT_")]
-    before = [hosts.python, "-m", "stagewright.runtime.leash", str(timeout_s), "env", *given]
+    before = [hosts.python, "-m", "stagewright.runtime.launch.leash", str(timeout_s), "env", *given]
     logs = folder / LOGS
     logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     running: list[subprocess.Popen[bytes]] = []
     try:
         for number, each in enumerate(host_commands(command, hosts, hosts.workers(plan), PORT, before)):
             with _log_of(logs, number).open("ab") as log:
-                running.append(_start_host(each, log))
+                # Apart from this terminal's Ctrl-C; it ends with this process, however that ends.
+                running.append(subprocess.Popen(
+                    each, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, preexec_fn=follow_parent,
+                    start_new_session=True,
+                ))  # fmt: skip
         _wait_for_all(running, logs)
     except RunError as failure:
         raise explain(plan, folder, {}, failure, {host: hosts.addresses[host] for host in hosts.lost()}) from None
     finally:
         _end_all(running)
-
-
-def _start_host(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Starts one host's command, apart from this terminal's Ctrl-C; it ends with this process, however that ends."""
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, preexec_fn=follow_parent,
-        start_new_session=True,
-    )  # fmt: skip
 
 
 def _end_all(running: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -150,32 +140,22 @@ def _wait_for_all(running: Sequence[subprocess.Popen[bytes]], logs: Path) -> Non
     """Returns when every process ended well; raises at the first that did not. Meanwhile they hear that we are here."""
     left, said = dict(enumerate(running)), 0.0
     while left:
-        if time.monotonic() - said > BEAT_S:
+        if time.monotonic() - said > 1.0:  # the leash on each host listens for it
             said = time.monotonic()
-            _say_here(left.values())
+            pipes = [process.stdin for process in left.values() if process.stdin is not None]
+            for pipe in select.select([], pipes, [], 0.0)[1]:
+                with suppress(OSError):
+                    os.write(pipe.fileno(), b"\n")
         for number, process in list(left.items()):
             try:
                 status = process.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
                 continue
             if status != 0:
-                raise _host_failure(number, len(running), status, logs)
+                tail = _log_of(logs, number).read_text(errors="replace").strip().splitlines()[-3:]
+                what = f"{count(1, 'host')} of {len(running)} failed: host {number} ended with status {status}"
+                raise RunError(what, "\n".join(tail) or f"its output is in {logs}")
             del left[number]
-
-
-def _say_here(running: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Writes a line to every process that can take one."""
-    pipes = [process.stdin for process in running if process.stdin is not None]
-    for pipe in select.select([], pipes, [], 0.0)[1] if pipes else ():
-        with suppress(OSError):
-            os.write(pipe.fileno(), b"\n")
-
-
-def _host_failure(host: int, num_hosts: int, status: int, logs: Path) -> RunError:
-    """That a host's command failed, with the last lines of what it said."""
-    tail = _log_of(logs, host).read_text(errors="replace").strip().splitlines()[-3:]
-    what = f"{count(1, 'host')} of {num_hosts} failed: host {host} ended with status {status}"
-    return RunError(what, "\n".join(tail) or f"its output is in {logs}")
 
 
 def _log_of(logs: Path, host: int) -> Path:

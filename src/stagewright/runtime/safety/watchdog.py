@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stagewright.errors import RunError
-from stagewright.runtime.confession import confess, write_confession
-from stagewright.runtime.diagnosis import verdict
-from stagewright.runtime.flight import Flight
-from stagewright.runtime.meeting import Place, lost_hosts
+from stagewright.runtime.launch.meeting import Place, lost_hosts
+from stagewright.runtime.safety.diagnosis import verdict
+from stagewright.runtime.safety.flight import Flight, confess, write_confession
 from stagewright.runtime.world import Words
 from stagewright.schedule import Schedule
 
@@ -87,7 +86,11 @@ class Watchdog:
                 self._beats += 1
                 self._ask(lambda words: words.put(f"busy/{self.worker}", str(self._beats)))
             if time.monotonic() - self._since > self._limit_s and not self._someone_is_busy():
-                self._end()
+                text = _in_time(self._last_words, 1.0)  # they go to a disk that may be cut off too
+                if text:
+                    with suppress(OSError, ValueError):
+                        print(text, file=sys.stderr, flush=True)
+                os._exit(1)
 
     def _ask(self, ask: Callable[[Words], _T]) -> _T | None:
         """What the store answers in time: it may be cut off, and then it never does."""
@@ -106,13 +109,6 @@ class Watchdog:
             return False
         self.get_on(self._limit_s)
         return True
-
-    def _end(self) -> None:
-        text = _in_time(self._last_words, 1.0)  # they go to a disk that may be cut off too
-        if text:
-            with suppress(OSError, ValueError):
-                print(text, file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 @contextmanager

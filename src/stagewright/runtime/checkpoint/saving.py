@@ -27,9 +27,15 @@ from torch import Tensor
 
 from stagewright.errors import CheckpointError, RunError, StagewrightError
 from stagewright.models import Layered
-from stagewright.runtime.resuming import checkpoints_in, is_of_run, path_of
-from stagewright.runtime.snapshot import optimizer_name, random_tensors, stage_buffers, stage_numbers, stage_tensors
-from stagewright.runtime.storage import PART, Tensors, finish, read_manifest, unfinished, write_part
+from stagewright.runtime.checkpoint.snapshot import (
+    optimizer_name,
+    random_tensors,
+    stage_buffers,
+    stage_numbers,
+    stage_tensors,
+)
+from stagewright.runtime.checkpoint.storage import Tensors, finish, read_manifest, unfinished, write_part
+from stagewright.runtime.run_folder import checkpoints_in, path_of
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import gather_json
 
@@ -37,21 +43,21 @@ from stagewright.runtime.world import gather_json
 def sweep(run_folder: Path) -> None:
     """Removes what a killed run left half written."""
     for entry in path_of(run_folder, 0).parent.glob(".step-*.part"):
-        if PART.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+        shutil.rmtree(entry, ignore_errors=True)
 
 
-def prune(run_folder: Path, keep: int, run: str | None, good: set[str]) -> None:
-    """Removes this run's checkpoints that are older than the newest good ones, of which it keeps some.
+def _prune(run_folder: Path, keep: int, good: set[str]) -> None:
+    """Removes the run's own checkpoints that are older than the newest good ones, of which it keeps some.
 
     `good` has the names of those that are known to be good, and gets those that are found to be.
     """
     kept = 0
-    for path in checkpoints_in(run_folder):
-        if not is_of_run(path, run):
-            continue
+    for path in checkpoints_in(run_folder, own=True):
         if kept >= keep:
-            _remove(path)
+            doomed = unfinished(path)  # half removed, it must not be taken for one
+            shutil.rmtree(doomed, ignore_errors=True)
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
         elif path.name in good or _is_good(path):
             good.add(path.name)
             kept += 1
@@ -66,14 +72,6 @@ def _is_good(path: Path) -> bool:
     return True
 
 
-def _remove(path: Path) -> None:
-    """Removes a checkpoint; first it loses its name: half removed, it must not be taken for one."""
-    doomed = unfinished(path)
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
 @dataclass(frozen=True)
 class _Saved:
     """What became of one checkpoint."""
@@ -86,12 +84,10 @@ class _Saved:
     warning: str | None = None
 
     def __str__(self) -> str:
-        if self.fault is None:
-            still = f"training stood still for {self.stopped_s * 1e3:.1f} ms"
-            return f"step {self.step} saved in {self.seconds:.2f} s, {still}" + (
-                f"; {self.warning}" if self.warning else ""
-            )
-        return f"step {self.step} could not be saved: {self.fault}"
+        if self.fault is not None:
+            return f"step {self.step} could not be saved: {self.fault}"
+        text = f"step {self.step} saved in {self.seconds:.2f} s, training stood still for {self.stopped_s * 1e3:.1f} ms"
+        return f"{text}; {self.warning}" if self.warning else text
 
 
 @dataclass
@@ -130,11 +126,9 @@ class Checkpointer:
         self._warned: set[str] = set()
         self._under_way: dict[int, _Copies] = {}
         self._free: list[Tensors] = []
-        self._jobs: queue.SimpleQueue[tuple[int, _Copies, Any] | None] = queue.SimpleQueue()
-        self._is_idle = threading.Event()
-        self._is_idle.set()
         self._news: queue.SimpleQueue[_Saved] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        """What writes the last checkpoint."""
 
     def is_due(self, batch: int) -> bool:
         """Whether a checkpoint follows the update of a batch."""
@@ -178,21 +172,23 @@ class Checkpointer:
         if batch not in self._under_way:
             # One is written at a time: a disk that cannot keep up slows the run, it does not fill the memory.
             started = time.perf_counter()
-            self._wait_for_disk()
+            self.close()
             copies = _Copies({*self.worker.replicas, "worker"}, self._free.pop() if self._free else {})
             copies.stopped_s = time.perf_counter() - started
             self._under_way[batch] = copies
         return self._under_way[batch]
 
-    def _wait_for_disk(self) -> None:
-        if self._is_idle.is_set():
+    def close(self) -> None:
+        """Waits until everything that was handed to the thread is written."""
+        if self._thread is None or not self._thread.is_alive():
             return
         with self._patience():
-            if not self._is_idle.wait(self._limit_s):
-                raise RunError(
-                    f"a checkpoint was not written within {self._limit_s:g} s",
-                    f"look at the disk of {self.folder}, or give more with --save-timeout",
-                )
+            self._thread.join(self._limit_s)
+        if self._thread.is_alive():
+            raise RunError(
+                f"a checkpoint was not written within {self._limit_s:g} s",
+                f"look at the disk of {self.folder}, or give more with --save-timeout",
+            )
 
     def _copy(self, tensors: Tensors, copies: _Copies) -> None:
         """Copies tensors into memory of the host that is kept for them."""
@@ -210,30 +206,29 @@ class Checkpointer:
         if copies.waiting:
             return
         del self._under_way[batch]
-        event = None
-        if self.worker.world.device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
-            self._thread.start()
+        copied = torch.cuda.Event() if self.worker.world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if copied is not None:
+            copied.record()
         self.last_step = batch + 1
-        self._is_idle.clear()
-        self._jobs.put((batch + 1, copies, event))
+        job = (self._thread, batch + 1, copies, copied)
+        self._thread = threading.Thread(target=self._run, args=job, name="checkpoint", daemon=True)
+        self._thread.start()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            step, copies, event = job
-            started, fault, warning = time.perf_counter(), None, None
-            try:
-                if event is not None:
-                    event.synchronize()
-                warning = self._write(step, copies)
-            except BaseException as failure:  # the run goes on with the checkpoints that it has
-                fault = _reason(failure)
-            self._news.put(_Saved(step, time.perf_counter() - started, copies.stopped_s, fault, warning))
-            self._free.append(copies.places)
-            self._is_idle.set()
+    def _run(
+        self, before: threading.Thread | None, step: int, copies: _Copies, copied: torch.cuda.Event | None
+    ) -> None:
+        """Writes a checkpoint, after the one before."""
+        if before is not None:
+            before.join()
+        started, fault, warning = time.perf_counter(), None, None
+        try:
+            if copied is not None:
+                copied.synchronize()
+            warning = self._write(step, copies)
+        except BaseException as failure:  # the run goes on with the checkpoints that it has
+            fault = _reason(failure)
+        self._news.put(_Saved(step, time.perf_counter() - started, copies.stopped_s, fault, warning))
+        self._free.append(copies.places)
 
     def _write(self, step: int, copies: _Copies) -> str | None:
         """Writes a checkpoint together with all other workers; returns a warning, raises on all where one cannot."""
@@ -247,7 +242,7 @@ class Checkpointer:
                 finish(path, self._about(step, abouts), parts)
                 self._good.add(path.name)
                 if self._may_prune():
-                    prune(self.folder, self.keep, self.run, self._good)
+                    _prune(self.folder, self.keep, self._good)
 
         try:
             self._together(end)
@@ -257,11 +252,9 @@ class Checkpointer:
         return self._differing(sums)
 
     def _write_part(self, path: Path, tensors: Tensors) -> dict[str, Any]:
-        lost = next(
-            (key for key, tensor in tensors.items() if key.startswith("model/") and not _is_finite(tensor)), None
-        )
-        if lost is not None:
-            raise CheckpointError(f"{lost.removeprefix('model/')} has numbers that are not finite")
+        for key, tensor in tensors.items():
+            if key.startswith("model/") and not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(f"{key.removeprefix('model/')} has numbers that are not finite")
         return write_part(path, self.worker.world.worker, tensors)
 
     def _together(self, do: Callable[[], Any]) -> list[Any]:
@@ -307,13 +300,6 @@ class Checkpointer:
         while not self._news.empty():
             yield self._news.get()
 
-    def close(self) -> None:
-        """Waits until everything is written."""
-        if self._thread is not None:
-            self._wait_for_disk()
-            self._jobs.put(None)
-            self._thread = None
-
 
 def _own_share(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
     """The tensors that this replica saves: all replicas hold the same ones and share the work by size."""
@@ -343,19 +329,10 @@ def _outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
 @torch.no_grad()
 def _sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     """The bits of some tensors, added up as whole numbers: the same for the same numbers in any order."""
-    found = [bits(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.numel()]
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = [tensor.detach().view(kinds[tensor.element_size()]) for tensor in tensors if tensor.numel()]
+    found = [each.sum(dtype=torch.int64) for each in bits]
     return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """A tensor's numbers as whole numbers of the same size."""
-    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().view(sizes[tensor.element_size()])
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has no infinite number and no NaN."""
-    return not tensor.dtype.is_floating_point or bool(torch.isfinite(tensor).all())
 
 
 def _reason(failure: BaseException) -> str:

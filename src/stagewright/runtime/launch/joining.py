@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import StagewrightError, UsageError
-from stagewright.runtime.launch import RUN_FOLDER
-from stagewright.runtime.meeting import own_place
+from stagewright.runtime.launch.environment import RUN_FOLDER
+from stagewright.runtime.launch.meeting import own_place
 from stagewright.runtime.run_folder import RunFolder, read_identity
 from stagewright.runtime.world import World, gather_json
 
@@ -41,26 +41,21 @@ def joined(world: World, take: Take) -> Iterator[Joined]:
     again = any(place.was_restarted for place in world.places or [own_place()])
     with ExitStack() as stack:
         launched = os.environ.get(RUN_FOLDER)
-        own, held = {}, None
+        own, held = dict[str, Any](), None
         if world.worker == 0 and launched is not None:
             known = read_identity(Path(launched)) or {}
             own = {"folder": launched, "id": known.get("id", ""), "changes": known.get("changes", [])}
         elif world.worker == 0:
-            own, held = _first_word(stack, take, again)
+            try:
+                held = stack.enter_context(take(again))
+                own = {"folder": str(held.path), "id": held.id, "changes": list(held.changes)}
+            except StagewrightError as fault:
+                own = {"fault": fault.what, "todo": fault.todo}
         told = gather_json(own, world.control, world.size)[0]
         if "fault" in told:
             raise UsageError(told["fault"], told["todo"])
         _check_shared(world, Path(told["folder"]), told["id"])
         yield Joined(Path(told["folder"]), told["id"], again, tuple(told["changes"]), held)
-
-
-def _first_word(stack: ExitStack, take: Take, again: bool) -> tuple[dict[str, Any], RunFolder | None]:
-    """What the first worker tells the others of the run's folder, which it then holds, or why there is none."""
-    try:
-        run = stack.enter_context(take(again))
-    except StagewrightError as fault:
-        return {"fault": fault.what, "todo": fault.todo}, None
-    return {"folder": str(run.path), "id": run.id, "changes": list(run.changes)}, run
 
 
 def _check_shared(world: World, folder: Path, id: str) -> None:

@@ -1,15 +1,9 @@
-"""Starting workers of this machine, and being one of those that this, torchrun or SLURM started.
-
-this process          RANK is set     SLURM_PROCID is set     neither
-is                    a worker        a worker                the one that starts workers of its own
-"""
+"""Starting workers of this machine, and waiting for them."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,122 +17,19 @@ from typing import NamedTuple, Protocol
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
-from stagewright.profiling.heap import KEPT_LONGER
-from stagewright.runtime.diagnosis import blame, keep_statuses, name_of
-from stagewright.runtime.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_text
-from stagewright.runtime.out_of_memory import MemoryWatch
-from stagewright.runtime.process import check_server, is_stopped, server_pid, start_process
-from stagewright.runtime.run_folder import LOGS, PRIVATE, RunFolder
+from stagewright.runtime.launch.environment import STORE
+from stagewright.runtime.launch.process import check_server, is_stopped, server_pid, start_process
+from stagewright.runtime.run_folder import LOGS, PRIVATE, RunFolder, checkpoints_in
+from stagewright.runtime.safety.diagnosis import MemoryWatch, blame, keep_statuses, name_of
+from stagewright.runtime.safety.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_text
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 
-RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
-"""The variable that tells workers where the run keeps its files."""
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SCHEDULE = "STAGEWRIGHT_SCHEDULE"
-"""The variable that names a file whose schedule workers use instead of their own."""
-STORE = "STAGEWRIGHT_STORE"
-"""The variable that names the file in which the workers of one host meet."""
 PORT = 29_400
 """Where the workers of several hosts meet."""
-_STOPPED_GRACE = 1.5
-"""So many timeouts a worker may be stopped (SIGSTOP). Those who wait for it end sooner, and know at which action."""
 LEAVE_S = 10
 """How long workers may take to end when they are asked to."""
 _Look = Callable[[Iterable[int]], None]
-
-
-def is_worker() -> bool:
-    """Whether a launcher started this process as a worker; SLURM's variables are turned into torch's."""
-    if "RANK" in os.environ:
-        return True
-    if "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        os.environ.update(_from_slurm(os.environ))
-        return True
-    return False
-
-
-def is_main() -> bool:
-    """Whether this process is the one that prints and saves for all: the one that starts workers, or else worker 0.
-
-    What follows `train` in a script runs in every worker. Those that are started here run beside the one that started
-    them, whose word it is; under torchrun or SLURM there is none, and worker 0 speaks.
-    """
-    return not is_worker() or (RUN_FOLDER not in os.environ and os.environ["RANK"] == "0")
-
-
-def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables out of SLURM's: the first host of the job is where the workers meet."""
-    hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "localhost"))
-    job = int(environment.get("SLURM_JOB_ID", "0") or 0)
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_NTASKS"],
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": environment.get("MASTER_ADDR", _first_host(hosts)),
-        "MASTER_PORT": environment.get("MASTER_PORT", str(20_000 + job % 20_000)),
-    }
-
-
-def _first_host(hosts: str) -> str:
-    """The first of hosts as SLURM writes them."""
-    return next(iter(expand_hosts(hosts)), "localhost")
-
-
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """Every host that a list names: `gpu[03-05,9],other` is gpu03, gpu04, gpu05, gpu9 and other."""
-    words = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
-    return tuple(name for word in words for name in _expand_host(word))
-
-
-def _expand_host(word: str) -> list[str]:
-    """The hosts of one word, whatever stands before, between and after its brackets: `rack[1-2]node[01-04]-ib`."""
-    match = re.search(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]", word)
-    if match is None:
-        return [word]
-    spans = (part.partition("-") for part in match[1].split(","))
-    numbers = [
-        str(number).zfill(len(first))
-        for first, _, last in spans
-        for number in range(int(first), int(last or first) + 1)
-    ]
-    return [
-        f"{word[: match.start()]}{number}{rest}" for number in numbers for rest in _expand_host(word[match.end() :])
-    ]
-
-
-def this_command() -> list[str]:
-    """The command that started this process, to start workers with."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name != "__main__":
-        name = spec.name.removesuffix(".__main__")
-        return [sys.executable, "-m", name, *sys.argv[1:]]
-    script = getattr(main, "__file__", None)
-    if not script or not Path(script).is_file():
-        source = "it came on standard input" if script == "<stdin>" else "this Python session has none"
-        raise RunError(
-            f"workers run the script again, but {source}",
-            "put the training into a file, or start the workers with torchrun",
-        )
-    return [sys.executable, *sys.argv]
-
-
-def worker_environment(plan: Plan, folder: Path, *, threads: int | None, device: str) -> dict[str, str]:
-    """What workers of this host find in their environment beside what is there already."""
-    workers = len(plan.devices)
-    cores = len(os.sched_getaffinity(0))
-    made = {
-        RUN_FOLDER: str(folder),
-        "OMP_NUM_THREADS": str(threads or max(1, cores // workers)),
-        "PYTHONUNBUFFERED": "1",
-        # Workers started here are all here, whatever hosts the placement names.
-        "GLOO_SOCKET_IFNAME": "lo",
-        **KEPT_LONGER,
-    }
-    if device == "cuda":
-        made["NCCL_MAX_NCHANNELS"] = "2"
-    return {key: os.environ.get(key, value) for key, value in made.items()}
 
 
 class Hosts(Protocol):
@@ -165,7 +56,7 @@ class _Seat(NamedTuple):
     enter: Callable[[], None] | None = None
 
 
-def seats_here(num_workers: int, store: str) -> list[_Seat]:
+def _seats_here(num_workers: int, store: str) -> list[_Seat]:
     """The workers of this host, as torchrun would number them; they meet in a file."""
     common = {"WORLD_SIZE": str(num_workers), "LOCAL_WORLD_SIZE": str(num_workers), "GROUP_RANK": "0", STORE: store}
     numbers = map(str, range(num_workers))
@@ -197,8 +88,8 @@ def launch(
     # The store lies in memory of this process, which no other user can open.
     with os.fdopen(os.memfd_create("stagewright-store"), "wb") as store:
         here = f"/proc/{os.getpid()}/fd/{store.fileno()}"
-        seats = seats_here(len(plan.devices), here) if hosts is None else seats_in(hosts, hosts.used(plan))
-        with workers(command, seats, folder / LOGS, environment, timeout_s) as started:
+        seats = _seats_here(len(plan.devices), here) if hosts is None else seats_in(hosts, hosts.used(plan))
+        with workers(command, seats, folder / LOGS, environment) as started:
             codes = wait_for_workers(started, timeout_s, memory.look)
     if codes:
         keep_statuses(folder, codes, memory.says())
@@ -207,37 +98,19 @@ def launch(
 
 @contextmanager
 def workers(
-    command: Sequence[str],
-    seats: Sequence[_Seat],
-    logs: Path,
-    environment: Mapping[str, str],
-    timeout_s: float = Settings().timeout_s,
+    command: Sequence[str], seats: Sequence[_Seat], logs: Path, environment: Mapping[str, str]
 ) -> Iterator[list[BaseProcess]]:
     """Runs a command as every one of the workers; all end with the context."""
     logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **environment}
     started: list[BaseProcess] = []
-    is_over = threading.Event()
-    threading.Thread(target=_end_stopped_server, args=(timeout_s * _STOPPED_GRACE, is_over), daemon=True).start()
     try:
         for number, (variables, enter) in enumerate(seats):
             name = f"worker-{number}"
             started.append(start_process(name, command, {**own, **variables}, logs / f"{name}.log", enter))
         yield started
     finally:
-        is_over.set()
         _end(started)
-
-
-def _end_stopped_server(patience_s: float, is_over: threading.Event) -> None:
-    """Ends the process that workers are forked of once it was stopped (SIGSTOP) for too long."""
-    period_s = min(1.0, patience_s / 20)
-    silent_s = 0.0
-    while not is_over.wait(period_s):
-        server = server_pid()
-        silent_s = silent_s + period_s if server is not None and is_stopped(server) else 0.0
-        if server is not None and silent_s > patience_s:
-            os.kill(server, signal.SIGKILL)
 
 
 def wait_for_workers(
@@ -245,21 +118,26 @@ def wait_for_workers(
 ) -> dict[int, int]:
     """The exit status of the workers that failed, once one has; nothing when all have ended well.
 
-    One that is stopped then is among them, as -SIGSTOP: it cannot have been the others' victim. `look` is given the
-    processes about once a second.
+    One that is stopped (SIGSTOP) then is among them, as -SIGSTOP: it cannot have been the others' victim. It may be for
+    1.5 timeouts: those who wait for it end sooner, and know at which action. `look` is given the processes about once
+    a second.
     """
-    stopped_since: dict[int, float] = {}
+    stopped_since: dict[int | None, float] = {}
     while alive := {number: worker for number, worker in enumerate(started) if worker.exitcode is None}:
         wait([worker.sentinel for worker in alive.values()], min(1.0, timeout_s / 20))
         check_server(started)
-        look(worker.pid or 0 for worker in alive.values())
-        now = time.monotonic()
-        stopped = [number for number, worker in alive.items() if is_stopped(worker.pid or 0)]
+        processes: dict[int | None, int] = {number: worker.pid or 0 for number, worker in alive.items()}
+        look(processes.values())
+        now, server = time.monotonic(), server_pid() or 0
+        processes[None] = server
+        stopped = [number for number, process in processes.items() if is_stopped(process)]
         stopped_since = {number: stopped_since.get(number, now) for number in stopped}
-        is_late = any(now - since > timeout_s * _STOPPED_GRACE for since in stopped_since.values())
-        if is_late or _failed(started):
+        late = [number for number, since in stopped_since.items() if now - since > 1.5 * timeout_s]
+        if None in late:
+            os.kill(server, signal.SIGKILL)
+        elif late or _failed(started):
             time.sleep(0.05)  # for others that fail at the same moment
-            return {**dict.fromkeys(stopped, -signal.SIGSTOP), **_failed(started)}
+            return {**{number: -signal.SIGSTOP for number in stopped if number is not None}, **_failed(started)}
     check_server(started)
     return _failed(started)
 
@@ -276,19 +154,15 @@ def _end(started: Sequence[BaseProcess]) -> None:
         if alive and server is not None and is_stopped(server):
             os.kill(server, signal.SIGKILL)  # it would never tell of their ends, and they go with it
         for process in alive:
-            _send(process, signal.SIGKILL if is_stopped(process) else number)
+            sent = signal.SIGKILL if is_stopped(process) else number
+            try:
+                os.killpg(process, sent)
+            except ProcessLookupError:  # one just forked may not lead a group yet
+                with suppress(ProcessLookupError):
+                    os.kill(process, sent)
         until = time.monotonic() + LEAVE_S
         for worker in started:
             worker.join(max(0.0, until - time.monotonic()))
-
-
-def _send(process: int, number: signal.Signals) -> None:
-    """Sends a signal to a worker and all it has started; one just forked may not lead a group yet."""
-    try:
-        os.killpg(process, number)
-    except ProcessLookupError:
-        with suppress(ProcessLookupError):
-            os.kill(process, number)
 
 
 def clear_words(folder: Path) -> None:
@@ -319,7 +193,7 @@ def stop_on_signals(run: RunFolder) -> Iterator[None]:
         write_text(run.path / STOP_FILE, signal.Signals(number).name)
         os.write(2, b"stopping: this step is finished and saved first; once more ends at once\n")
 
-    before = {number: signal.signal(number, ask) for number in _STOP_SIGNALS}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         yield
     finally:
@@ -350,15 +224,9 @@ def explain(
     elif found.worker is None and not evidence and failure is not None:
         what, evidence = failure.what, (failure.todo or "").splitlines()
     cause = f"{what}: {evidence[0]}" if evidence else what
-    todo = "\n".join([*evidence, *_last_checkpoint(folder), f"its output is in {folder / LOGS}"])
+    for path in checkpoints_in(folder, own=True)[:1]:
+        evidence.append(f"last checkpoint: {path.name}, go on with --resume auto --out {folder}")
+    todo = "\n".join([*evidence, f"its output is in {folder / LOGS}"])
     fault = RunError(what, todo, cause=cause)
     fault.worker, fault.hosts = found.worker if found.is_own else None, tuple(lost or ())
     return fault
-
-
-def _last_checkpoint(folder: Path) -> list[str]:
-    """How to go on, where something was saved."""
-    from stagewright.runtime.resuming import checkpoints_in, is_of_run, run_of
-
-    names = [path.name for path in checkpoints_in(folder) if is_of_run(path, run_of(folder))]
-    return [f"last checkpoint: {names[0]}, go on with --resume auto --out {folder}"] if names else []

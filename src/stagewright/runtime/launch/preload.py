@@ -11,7 +11,7 @@ import importlib
 import os
 from contextlib import suppress
 
-from stagewright.runtime.process import LOADED, follow_parent
+from stagewright.runtime.launch.process import LOADED, follow_parent
 
 SERVER = os.getpid()
 

@@ -5,7 +5,7 @@
 When the lines end, because the launcher or ssh has ended, or when none has come for a while, because the host is cut
 off, the command and all that it started are ended too. It stands on nothing but Python.
 
-    python -m stagewright.runtime.leash 300 torchrun …
+    python -m stagewright.runtime.launch.leash 300 torchrun …
 """
 
 from __future__ import annotations
@@ -18,15 +18,10 @@ import sys
 import time
 from contextlib import suppress
 
-from stagewright.runtime.process import follow_parent
-
-BEAT_S = 1.0
-"""How often the launcher says that it is there."""
-_LEAVE_S = 5.0
-"""How long the command may take to end when it is asked to."""
+from stagewright.runtime.launch.process import follow_parent
 
 
-def main(patience_s: float, command: list[str]) -> int:
+def _main(patience_s: float, command: list[str]) -> int:
     """Runs the command, and returns its exit status; ends it when nothing has been heard for so many seconds."""
     running = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=follow_parent)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -50,9 +45,9 @@ def _end(running: subprocess.Popen[bytes]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(running.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            running.wait(_LEAVE_S)
+            running.wait(5.0)
             return
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))
+    sys.exit(_main(float(sys.argv[1]), sys.argv[2:]))

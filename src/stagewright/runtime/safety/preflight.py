@@ -20,7 +20,8 @@ import torch
 
 from stagewright.cluster import count, format_devices
 from stagewright.errors import StagewrightError, UsageError
-from stagewright.models import Layered, parameter_counts
+from stagewright.models import Layered
+from stagewright.models.roles import parameter_roles
 from stagewright.plan import Plan
 from stagewright.policy import outstanding
 from stagewright.profiling.facts import saved_by_row
@@ -28,27 +29,29 @@ from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule
 
-_GIB = 1 << 30
-_CLOCKS_APART_S = 5.0
-"""How far the clocks of two hosts may be apart; asking takes a while too."""
-_ASK_S = 60.0
+States = Callable[[str], float]
+"""How many numbers an optimizer keeps for each number of a parameter, by its role in the model."""
 
 
 def check_before_launch(
-    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: int, keep: int | None
+    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: States, keep: int | None
 ) -> None:
     """Refuses a run that cannot work, with everything that is wrong with it.
 
-    `states` is how many numbers the optimizer keeps for each parameter, `keep` how many checkpoints there will be.
+    `states` is as in `needed_bytes`, `keep` how many checkpoints there will be.
     """
-    sizes = _stage_bytes(schedule.plan, layered, settings)
+    sizes = _stage_bytes(schedule.plan, layered, settings, states)
     needed = needed_bytes(schedule.plan, layered, settings, states)
-    hosts = sorted({id.host for id in schedule.plan.devices})
+    hosts, wrong = sorted({id.host for id in schedule.plan.devices}), list[str]()
+    try:
+        check_schedule(schedule)
+    except StagewrightError as fault:
+        wrong.append(fault.what)
     found = [
-        *_wrong_schedule(schedule),
+        *wrong,
         *too_little_memory(schedule.plan, needed, settings, {"this host": (_this_machine(), hosts)}),
         *_unwritable(folder),
-        *(_too_little_disk(schedule.plan, sizes, folder, states, keep) if keep else ()),
+        *(_too_little_disk(schedule.plan, sizes, folder, keep) if keep else ()),
     ]
     _refuse(found)
 
@@ -62,28 +65,36 @@ def _refuse(found: Sequence[str]) -> None:
         raise UsageError(f"the run cannot start: {count(len(found), 'thing')} must be put right first", lines)
 
 
-def _wrong_schedule(schedule: Schedule) -> list[str]:
-    """What the check of the schedule says."""
-    try:
-        check_schedule(schedule)
-    except StagewrightError as fault:
-        return [fault.what]
-    return []
+class _Bytes(NamedTuple):
+    """What the parameters of a stage take."""
+
+    weights: int
+    trained: int
+    """Those of them that are trained; so much their gradients take too."""
+    states: int
+    """What the optimizer keeps for them."""
 
 
-def _stage_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[int]:
-    """The bytes of each stage's parameters."""
-    size = 8 if settings.precision == "fp64" else 4
-    counts, sizes, first = parameter_counts(layered), [], 0
+def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: States) -> list[_Bytes]:
+    """What each stage's parameters take; those that several stages use are in each of them."""
+    size, first, found = 8 if settings.precision == "fp64" else 4, 0, []
+    named, roles = dict(layered.model.named_parameters()), parameter_roles(layered)
     for stage in plan.stages:
-        sizes.append(size * sum(counts[first : first + len(stage.layers)]))
+        names = layered.parameter_names(first, first + len(stage.layers))
+        trained = [name for name in names if named[name].requires_grad]
+        kept = sum(named[name].numel() * states(roles[name]) for name in trained)
+        weights, moving = (sum(named[name].numel() for name in each) for each in (names, trained))
+        found.append(_Bytes(size * weights, size * moving, math.ceil(size * kept)))
         first += len(stage.layers)
-    return sizes
+    return found
 
 
-def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: int) -> list[int]:
-    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage."""
-    sizes, saved = _stage_bytes(plan, layered, settings), saved_bytes(plan, layered, settings)
+def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: States) -> list[int]:
+    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage.
+
+    `states` says how many numbers the optimizer keeps for each number of a parameter, by its role.
+    """
+    sizes, saved = _stage_bytes(plan, layered, settings, states), _saved_bytes(plan, layered, settings)
     needed, held, fullest = [0] * len(plan.devices), outstanding(plan), [0.0] * len(plan.devices)
     for number, (stage, members, size) in enumerate(zip(plan.stages, plan.workers, sizes)):
         reduced = stage.versions if len(members) > 1 else 0
@@ -91,12 +102,12 @@ def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: int) 
         for replica, worker in enumerate(members):
             rows = max((share.stop - share.start for share in shares if share.replica == replica), default=0)
             alive = 1 if stage.recompute else held[number]
-            needed[worker] += size * (stage.versions + states + 1 + reduced)
+            needed[worker] += size.weights + size.trained * (stage.versions + reduced) + size.states
             fullest[worker] = max(fullest[worker], alive * rows * saved[number])
     return [base + math.ceil(more) for base, more in zip(needed, fullest)]
 
 
-def saved_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[float]:
+def _saved_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[float]:
     """What each stage saves of a row for its backward, from shapes alone; 0 where shapes do not suffice for a model."""
     edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
     with torch.random.fork_rng(devices=()):
@@ -121,7 +132,7 @@ JudgeMemory = Callable[[_Machines], list[str]]
 def _this_machine() -> Machine:
     """The one that this process runs on."""
     cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return Machine(available_memory(), tuple(torch.cuda.get_device_properties(card).total_memory for card in cards))
+    return Machine(_available_memory(), tuple(torch.cuda.get_device_properties(card).total_memory for card in cards))
 
 
 def too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, machines: _Machines) -> list[str]:
@@ -130,29 +141,28 @@ def too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, mac
     A worker has the card of its place among its host's workers; where there are more workers than cards, they share.
     """
     found = []
+
+    def judge(who: str, size: int, where: str, has: int) -> None:
+        if size > has:
+            found.append(
+                f"{who} {size / 2**30:.1f} GiB for weights, gradients, optimizer and activations, {where} has "
+                f"{has / 2**30:.1f} GiB: use more devices, fewer rows or versions, more microbatches, or recompute"
+            )
+
     for name, (machine, hosts) in machines.items():
         here = [[worker for worker, id in enumerate(plan.devices) if id.host == host] for host in hosts]
         total = sum(needed[worker] for members in here for worker in members)
-        if settings.device == "cpu" and total > machine.memory_bytes:
-            found.append(_memory_word("the workers together need", total, name, machine.memory_bytes))
+        if settings.device == "cpu":
+            judge("the workers together need", total, name, machine.memory_bytes)
         for card, has in enumerate(machine.card_bytes if settings.device != "cpu" else ()):
             members = [worker for each in here for worker in each[card :: len(machine.card_bytes)]]
+            where = format_devices([plan.devices[worker] for worker in members]) if members else ""
             size = sum(needed[worker] for worker in members)
-            if size > has:
-                where = format_devices([plan.devices[worker] for worker in members])
-                found.append(_memory_word(f"the stages on {where} need", size, f"card {card} of {name}", has))
+            judge(f"the stages on {where} need", size, f"card {card} of {name}", has)
     return found
 
 
-def _memory_word(who: str, needed: int, where: str, have: int) -> str:
-    """How much is needed and how much is there."""
-    return (
-        f"{who} {needed / _GIB:.1f} GiB for weights, gradients, optimizer and activations, {where} has "
-        f"{have / _GIB:.1f} GiB: use more devices, fewer rows or versions, more microbatches, or recompute"
-    )
-
-
-def available_memory() -> int:
+def _available_memory() -> int:
     """The bytes of memory that this host can give."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -172,19 +182,20 @@ def _unwritable(folder: Path) -> list[str]:
     return []
 
 
-def _checkpoint_bytes(plan: Plan, sizes: Sequence[int], states: int) -> int:
+def _checkpoint_bytes(plan: Plan, sizes: Sequence[_Bytes]) -> int:
     """What one checkpoint takes: every version, and what the optimizer keeps."""
-    return sum(size * (stage.versions + states) for stage, size in zip(plan.stages, sizes))
+    older = (size.trained * (stage.versions - 1) for stage, size in zip(plan.stages, sizes))
+    return sum(older) + sum(size.weights + size.states for size in sizes)
 
 
-def _too_little_disk(plan: Plan, sizes: Sequence[int], folder: Path, states: int, keep: int) -> list[str]:
+def _too_little_disk(plan: Plan, sizes: Sequence[_Bytes], folder: Path, keep: int) -> list[str]:
     """Whether the checkpoints that are kept, and the one being written, have room."""
-    needed, free = (keep + 1) * _checkpoint_bytes(plan, sizes, states), shutil.disk_usage(folder).free
+    needed, free = (keep + 1) * _checkpoint_bytes(plan, sizes), shutil.disk_usage(folder).free
     if needed <= free:
         return []
     return [
-        f"{keep} checkpoints and the one being written take {needed / _GIB:.2f} GiB, {folder} has "
-        f"{free / _GIB:.2f} GiB left: use a smaller --keep, or another folder"
+        f"{keep} checkpoints and the one being written take {needed / 2**30:.2f} GiB, {folder} has "
+        f"{free / 2**30:.2f} GiB left: use a smaller --keep, or another folder"
     ]
 
 
@@ -193,21 +204,18 @@ def _too_little_disk(plan: Plan, sizes: Sequence[int], folder: Path, states: int
 
 def facts(paths: Sequence[str], port: int | None) -> dict[str, Any]:
     """What hosts must agree on: versions, the clock, which files they see, and whether a port is free."""
+    is_free = True
+    try:
+        if port is not None:
+            socket.create_server(("", port)).close()
+    except OSError:
+        is_free = False
     return {
         "stagewright": version("stagewright"), "torch": torch.__version__,
         "python": ".".join(map(str, sys.version_info[:2])),
         "time": time.time(), "missing": [path for path in paths if not Path(path).exists()],
-        "port_is_free": port is None or _is_free(port), "machine": _this_machine(),
+        "port_is_free": is_free, "machine": _this_machine(),
     }  # fmt: skip
-
-
-def _is_free(port: int) -> bool:
-    """Whether nobody listens on a port."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def check_hosts(
@@ -223,7 +231,7 @@ def check_hosts(
     """
     running = []
     for host in hosts:
-        command = ask(host, ["stagewright.runtime.preflight", str(port if host == hosts[0] else 0), *paths])
+        command = ask(host, ["stagewright.runtime.safety.preflight", str(port if host == hosts[0] else 0), *paths])
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     told = [_answer(process) for process in running]
     memory = ((each["machine"], place) for place, each in enumerate(told) if isinstance(each, dict))
@@ -234,14 +242,14 @@ def check_hosts(
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any] | str:
     """A host's facts, with how far its clock is from ours, or why there are none."""
     try:
-        out, err = process.communicate(timeout=_ASK_S)
+        out, err = process.communicate(timeout=60.0)
         told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
         told["clock_s"] = told.pop("time") - time.time()
         return told
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return f"it did not answer within {_ASK_S:g} s"
+        return "it did not answer within 60 s"
     except (ValueError, IndexError, KeyError, AttributeError):
         return (err.strip().splitlines() or [f"it ended with status {process.returncode}"])[-1]
 
@@ -257,7 +265,7 @@ def _differences(hosts: Sequence[str], told: Sequence[dict[str, Any] | str], por
         if len(set(found.values())) > 1:
             yield f"{what} is not the same everywhere: {_named(found)}"
     clocks = {host: each["clock_s"] for host, each in known.items()}
-    if clocks and max(clocks.values()) - min(clocks.values()) > _CLOCKS_APART_S:
+    if clocks and max(clocks.values()) - min(clocks.values()) > 5.0:  # asking takes a while too
         yield f"the clocks are apart: {_named({host: f'{value:+.0f} s' for host, value in clocks.items()})}"
     for host, each in known.items():
         for path in each["missing"]:

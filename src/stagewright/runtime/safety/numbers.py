@@ -17,16 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.runtime.async_scalars import AsyncScalars
+from stagewright.runtime.clock import AsyncScalars
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.stage import Key
 
-_JUMP = 10.0
-"""How many times the usual norm is a jump."""
 _MOST_SKIPPED = 100
 """Steps in a row after which skipping has no end."""
-_HISTORY, _ENOUGH = 64, 16
-"""Norms that make the usual one, and how many there must be before one is called a jump."""
 
 
 class Watch:
@@ -109,9 +105,10 @@ class Watch:
                 )
 
     def _look_for_jump(self, stage: int, batch: int, names: Sequence[str], norms: Sequence[float]) -> None:
-        norm, past = math.hypot(*norms), self._norms.setdefault(stage, deque(maxlen=_HISTORY))
-        usual = median(past) if len(past) >= _ENOUGH else math.inf
-        is_high, was_high = norm > _JUMP * usual, stage in self._high
+        """Tells of a norm that is ten times the usual one: the median of the last 64, of at least 16."""
+        norm, past = math.hypot(*norms), self._norms.setdefault(stage, deque(maxlen=64))
+        usual = median(past) if len(past) >= 16 else math.inf
+        is_high, was_high = norm > 10.0 * usual, stage in self._high
         (self._high.add if is_high else self._high.discard)(stage)
         if is_high and not was_high:
             layer = self.layer_of.get(names[norms.index(max(norms))], "?")
@@ -179,9 +176,7 @@ def _first_bad_module(
         hook.remove()
     for buffer, kept in zip(module.buffers(), buffers):
         buffer.copy_(kept)
-    return _layer_named(found[0], layer_of) if found else None
-
-
-def _layer_named(module: str, layer_of: Mapping[str, str]) -> str:
-    """The layer that a module's name belongs to, by the parameters under it; else the module's own name."""
-    return next((layer for name, layer in layer_of.items() if name.startswith(f"{module}.")), module)
+    if not found:
+        return None
+    # The layer that the module belongs to, by the parameters under it; else the module's own name.
+    return next((layer for name, layer in layer_of.items() if name.startswith(f"{found[0]}.")), found[0])

@@ -11,16 +11,15 @@ token, and worker 0 calls a new meeting when a token changes.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
-import select
 import socket
 import struct
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -29,16 +28,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from stagewright.errors import RunError
-from stagewright.runtime.launch import STORE
+from stagewright.runtime.launch.environment import RESTARTED, STORE
 
-RESTARTED = "STAGEWRIGHT_RESTARTED"
-"""The variable that tells workers that others ran before them in the same run."""
-_RESTARTS_OF_TORCH = "TORCHELASTIC_RESTART_COUNT"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that names the interface over which gloo connects workers."""
 LOOPBACK = "127.0.0.1"
-_ADDRESS_OF_INTERFACE = 0x8915
-"""SIOCGIFADDR of Linux"""
 
 
 class Place(NamedTuple):
@@ -100,17 +94,12 @@ def _read(store: Store, key: str) -> Any:
 
 def own_place() -> Place:
     """Where this worker runs."""
-    again = RESTARTED in os.environ or os.environ.get(_RESTARTS_OF_TORCH, "0") != "0"
-    name = socket.gethostname()
-    host = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or f"{name} {_network_of_this()}"
+    again = RESTARTED in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    name, network = socket.gethostname(), ""
+    with suppress(OSError):  # where there are network namespaces
+        network = os.readlink("/proc/self/ns/net")
+    host = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or f"{name} {network}"
     return Place(host, name, "" if STORE in os.environ else _address_towards(os.environ.get("MASTER_ADDR", "")), again)
-
-
-def _network_of_this() -> str:
-    """The network namespace of this process, where there are such."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/net")
-    return ""
 
 
 def _address_towards(host: str) -> str:
@@ -138,28 +127,20 @@ def choose_interface(places: list[Place], rank: int) -> None:
 def lost_hosts(places: Sequence[Place], rank: int, limit_s: float) -> list[str]:
     """The other hosts that do not answer within a while, by name and address; a refusal is an answer."""
     others = {place.address: place for place in places if place.host != places[rank].host and place.address}
-    asked: dict[socket.socket, Place] = {}
-    silent: list[Place] = []
-    for address, place in others.items():
-        probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-        probe.setblocking(False)
-        said = probe.connect_ex((address, 9))  # where nobody listens, which a host that is there says at once
-        if said == errno.EINPROGRESS:
-            asked[probe] = place
-            continue
-        probe.close()
-        if said not in (0, errno.ECONNREFUSED):  # the kernel knows already that nobody is there
-            silent.append(place)
-    deadline, waiting = time.monotonic() + limit_s, dict(asked)
-    while waiting and time.monotonic() < deadline:
-        _, ready, _ = select.select([], list(waiting), [], max(0.0, deadline - time.monotonic()))
-        for probe in ready:
-            place = waiting.pop(probe)
-            if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) not in (0, errno.ECONNREFUSED):
-                silent.append(place)
-    for probe in asked:
-        probe.close()
-    return [f"{place.name} ({place.address})" for place in (*silent, *waiting.values())]
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        there = pool.map(lambda address: _answers(address, limit_s), others)
+        return [f"{place.name} ({place.address})" for place, is_there in zip(others.values(), there) if not is_there]
+
+
+def _answers(address: str, limit_s: float) -> bool:
+    """Whether a host is there: it says at once that nobody listens."""
+    try:
+        socket.create_connection((address, 9), timeout=limit_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _interface_with(address: str) -> str | None:
@@ -167,7 +148,7 @@ def _interface_with(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                found = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
+                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None

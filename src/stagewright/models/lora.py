@@ -1,0 +1,164 @@
+"""Low-rank adapters by the library peft: a model that is frozen but for them, and they in peft's own files.
+
+q_proj ─▶ q_proj.base_layer (frozen)  +  alpha / rank · lora_B · lora_A        W + alpha / rank · B A, once merged
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.errors import ModelError
+
+ADAPTER = "default"
+"""What peft calls an adapter that nobody named; it stands in the names of its parameters."""
+_BASE, _A, _B = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+_PREFIX = "base_model.model."
+"""What stands before the names in peft's files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """What is put into a model."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
+    """Names of modules, or how they end; those that peft knows for the model's architecture where none are given."""
+    alpha: float | None = None
+    """Adapters count alpha / rank times; twice the rank if left out."""
+    seed: int = 0
+    """Adapters are drawn from it and their names, the same ones on every worker and under every plan."""
+
+    def config(self) -> Any:
+        """The same as peft has it."""
+        peft = _peft()
+        targets = self.targets[0] if self.targets == ("all-linear",) else list(self.targets) or None
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return peft.LoraConfig(r=self.rank, lora_alpha=alpha, target_modules=targets)
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        """The model with adapters in it; the rest is frozen, and what has shapes alone stays so."""
+        peft, config = _peft(), self.config()
+        for target in self.targets:
+            _check_target(model, target)
+        if not self.targets and _knows_no_targets(model):
+            config.target_modules = "all-linear"
+        has_shapes_alone = any(each.is_meta for each in model.parameters())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that Conv1D keeps its weight the other way round
+                made: nn.Module = peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=has_shapes_alone)
+        except ValueError as fault:
+            why = str(fault).partition("\n")[0]
+            raise ModelError(f"no adapters fit the model: {why}", "name linear layers with --lora-targets") from None
+        self._draw(made)
+        return made
+
+    def _draw(self, model: nn.Module) -> None:
+        """Draws the adapters as peft does, but each from a seed of its own; what has shapes alone is drawn later."""
+        for name, parameter in model.named_parameters():
+            if _A in name and not parameter.is_meta:
+                drawn = torch.Generator().manual_seed(
+                    zlib.crc32(f"{self.seed} {name.removesuffix('.weight')}".encode())
+                )
+                fresh = torch.empty(parameter.shape)
+                nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=drawn)
+                with torch.no_grad():
+                    parameter.copy_(fresh)
+
+
+def with_lora(
+    model: nn.Module, rank: int, *, targets: Sequence[str] = (), alpha: float | None = None, seed: int = 0
+) -> nn.Module:
+    """A model of your own with adapters in it, before its layers are looked for."""
+    return Lora(rank=rank, targets=tuple(targets), alpha=alpha, seed=seed)(model)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ModelError("adapters need the package peft, which is not installed", "pip install peft") from None
+    return peft
+
+
+def _check_target(model: nn.Module, target: str) -> None:
+    """Refuses a target that no linear layer answers to."""
+    names = [name for name, each in model.named_modules() if type(each).__name__ in ("Linear", "Conv1D")]
+    if target == "all-linear" or any(name == target or name.endswith(f".{target}") for name in names):
+        return
+    known = sorted({name if name.rpartition(".")[2].isdigit() else name.rpartition(".")[2] for name in names})
+    raise ModelError(
+        f"--lora-targets {target}: no linear layer of the model is called that", f"there are {', '.join(known)}"
+    )
+
+
+def _knows_no_targets(model: nn.Module) -> bool:
+    """Whether peft knows the model's architecture by no name."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind is not None and kind not in KNOWN
+
+
+# Out again
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is part of an adapter."""
+    return name.endswith((_A, _B))
+
+
+def save_adapters(tensors: Mapping[str, Tensor], lora: Lora, out: Path, *, base: str | None = None) -> int:
+    """Writes the adapters as `PeftModel.from_pretrained` reads them, and returns how many numbers they have."""
+    from safetensors.torch import save_file
+
+    own = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    config = lora.config()
+    config.target_modules = set(_targets_in(tensors))
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    out.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(out))
+    plain = {_PREFIX + name.replace(f".{ADAPTER}.", "."): each.detach().contiguous() for name, each in own.items()}
+    save_file(plain, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
+    return sum(each.numel() for each in own.values())
+
+
+def _targets_in(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The modules with adapters by the ends of their names, or by their whole names where others end so too."""
+    paths = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
+    parts = [name.replace(_BASE, ".").split(".")[:-1] for name in tensors if ".lora_" not in name]
+    others = {".".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1)} - paths
+    ends = {path.rpartition(".")[2] for path in paths}
+    return sorted(paths if any(other.rpartition(".")[2] in ends for other in others) else ends)
+
+
+def merged(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the model as it was before adapters came in, with these added to its weights.
+
+    `model` has the adapters, perhaps as shapes alone; `tensors` are those of a checkpoint, by its names.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    found = {name.replace(_BASE, "."): each for name, each in tensors.items() if ".lora_" not in name}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer) and path + _A in tensors:
+            more = tensors[path + _B].double() @ tensors[path + _A].double() * module.scaling[ADAPTER]
+            weight = found[f"{path}.weight"]
+            with torch.no_grad():
+                found[f"{path}.weight"] = (weight.double() + _turned(module, more)).to(weight.dtype)
+    return found
+
+
+def _turned(module: Any, product: Tensor) -> Tensor:
+    """What is added to a weight in its own orientation: an embedding and GPT-2's layers have theirs turned."""
+    return product.T if getattr(module, "fan_in_fan_out", False) else product

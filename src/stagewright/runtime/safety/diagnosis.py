@@ -1,0 +1,316 @@
+"""Who waited for whom, and who is to blame: read from the flight recorders, without torch.
+
+0  B0.2 of batch 12   waits for 3, which has not begun SB1.2>0
+1  B0.2 of batch 12   waits for 3
+3  F1.2 of batch 12   waits for nobody: it is the culprit
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from stagewright.plan import Plan
+from stagewright.runtime.safety.flight import STATUSES, Confession, read_beat, read_confessions, read_flight, write_json
+from stagewright.schedule import RECEIVES, Action, Kind, Schedule
+
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """Where a worker was at last."""
+
+    worker: int
+    time_s: float
+    action: Action
+    seen: frozenset[Action]
+    """Its last actions."""
+
+
+class _Wait(NamedTuple):
+    """A worker that cannot go on before another has done something."""
+
+    worker: int
+    peer: int
+    needs: Action
+
+
+def where_all_stand(folder: Path, num_workers: int) -> dict[int, _Stand]:
+    """The last action of each worker that has left a recorder; receipts are drawn ahead and say little."""
+    found = {}
+    for worker in range(num_workers):
+        entries = read_flight(folder, worker)
+        telling = [entry for entry in entries if entry[1].kind not in RECEIVES] or entries
+        if telling:
+            found[worker] = _Stand(worker, telling[-1][0], telling[-1][1], frozenset(action for _, action in entries))
+    return found
+
+
+def _needs_of(schedule: Schedule, worker: int, action: Action) -> list[_Wait]:
+    """What others must have done before an action can end."""
+    kind, stage, batch, microbatch, _ = action
+    plan = schedule.plan
+    if kind is Kind.FORWARD or kind in _BACKWARDS:
+        forward = kind is Kind.FORWARD
+        receive, send = (
+            (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD) if forward else (Kind.RECEIVE_BACKWARD, Kind.SEND_BACKWARD)
+        )
+        source = stage + (-1 if forward else 1)
+        key = (receive, source, microbatch)
+        peers = [one.peer for one in schedule.orders[worker] if (one.kind, one.stage, one.microbatch) == key]
+        return [_Wait(worker, peer, Action(send, source, batch, microbatch, worker)) for peer in peers]
+    if kind is Kind.AGREE:
+        others = (other for other in range(len(plan.devices)) if other != worker)
+        return [_Wait(worker, other, action) for other in others]
+    if kind is Kind.UPDATE:
+        last = Action(Kind.REDUCE, stage, batch, -1, plan.stages[stage].num_buckets - 1)
+        return [_Wait(worker, other, last) for other in plan.workers[stage] if other != worker]
+    return []
+
+
+def _place_of(schedule: Schedule, worker: int, action: Action) -> int | None:
+    """How far into its endless order a worker is with an action."""
+    order = schedule.orders[worker]
+    for index, one in enumerate(order):
+        if one._replace(batch=0) == action._replace(batch=0):
+            return (action.batch - one.batch) * len(order) + index
+    return None
+
+
+def _has_begun(schedule: Schedule, stand: _Stand | None, needs: Action) -> bool:
+    """Whether a worker has come to an action; where it stands is all that is known."""
+    if stand is None:
+        return False
+    if needs in stand.seen:
+        return True
+    here, there = (_place_of(schedule, stand.worker, action) for action in (stand.action, needs))
+    return here is not None and there is not None and here >= there
+
+
+def _waits(schedule: Schedule, stands: Mapping[int, _Stand]) -> list[_Wait]:
+    """Everyone who waits for somebody that has not come to it yet."""
+    needed = (wait for stand in stands.values() for wait in _needs_of(schedule, stand.worker, stand.action))
+    return [wait for wait in needed if not _has_begun(schedule, stands.get(wait.peer), wait.needs)]
+
+
+def name_of(plan: Plan, worker: int) -> str:
+    """A worker with its stages and its device."""
+    stages = ", ".join(str(number) for number, members in enumerate(plan.workers) if worker in members)
+    return f"worker {worker} (stage {stages}, device {plan.devices[worker]})"
+
+
+def position(action: Action) -> str:
+    """An action with its batch and microbatch: F1.2 of batch 12, microbatch 2."""
+    microbatch = f", microbatch {action.microbatch}" if action.microbatch >= 0 else ""
+    return f"{action._replace(batch=0)} of batch {action.batch}{microbatch}"
+
+
+def _describe_wait(schedule: Schedule, stands: Mapping[int, _Stand], found: Iterable[_Wait]) -> list[str]:
+    """A line for each worker that waits: for whom, and where that one stands."""
+    lines = []
+    now = max((stand.time_s for stand in stands.values()), default=0.0)
+    for wait in found:
+        stand, other = stands[wait.worker], stands.get(wait.peer)
+        where = "has left no trace" if other is None else f"stands at {position(other.action)}"
+        silent = 0.0 if other is None else now - other.time_s
+        ago = f" since {silent:.1f} s before the last sign of anyone" if silent > 1 else ""
+        lines.append(
+            f"worker {wait.worker} waited at {position(stand.action)} for {name_of(schedule.plan, wait.peer)}, "
+            f"which {where}{ago}"
+        )
+    return lines
+
+
+def verdict(schedule: Schedule, folder: Path, worker: int, timeout_s: float) -> str:
+    """What a worker says that did not get on: its wait, as far as the recorders of the others can be read."""
+    stands = where_all_stand(folder, len(schedule.plan.devices))
+    own = [wait for wait in _waits(schedule, stands) if wait.worker == worker]
+    lines = _describe_wait(schedule, stands, own)
+    if lines:
+        return f"{lines[0]} (timeout {timeout_s:g} s)"
+    where = position(stands[worker].action) if worker in stands else "the start"
+    return f"worker {worker} waited at {where} for more than {timeout_s:g} s"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Who is to blame for the end of a run, and why."""
+
+    worker: int | None
+    why: str
+    evidence: tuple[str, ...] = ()
+    is_own: bool = True
+    """Whether the fault is the worker's own, and not what it saw of another's."""
+
+
+def blame(schedule: Schedule, folder: Path, exit_codes: Mapping[int, int] | None = None) -> Blame:
+    """The first cause: a worker's own fault, else one that was killed or stopped, else one that others waited for."""
+    kept, memory = _read_statuses(folder)
+    number = len(schedule.plan.devices)
+    scene = _Scene(
+        schedule, folder, where_all_stand(folder, number), read_confessions(folder, number),
+        kept if exit_codes is None else exit_codes, memory,
+    )  # fmt: skip
+    failed = {worker: code for worker, code in scene.codes.items() if code > 0}
+    return (
+        scene.confessed()
+        or scene.killed()
+        or scene.ended_without_a_word(failed)
+        or scene.lost_hosts()
+        or scene.fell_silent()
+        or scene.kept_waiting()
+        or scene.ended_without_a_word(scene.codes)
+        or scene.unclear()
+    )
+
+
+def keep_statuses(folder: Path, codes: Mapping[int, int], memory: str | None) -> None:
+    """Writes down how workers ended, for those who ask later."""
+    write_json(folder / STATUSES, {"statuses": {str(worker): code for worker, code in codes.items()}, "memory": memory})
+
+
+def _read_statuses(folder: Path) -> tuple[dict[int, int], str | None]:
+    """How workers ended, and what is known of the memory then."""
+    try:
+        kept = json.loads((folder / STATUSES).read_text(encoding="utf-8"))
+        return {int(worker): int(code) for worker, code in kept["statuses"].items()}, kept["memory"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}, None
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """All that is known of the end of a run, and what each rule makes of it."""
+
+    schedule: Schedule
+    folder: Path
+    stands: Mapping[int, _Stand]
+    told: Mapping[int, Confession]
+    codes: Mapping[int, int]
+    memory: str | None
+
+    def confessed(self) -> Blame | None:
+        """The first worker that ended by a fault of its own."""
+        own = sorted((each.time_s, worker) for worker, each in self.told.items() if each.is_own)
+        if not own:
+            return None
+        worker = own[0][1]
+        status = f" with exit status {self.codes[worker]}" if self.codes.get(worker, 0) > 0 else ""
+        lines = (self.told[worker].what, *self.told[worker].todo.splitlines())
+        return Blame(worker, f"failed{status}{self.at(worker)}", lines)
+
+    def killed(self) -> Blame | None:
+        """A worker that was killed or is stopped; what others abort with, or are ended with, says nothing."""
+        for worker, code in sorted(self.codes.items()):
+            if code == -signal.SIGSTOP:
+                return Blame(worker, f"was stopped (SIGSTOP){self.at(worker)}")
+            if code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT):
+                said = (self.memory,) if self.memory and -code == signal.SIGKILL else ()
+                return Blame(worker, f"stopped with signal {-code}{self.at(worker)}", said)
+        return None
+
+    def ended_without_a_word(self, codes: Mapping[int, int]) -> Blame | None:
+        """A worker that failed and did not say why."""
+        for worker, code in sorted(codes.items()):
+            if worker not in self.told and code not in (0, -signal.SIGTERM):
+                how = f"failed with exit status {code}" if code > 0 else f"stopped with signal {-code}"
+                return Blame(worker, f"{how}{self.at(worker)}")
+        return None
+
+    def lost_hosts(self) -> Blame | None:
+        """Hosts that others could not reach any more."""
+        lost = sorted({name for each in self.told.values() for name in each.lost})
+        if not lost:
+            return None
+        why = f"host {lost[0]} does not answer any more" if len(lost) == 1 else f"hosts {', '.join(lost)} are cut off"
+        return Blame(None, why, tuple(each.what for each in self.told.values() if each.lost))
+
+    def fell_silent(self) -> Blame | None:
+        """Workers that were not alive any more long before the last of the others: stopped, or cut off."""
+        found = {worker: read_beat(self.folder, worker) for worker in range(len(self.schedule.plan.devices))}
+        beats = {worker: beat for worker, beat in found.items() if beat is not None}
+        said = {worker: each.time_s for worker, each in self.told.items()}
+        last = {worker: max(when, said.get(worker, 0.0)) for worker, (when, _) in beats.items()}
+        newest = max(last.values(), default=0.0)
+        # One that is heard of less often than every 2 s may just have been slow.
+        silent = [worker for worker, when in last.items() if newest - when > max(2.0, beats[worker][1] / 2)]
+        if len(silent) == 1:
+            return Blame(silent[0], f"gave no sign of life any more{self.at(silent[0])}: it was stopped or cut off")
+        names = ", ".join(map(str, silent))
+        why = f"workers {names} gave no sign of life any more: they were stopped or cut off"
+        return Blame(None, why) if silent else None
+
+    def kept_waiting(self) -> Blame | None:
+        """Those that others wait for and that wait for nobody; in a ring of waits, all of it."""
+        found = _waits(self.schedule, self.stands)
+        waiting, waited_for = {wait.worker for wait in found}, {wait.peer for wait in found}
+        guilty = sorted(waited_for - waiting) or sorted(waited_for & waiting)
+        lines = tuple(_describe_wait(self.schedule, self.stands, found))
+        if len(guilty) == 1:
+            return Blame(guilty[0], f"kept the others waiting{self.at(guilty[0])}", lines)
+        why = f"workers {', '.join(map(str, guilty))} waited for one another"
+        return Blame(None, why, lines) if guilty else None
+
+    def unclear(self) -> Blame:
+        """What can be said when nobody is to blame: what the first that spoke saw, or nothing."""
+        for worker, each in sorted(self.told.items()):
+            said = (each.what, "all had sent what was waited for: look at the link between them")
+            return Blame(worker, f"failed{self.at(worker)}", said, is_own=False)
+        for worker, code in sorted(self.codes.items()):
+            return Blame(worker, f"failed with exit status {code}{self.at(worker)}", is_own=False)
+        return Blame(None, "nobody waited for anyone, and nobody said why it ended")
+
+    def at(self, worker: int) -> str:
+        """Where a worker stood, as the end of a sentence."""
+        return f" at {position(self.stands[worker].action)}" if worker in self.stands else ""
+
+
+# Memory
+
+
+class MemoryWatch:
+    """Looks at what the workers of this host occupy while they run."""
+
+    def __init__(self) -> None:
+        self._kills_before, self._most_bytes = _number_after("/proc/vmstat", "oom_kill"), 0
+
+    def look(self, processes: Iterable[int]) -> None:
+        """Takes note of what the workers occupy now; pages that forks share count once for each, as for the kernel."""
+        kibibytes = sum(_number_after(f"/proc/{process}/status", "VmRSS:") for process in processes)
+        self._most_bytes = max(self._most_bytes, kibibytes * 1024)
+
+    def says(self) -> str | None:
+        """A sentence where the kernel has ended a process for lack of memory since this began."""
+        if _number_after("/proc/vmstat", "oom_kill") <= self._kills_before:
+            return None
+        held = f"workers held up to {self._most_bytes / 2**30:.1f} of " if self._most_bytes else "this host has "
+        return (
+            f"the kernel ended it, since memory was full: {held}{_total_bytes() / 2**30:.1f} GiB; "
+            "use a smaller batch, more microbatches or fewer devices"
+        )
+
+
+def _total_bytes() -> int:
+    """What this host has, or what the control group of this process may have of it."""
+    limits = [_number_after("/proc/meminfo", "MemTotal:") * 1024]
+    with suppress(OSError):
+        for _, kinds, path in (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()):
+            if kinds in ("", "memory"):
+                for file in (f"{path}/memory.max", f"memory{path}/memory.limit_in_bytes"):
+                    with suppress(OSError, ValueError):
+                        limits.append(int(Path("/sys/fs/cgroup", file.lstrip("/")).read_text()))
+    return min(limits)
+
+
+def _number_after(file: str, word: str) -> int:
+    with suppress(OSError, ValueError):
+        for line in Path(file).read_text().splitlines():
+            if line.split()[:1] == [word]:
+                return int(line.split()[1])
+    return 0
