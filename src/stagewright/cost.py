@@ -158,9 +158,6 @@ class StageBytes(NamedTuple):
         return sum(self)
 
 
-# ── both ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Costs:
     """Seconds and bytes of any run of layers `first … last − 1`; `speed` is that of the device (`Device.speed`)."""
 

@@ -171,7 +171,8 @@ def _climb(choice: Choice, problem: Problem, judge: Judge) -> Choice:
 def _faster(choice: Choice, problem: Problem, judge: Judge) -> Iterator[Choice]:
     """Plans beside one that are faster, those with the best estimate first."""
     here = problem.candidate(choice.plan)
-    near = (problem.price(each, _NEAR * choice.step_s) for each in problem.around(here, problem.near(here.setting)))
+    around = problem.around(here, problem.near(here.setting), most_cuts=2)
+    near = (problem.price(each, _NEAR * choice.step_s) for each in around)
     plans = map(problem.plan, sorted(filter(None, near), key=lambda found: found.rank))
     for plan in islice((plan for plan in plans if plan not in judge.known), 24):
         other = judge(plan)

@@ -104,17 +104,19 @@ class Problem:
                 found += [self.setting(count, route, staleness, policy) for route, policy in pairs]
         return tuple(found)
 
-    def around(self, here: Candidate, settings: Iterable[Setting]) -> Iterator[Candidate]:
-        """The candidate with one thing changed, of what is open: one of these settings, a cut or two, devices."""
-        yield from (here._replace(setting=setting) for setting in settings if setting != here.setting)
+    def around(
+        self, here: Candidate, settings: Iterable[Setting], *, most_cuts: int = 1, swaps: bool = True
+    ) -> Iterator[Candidate]:
+        """The candidate with one thing changed, of what is open: cuts, devices, or one of these settings."""
         if not self.every_cut:
-            yield from moved_cuts(here, self.cuts)
-            yield from moved_cuts(here, self.cuts, together=2)
+            for together in range(1, most_cuts + 1):
+                yield from moved_cuts(here, self.cuts, together)
         if self.groups is None:
             yield from moved_devices(here)
-            yield from swapped_devices(here, self.costs.cluster.device_ids, self.shared.twins)
+            yield from swapped_devices(here, self.costs.cluster.device_ids, self.shared.twins) if swaps else ()
         if self.is_free:
             yield from joined(here)
+        yield from (here._replace(setting=setting) for setting in settings if setting != here.setting)
 
     def near(self, here: Setting) -> Iterator[Setting]:
         """The setting with one thing changed, of what is open: microbatches, route, order, versions."""

@@ -100,7 +100,10 @@ def _search_quickly(problem: Problem, leaders: Leaders) -> None:
         best = starts.setdefault(len(start.groups), Leaders(most=2))
         for setting in problem.settings():
             if setting.staleness == start.setting.staleness:
-                _offer(start._replace(setting=setting), problem, best, best.limit_s(start.shape))
+                best.looked_at += 1
+                found = problem.price(start._replace(setting=setting), best.limit_s(start.shape))
+                if found is not None:
+                    best.offer(found)
     leaders.looked_at += sum(each.looked_at for each in starts.values())
     entries = sorted((entry for each in starts.values() for entry in each.found), key=lambda entry: entry.rank)
     for entry in entries:
@@ -112,9 +115,17 @@ def _search_quickly(problem: Problem, leaders: Leaders) -> None:
     cuts = thin_cuts(problem.costs, problem.cuts, 40)
     for here, setting in product([entry.candidate for entry in leaders.found[:3]], problem.settings()):
         # A cut and a number of microbatches may be better together, though neither is alone.
-        other = here._replace(setting=setting)
-        if setting.staleness == here.setting.staleness and problem.price(other, 1.12 * leaders.bound) is not None:
+        other, is_other = here._replace(setting=setting), setting != here.setting
+        is_other = is_other and setting.staleness == here.setting.staleness
+        if is_other and problem.price(other, 1.12 * leaders.bound) is not None:
             _slide(other, problem, cuts, leaders)
+    # Devices are exchanged, or left out, once nothing else helps; only the best three count, or they would crowd.
+    apart = Leaders(most=3)
+    for entry in leaders.found[:3]:
+        _improve(entry.candidate, problem, apart, swaps=True)
+    leaders.looked_at += apart.looked_at
+    for entry in apart.found:
+        leaders.offer(entry)
 
 
 def _balanced_starts(problem: Problem) -> Iterator[Candidate]:
@@ -132,13 +143,13 @@ def _balanced_starts(problem: Problem) -> Iterator[Candidate]:
             yield from balanced(estimator, cuts, order, sizes, table)
 
 
-def _improve(here: Candidate, problem: Problem, leaders: Leaders) -> None:
+def _improve(here: Candidate, problem: Problem, leaders: Leaders, *, swaps: bool = False) -> None:
     """Changes a candidate little by little while the estimate falls, and offers every step to the leaders."""
     now = _offer(here, problem, leaders, float("inf"))
     for _ in range(60):
         best: Candidate | None = None
         settings = (setting for setting in problem.settings() if setting.staleness == here.setting.staleness)
-        for other in problem.around(here, settings):
+        for other in problem.around(here, settings, swaps=swaps):
             step_s = _offer(other, problem, leaders, now)
             if step_s < now:
                 now, best = step_s, other
