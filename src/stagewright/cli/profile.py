@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -42,6 +42,7 @@ def profile(
         typer.Option(help="MODEL:ROWS:IMAGES_PER_S of one device: fit the device file's efficiencies; repeat it."),
     ] = None,
     image_size: Annotated[int | None, typer.Option(help="Pixels of an image's side.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the profile here.")] = None,
     save_device: Annotated[Path | None, typer.Option(help="With --calibrate: save the device file here.")] = None,
@@ -60,13 +61,11 @@ def profile(
     else:
         if model is None:
             raise UsageError("no model is given", "name one of `stagewright models`, or add --from-pipedream FILE")
-        device = device or _default_device()
+        device, shape = device or _default_device(), {"image_size": image_size, "sequence_length": sequence_length}
         if re.fullmatch(r"cpu|cuda(:\d+)?", device) and not calibrate:
-            made = _measured(model, sizes, device, cast(Precision, precision), repeats, image_size)
+            made = _measured(model, sizes, device, cast(Precision, precision), repeats, shape)
         else:
-            made = _worked_out(
-                model, sizes, device, cast(Precision, precision), image_size, calibrate or [], save_device
-            )
+            made = _worked_out(model, sizes, device, cast(Precision, precision), shape, calibrate or [], save_device)
     if out is not None:
         made.save(out)
     if as_json:
@@ -101,15 +100,16 @@ def _measured(
     device: str,
     precision: Precision,
     repeats: int,
-    image_size: int | None,
+    shape: Mapping[str, Any],
 ) -> Profile:
-    """The profile of a model that comes with the library, measured here."""
+    """The profile of a model, measured here."""
     from stagewright.models import build_model
     from stagewright.profiling.measured import has_cuda, make_profile
 
     if device != "cpu" and not has_cuda():
         raise UsageError(f"--device {device}: this machine has no such device", "use cpu, or a kind such as h200")
-    built = build_model(model, device=device, image_size=image_size)
+    scratch = model.startswith("hf:")  # what a layer costs does not depend on what the weights are
+    built = build_model(model, device=device, from_scratch=scratch, **shape)
     with _progress_bar(f"timing {model}") as progress:
         return make_profile(
             built, batch_sizes=sizes, precision=precision, name=model, repeats=repeats, progress=progress
@@ -121,16 +121,16 @@ def _worked_out(
     sizes: tuple[int, ...],
     device: str,
     precision: Precision,
-    image_size: int | None,
+    shape: Mapping[str, Any],
     figures: Sequence[str],
     save_device: Path | None,
 ) -> Profile:
-    """The profile of a model that comes with the library on a kind of device that need not be here."""
+    """The profile of a model on a kind of device that need not be here."""
     from stagewright.models import build_model
     from stagewright.profiling.analytic import make_analytic_profile
 
     kind = _fitted_kind(device, figures, precision, save_device)
-    built = build_model(model, device="meta", image_size=image_size)
+    built = build_model(model, device="meta", **shape)
     return make_analytic_profile(built, kind, batch_sizes=sizes, precision=precision, name=model)
 
 

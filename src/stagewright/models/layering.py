@@ -10,7 +10,7 @@ What has no parameters (activations, pooling, reshapes) belongs to the layer bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -83,11 +83,11 @@ def named_layers(traced: Traced, named: Mapping[str, str]) -> tuple[Layer, ...]:
     return _layers(order, [_named(node, named) for node in order])
 
 
-def found_layers(flow: Flow, model: nn.Module) -> tuple[Layer, ...]:
+def found_layers(flow: Flow, model: nn.Module, whole: Collection[str] = ()) -> tuple[Layer, ...]:
     """The layers of a graph by its modules; where no cut is possible, two become one."""
-    called = [str(node.target) if node.op == "call_module" else None for node in flow.order]
-    if not blocks_of(model).keys().isdisjoint(called):
-        units = called
+    units: list[str | None]
+    if whole:
+        units = [str(node.target) if node.target in whole else None for node in flow.order]
     elif is_chain(model):
         units = [next(iter(_paths(node)), None) for node in flow.order]
     else:

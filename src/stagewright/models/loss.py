@@ -9,6 +9,7 @@ of tokens counts the tokens whose label is not −100.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -78,7 +79,7 @@ class _TokenCrossEntropySum:
                 _wide(logits), labels, reduction="sum", label_smoothing=self.label_smoothing, ignore_index=IGNORED
             )
         # Logits are widened inside the kernel: autocast would write them down once more, and their gradient too.
-        with torch.autocast(logits.device.type, enabled=False):
+        with nullcontext() if logits.is_meta else torch.autocast(logits.device.type, enabled=False):
             wide = None if logits.dtype == torch.float64 else torch.float32
             return F.nll_loss(F.log_softmax(logits, -1, dtype=wide), labels, ignore_index=IGNORED, reduction="sum")
 

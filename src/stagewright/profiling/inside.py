@@ -46,7 +46,7 @@ def _measure_links(rank: int, size: int, bytes_per_s: float) -> dict[str, Any]:
 
 def _save_profile(path: Path, asked: Mapping[str, Any]) -> None:
     """Profiles the model while the other hosts that do so are as busy, so that all see full cores."""
-    model = build_model(asked["model"], device=asked["device"], **asked["options"])
+    model = build_model(asked["model"], device=asked["device"], from_scratch=True, **asked["options"])
     made = make_profile(model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"])
     made.save(path)
 

@@ -144,7 +144,7 @@ def make_replicas(
     edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
     own = [number for number, workers in enumerate(plan.workers) if world.worker in workers]
     for number in own:
-        layered.load(*edges[number : number + 2], world.device)
+        layered.load(edges[number], edges[number + 1], world.device)
     modules = {number: _place(layered.stage(*edges[number : number + 2]), settings, world.device) for number in own}
     shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, stage in enumerate(plan.stages):
