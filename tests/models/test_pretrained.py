@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.runtime.architectures import ARCHITECTURES, LENGTH, train_plainly
+from tests.runtime.architectures import ARCHITECTURES, LENGTH, Architecture, train_plainly
 from tests.runtime.running import run_workers
 from torch import Tensor, nn
 
@@ -36,10 +36,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def whole(folder: Path, task: str) -> nn.Module:
-    model: nn.Module = (
-        getattr(transformers, f"AutoModelFor{task}").from_pretrained(folder, dtype=torch.float32).double()
-    )
+def whole(folder: Path, about: Architecture) -> nn.Module:
+    auto = getattr(transformers, f"AutoModelFor{about.task}")
+    model: nn.Module = auto.from_pretrained(folder, dtype=torch.float32, **about.plainly).double()
     return model.train()
 
 
@@ -68,7 +67,7 @@ def test_cut_at_every_place_it_is_the_plain_model(folders: Path, capsys: pytest.
     for name, about in ARCHITECTURES.items():
         layered = build_model(f"hf:{folders / name}", sequence_length=LENGTH)
         layered.model.double()
-        plain, (inputs, (labels,)) = whole(folders / name, about.task), about.batch(0)
+        plain, (inputs, (labels,)) = whole(folders / name, about), about.batch(0)
         expected = about.mean(plain, 0)
         expected.backward()
         gradients = {each: parameter.grad for each, parameter in plain.named_parameters()}
@@ -236,10 +235,12 @@ def test_attention_has_no_mask_where_it_needs_none(folders: Path) -> None:
 
 
 def test_a_new_head_is_drawn_and_said(folders: Path) -> None:
-    with pytest.warns(UserWarning, match=r"has no 'score\.weight': drawn instead"):
-        layered = build_model(f"hf:{folders / 'llama'}", sequence_length=LENGTH, num_classes=3, load=False)
+    with pytest.warns(UserWarning, match=r"has no '.*' and \d more: drawn instead"):
+        layered = build_model(f"hf:{folders / 'bert'}", sequence_length=LENGTH, num_classes=3, load=False)
     assert [spec.name for spec in layered.inputs] == ["input_ids", "attention_mask"]
     assert layered.targets[0].shape_per_row == ()
+    with pytest.raises(ModelError, match="names no pad_token_id"):
+        build_model(f"hf:{folders / 'llama'}", sequence_length=LENGTH, num_classes=3, load=False)
 
 
 # Models of one's own

@@ -42,6 +42,8 @@ class Architecture:
     task: str = "CausalLM"
     inputs: tuple[str, ...] = ("input_ids",)
     no_dropout: dict[str, Any] = field(default_factory=dict)
+    plainly: dict[str, Any] = field(default_factory=dict)
+    """What transformers' own model needs to compute in fp64."""
 
     def mean(self, model: Any, number: int) -> Tensor:
         """The loss of a batch by transformers' own model, which itself would round its logits to single precision."""
@@ -102,7 +104,9 @@ ARCHITECTURES = {
         },
         "Seq2SeqLM", (*_MASKED, "decoder_input_ids"), no_dropout={"dropout_rate": 0.0},
     ),
-    "mixtral": Architecture("mixtral", {**GROUPED, "num_local_experts": 4}),
+    "mixtral": Architecture(
+        "mixtral", {**GROUPED, "num_local_experts": 4}, plainly={"experts_implementation": "eager"}
+    ),
 }  # fmt: skip
 
 
@@ -115,7 +119,7 @@ def train_plainly(folder: Path, about: Architecture) -> tuple[list[float], dict[
     import transformers
 
     auto = getattr(transformers, f"AutoModelFor{about.task}")
-    model = auto.from_pretrained(folder, dtype=torch.float32).double().train()
+    model = auto.from_pretrained(folder, dtype=torch.float32, **about.plainly).double().train()
     optimizer, losses = make_adamw(model.parameters()), []
     for number in range(STEPS):
         loss = about.mean(model, number)

@@ -179,6 +179,10 @@ def _skeleton(task: _Task, config: Any) -> nn.Module:
         )
     config.use_cache = False
     config.dtype = torch.float32
+    if task is _TASKS["classification"] and config.pad_token_id is None:
+        raise ModelError(
+            "config.json names no pad_token_id, so a classifier cannot tell where rows end", "set pad_token_id in it"
+        )
     try:
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, task.auto).from_config(config, dtype=torch.float32)
@@ -238,10 +242,10 @@ _FORWARDS: Mapping[tuple[str, ...], Callable[..., Any]] = {
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Any:
-    """A mixture's experts as transformers computes them, and on shapes alone by the way that works there."""
+    """A mixture's experts as transformers computes them; on shapes alone, and in fp64, its kernel does not run."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    way = "batched_mm" if hidden.device.type == "meta" else "grouped_mm"
+    way = "batched_mm" if hidden.device.type == "meta" or hidden.dtype == torch.float64 else "grouped_mm"
     return ALL_EXPERTS_FUNCTIONS[way](module, hidden, chosen, weights)
 
 

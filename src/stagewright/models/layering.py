@@ -98,7 +98,7 @@ def found_layers(flow: Flow, model: nn.Module, whole: Collection[str] = ()) -> t
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with parameters around and between a model's blocks, and these: each is kept whole as a layer.
+    """The norms and modules with parameters around a model's blocks, and these: each is kept whole as a layer.
 
     Models of transformers say what their blocks are; for others there are none.
     """
@@ -108,7 +108,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules() if blocks else ():
         is_inside = path not in around and path.rpartition(".")[0] in around
-        if is_inside and next(module.parameters(), None) is not None:
+        if is_inside and ("Norm" in type(module).__name__ or next(module.parameters(), None) is not None):
             found[path] = module
     return found
 
