@@ -36,7 +36,7 @@ def test_adapters_load_in_peft_and_merge(run: Run, tmp_path: Path) -> None:
     assert status == 0, err
     status, out, err = run("export", tmp_path / "run", "-o", tmp_path / "adapters")
     assert status == 0, err
-    assert "adapters of" in out
+    assert "numbers of adapters of" in out
     status, _, err = run("export", tmp_path / "run", "--merge-lora", "-o", tmp_path / "merged.safetensors")
     assert status == 0, err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field
@@ -43,6 +43,8 @@ class _Profiling:
     """MODEL:ROWS:IMAGES_PER_S of one device: fit the device file's efficiencies"""
     image_size: int | None = Field(default=None, ge=1)
     """pixels of an image's side"""
+    sequence_length: int | None = Field(default=None, ge=2)
+    """tokens of a row; the model's own context by default"""
     json: bool = False
     """print the profile as JSON"""
     out: Path | None = None
@@ -92,15 +94,17 @@ def _make_profile(model: str | None, own: _Profiling) -> Profile:
     from stagewright.profiling.measured import has_cuda, make_profile
 
     device = own.device or ("cuda" if has_cuda() else "cpu")
+    shape: dict[str, Any] = {"image_size": own.image_size, "sequence_length": own.sequence_length}
     if own.calibrate or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         from stagewright.profiling.analytic import make_analytic_profile
 
         kind = _fitted_kind(device, own.calibrate, own.precision, own.save_device)
-        built = build_model(model, device="meta", image_size=own.image_size)
+        built = build_model(model, device="meta", **shape)
         return make_analytic_profile(built, kind, batch_sizes=sizes, precision=own.precision, name=model)
     if device != "cpu" and not has_cuda():
         raise UsageError(f"--device {device}: this machine has no such device", "use cpu, or a kind such as h200")
-    built = build_model(model, device=device, image_size=own.image_size)
+    scratch = model.startswith("hf:")  # what a layer costs does not depend on what the weights are
+    built = build_model(model, device=device, from_scratch=scratch, **shape)
     with progress(f"timing {model}") as tick:
         return make_profile(
             built, batch_sizes=sizes, precision=own.precision, name=model, repeats=own.repeats,

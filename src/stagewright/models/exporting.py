@@ -41,6 +41,8 @@ _WITH_FLAG = {
 }
 """Operators that behave differently in training, and the index of the argument that says so."""
 
+_MOVE = _aten.to.dtype_layout
+"""What `tensor.to(device)` becomes, which says no number format: all of a stage is on one device."""
 _CHECKS = ("_assert", "sym_constrain", "_guards")
 
 
@@ -163,6 +165,8 @@ class _OperatorGraph:
     def _copy(self, node: fx.Node, args: Any, kwargs: Any, mode: Mode) -> Any:
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
+        if node.target is _MOVE and _dtype_of(node) == _dtype_of(node.args[0]):
+            return args[0]  # with the number format written down, another one that the stage computes in would be lost
         if is_kept(node.target):
             path, args, kwargs = self.kept.called(*args)
             if path not in self.objects:
@@ -203,6 +207,11 @@ class _OperatorGraph:
 
     def _training(self) -> fx.Node:
         return self.graph.get_attr(TRAINING)
+
+
+def _dtype_of(node: Any) -> Any:
+    """The number format of a node's value as it was traced; None where it is no tensor."""
+    return getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
 
 
 def _stack(node: fx.Node) -> Iterator[str]:

@@ -8,6 +8,8 @@ names that the model calls them, and its scores are its one output.
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,11 @@ HUGGING_FACE = "hf:"
 """How the names of these models begin."""
 
 CONFIG = "config.json"
+_BESIDE = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "*.model",
+)  # fmt: skip
+"""What a folder has beside the weights and the configuration, and a trained model has too."""
 _LENGTH = 1024
 """Tokens of a row where neither the model nor anybody else says how many, and the most that are taken unasked."""
 
@@ -84,11 +91,14 @@ def build_pretrained(
     weights = Pretrained(
         model, {} if from_scratch else read_index(folder), folder=folder, seed=seed, from_scratch=from_scratch
     )
+    if weights.drawn:
+        more = f" and {len(weights.drawn) - 1} more" if len(weights.drawn) > 1 else ""
+        warnings.warn(f"{folder} has no '{weights.drawn[0]}'{more}: drawn instead", stacklevel=3)
     loss = smoothed(task.loss, label_smoothing) if label_smoothing else task.loss
     inputs, labels = _sample(task, config, sequence_length)
     model = adapt(model) if adapt is not None else model
     with _mask_left_out():
-        layered = make_layered(model, (), inputs, loss=loss, targets=(labels,), check=check)
+        layered = make_layered(model, (), inputs, loss=loss, targets=(labels,), check=check, by_blocks=True)
     return layered.changed(weights=weights, again=partial(_again, layered.again))
 
 
@@ -137,6 +147,28 @@ def _task_of(config: Any, folder: Path) -> str:
     )
 
 
+def save_folder(name: str, tensors: Mapping[str, Tensor], out: Path, *, num_classes: int | None = None) -> None:
+    """Writes a trained model as transformers does: configuration, sharded safetensors, and what else its folder had."""
+    import transformers
+
+    folder = find_folder(name.removeprefix(HUGGING_FACE))
+    config = _read_config(folder)
+    task = _TASKS["classification" if num_classes else _task_of(config, folder)]
+    if num_classes:
+        config.num_labels = num_classes
+    config.dtype = next((each.dtype for each in tensors.values() if each.is_floating_point()), torch.float32)
+    with torch.device("meta"):
+        model = getattr(transformers, task.auto).from_config(config, dtype=config.dtype)
+    own = model.state_dict()
+    lost = sorted((own.keys() ^ tensors.keys()) - own.keys()) or sorted(own.keys() - tensors.keys())
+    if lost:
+        raise ModelError(f"'{lost[0]}' is of the run or of {folder} alone: the folder has changed since", "train again")
+    model.save_pretrained(out, state_dict=dict(tensors))
+    for pattern in _BESIDE:
+        for file in folder.glob(pattern):
+            shutil.copy(file, out / file.name)
+
+
 def _skeleton(task: _Task, config: Any) -> nn.Module:
     """The model with shapes and no weights, in single precision, taking its inputs by name and giving its scores."""
     import transformers
@@ -148,6 +180,10 @@ def _skeleton(task: _Task, config: Any) -> nn.Module:
         )
     config.use_cache = False
     config.dtype = torch.float32
+    if task is _TASKS["classification"] and config.pad_token_id is None:
+        raise ModelError(
+            "config.json names no pad_token_id, so a classifier cannot tell where rows end", "set pad_token_id in it"
+        )
     try:
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, task.auto).from_config(config, dtype=torch.float32)
@@ -207,10 +243,10 @@ _FORWARDS: Mapping[tuple[str, ...], Callable[..., Any]] = {
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Any:
-    """A mixture's experts as transformers computes them, and on shapes alone by the way that works there."""
+    """A mixture's experts as transformers computes them; on shapes alone, and in fp64, its kernel does not run."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    way = "batched_mm" if hidden.device.type == "meta" else "grouped_mm"
+    way = "batched_mm" if hidden.device.type == "meta" or hidden.dtype == torch.float64 else "grouped_mm"
     return ALL_EXPERTS_FUNCTIONS[way](module, hidden, chosen, weights)
 
 
@@ -242,6 +278,7 @@ def _mask_left_out() -> Iterator[None]:
     """
     with (
         patch("transformers.masking_utils.is_torchdynamo_exporting", return_value=False),
+        patch("transformers.masking_utils.is_tracing", return_value=True),
         patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
     ):
         yield

@@ -10,7 +10,7 @@ What has no parameters (activations, pooling, reshapes) belongs to the layer bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -83,11 +83,11 @@ def named_layers(traced: Traced, named: Mapping[str, str]) -> tuple[Layer, ...]:
     return _layers(order, [_named(node, named) for node in order])
 
 
-def found_layers(flow: Flow, model: nn.Module) -> tuple[Layer, ...]:
+def found_layers(flow: Flow, model: nn.Module, whole: Collection[str] = ()) -> tuple[Layer, ...]:
     """The layers of a graph by its modules; where no cut is possible, two become one."""
-    called = [str(node.target) if node.op == "call_module" else None for node in flow.order]
-    if not blocks_of(model).keys().isdisjoint(called):
-        units = called
+    units: list[str | None]
+    if whole:
+        units = [str(node.target) if node.target in whole else None for node in flow.order]
     elif is_chain(model):
         units = [next(iter(_paths(node)), None) for node in flow.order]
     else:
@@ -98,7 +98,7 @@ def found_layers(flow: Flow, model: nn.Module) -> tuple[Layer, ...]:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with parameters around and between a model's blocks, and these: each is kept whole as a layer.
+    """The norms and modules with parameters around a model's blocks, and these: each is kept whole as a layer.
 
     Models of transformers say what their blocks are; for others there are none.
     """
@@ -108,7 +108,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules() if blocks else ():
         is_inside = path not in around and path.rpartition(".")[0] in around
-        if is_inside and next(module.parameters(), None) is not None:
+        if is_inside and ("Norm" in type(module).__name__ or next(module.parameters(), None) is not None):
             found[path] = module
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,16 +33,18 @@ def make_layered(
     targets: tuple[Tensor, ...] = (),
     names: Mapping[str, str] | None = None,
     check: bool = True,
+    by_blocks: bool = False,
 ) -> Layered:
     """A model as ordered layers; `sample` and `targets` are examples with any number of rows.
 
     `loss(*outputs, *targets)` returns the sum over the rows. `names` maps the path of the module that starts a layer to
     the layer's name; without it, the layers are found and carry the modules' paths. Where `check` is on, the layers are
-    compared with the model itself, gradients included, and a model that they change is refused.
+    compared with the model itself, gradients included, and a model that they change is refused. `by_blocks` keeps what
+    transformers calls a block whole: it runs its own code.
     """
     model, kwargs = _unwrapped(model, kwargs or {})
     _check_modules(model)
-    given: dict[str, Any] = {"loss": loss, "names": names, "check": check}
+    given: dict[str, Any] = {"loss": loss, "names": names, "check": check, "by_blocks": by_blocks}
     made = _made(model, Sample(args=sample, kwargs=kwargs), targets=targets, **given)
     vars(made)["again"] = partial(_made_again, model, sample, kwargs, targets, given)
     return made
@@ -59,7 +61,7 @@ def _made_again(
 
 def _made(
     model: nn.Module, example: Sample, *, loss: Loss | None, targets: tuple[Tensor, ...],
-    names: Mapping[str, str] | None, check: bool,
+    names: Mapping[str, str] | None, check: bool, by_blocks: bool,
 ) -> Layered:  # fmt: skip
     """The layers by the first way that changes nothing."""
     few = example.with_rows(TRACED_ROWS)
@@ -68,14 +70,15 @@ def _made(
         layers = named_layers(traced, names)
         return Layered(model=model, traced=traced, layers=layers, num_targets=len(targets) if loss else 0)
     ways: tuple[_Way, ...] = (trace_symbolic, trace_exported)
-    if whole := blocks_of(model):
-        ways = (partial(trace_exported, whole=whole), *ways)
+    whole = blocks_of(model) if by_blocks else {}
+    if whole:
+        ways = (partial(trace_exported, whole=whole),)
     elif is_chain(model):
         ways = (lambda _, few: trace_sequential(model, few),)
     for trace in ways:
         is_last = trace is ways[-1]
         try:
-            layered = _found(model, trace(model, few), loss, targets)
+            layered = _found(model, trace(model, few), loss, targets, whole)
             return _checked(layered, example, targets, is_last=is_last) if check else layered
         except Exception:  # whatever a model's own code raises when it is handed a proxy, or what the check found
             if is_last:
@@ -83,11 +86,13 @@ def _made(
     raise AssertionError("the last way returns or raises")
 
 
-def _found(model: nn.Module, traced: Traced, loss: Loss | None, targets: tuple[Tensor, ...]) -> Layered:
+def _found(
+    model: nn.Module, traced: Traced, loss: Loss | None, targets: tuple[Tensor, ...], whole: Collection[str]
+) -> Layered:
     """The layers of a traced model by its modules."""
     traced = _with_loss(traced, loss, targets)
     flow = find_flow(traced, find_facts(traced))
-    layers = found_layers(flow, model)
+    layers = found_layers(flow, model, whole)
     if loss is not None and layers[-1].name != LOSS:
         raise stuck_at(flow, LOSS, len(flow.order) - 1)
     layered = Layered(model=model, traced=traced, layers=layers, num_targets=len(targets) if loss else 0)

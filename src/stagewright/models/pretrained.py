@@ -3,7 +3,7 @@
     model.safetensors.index.json ─▶ which file has which tensor ─▶ the tensors of one stage, straight to its device
 
 What a folder calls a tensor need not be what the model calls it, and several may make one: transformers knows how.
-What is drawn follows from the seed and the module's name alone, so it is the same in whatever stage the module is.
+What is drawn follows from the seed and the tensor's name alone, so it is the same in whatever stage the tensor is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from stagewright.errors import ModelError
 
@@ -161,18 +162,16 @@ class Pretrained:
         return whole
 
     def _draw(self, model: nn.Module, names: Mapping[str, Collection[str]], device: torch.device | str) -> None:
-        """Draws numbers on the CPU, module by module, each from a seed of its own; children come before parents."""
+        """Draws numbers on the CPU, module by module, each tensor's from a seed of its own; children before parents."""
         for name, everywhere in names.items():
             _put(model, everywhere, torch.empty_like(_at(model, name), device="cpu"))
         owners = {name.rpartition(".")[0] for each in names.values() for name in each}
-        within = {".".join(owner.split(".")[:depth]) for owner in owners for depth in range(owner.count(".") + 2)}
-        kept = [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
-        fresh = {id(_at(model, name)) for name in names}
-        for tensor in kept:
+        within = {"", *(owner[:at] for owner in owners for at in _ends(owner))}
+        fresh = {id(_at(model, name)): name for name in names}
+        for tensor in (*model.parameters(), *model.buffers()):
             tensor._is_hf_initialized = id(tensor) not in fresh  # type: ignore[attr-defined]
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for path in sorted(within, key=lambda each: (-each.count("."), each)):
-                torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), _SeededByName(self._seed, fresh):
+            for path in sorted(within, key=lambda each: (each == "", -each.count("."), each)):
                 self._draw_module(model, path, fresh)
         for name, everywhere in names.items():
             _put(model, everywhere, _at(model, name).to(device))
@@ -191,6 +190,25 @@ class Pretrained:
         owner = next((each for each in owners if isinstance(each, PreTrainedModel)), self._model)
         with initialization.guard_torch_init_functions():
             owner._init_weights(module)
+
+
+class _SeededByName(TorchFunctionMode):
+    """Begins anew, from a seed of its own, whenever one of some tensors is drawn."""
+
+    def __init__(self, seed: int, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.seed, self.names = seed, names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (self.names.get(id(each)) for each in (*args, *(kwargs or {}).values()))
+        if (name := next(filter(None, given), None)) is not None:
+            torch.manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+        return func(*args, **(kwargs or {}))
+
+
+def _ends(path: str) -> list[int]:
+    """Where the names of the modules around a path end, its own included."""
+    return [at for at, each in enumerate(path) if each == "."] + [len(path)]
 
 
 def _plain(name: str) -> str:

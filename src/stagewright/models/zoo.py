@@ -86,15 +86,19 @@ def build_model(
     asks for its own. `adapt` changes the module before its layers are looked for.
     """
     if name.startswith((HUGGING_FACE, PYTHON)):
-        for option, value in {"image_size": image_size, **options}.items():
+        given = {"image_size": image_size, **options}
+        if name.startswith(PYTHON):
+            given |= {"sequence_length": sequence_length, "from_scratch": from_scratch or None}
+        for option, value in given.items():
             if value is not None:
                 raise ModelError(f"'{name}' has no option '{option}'", "what a model is like stands in its own files")
     if name.startswith(HUGGING_FACE):
+        is_real = torch.device(device).type != "meta"
         made = build_pretrained(
-            name, seed=seed, num_classes=num_classes, sequence_length=sequence_length, from_scratch=from_scratch,
-            label_smoothing=label_smoothing, adapt=adapt, check=check,
+            name, seed=seed, num_classes=num_classes, sequence_length=sequence_length,
+            from_scratch=from_scratch or not is_real, label_smoothing=label_smoothing, adapt=adapt, check=check,
         )  # fmt: skip
-        return made.loaded(device) if load and torch.device(device).type != "meta" else made
+        return made.loaded(device) if load and is_real else made
     if name.startswith(PYTHON):
         return build_own(name, seed=seed, adapt=adapt)
     if sequence_length is not None:

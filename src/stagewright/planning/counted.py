@@ -1,10 +1,11 @@
-"""The models that come with the library, from a file of counts: nothing is built, and torch is not needed."""
+"""Models by name: those that come with the library from a file of counts, so nothing is built; others from shapes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -70,10 +71,23 @@ def read_models() -> Mapping[str, Model]:
 
 
 def find_model(name: str) -> Model:
-    """The model of this name."""
+    """The model of this name; one that does not come with the library is looked at, which needs torch."""
+    if name.startswith(("hf:", "python:")):
+        return _looked_at(name)
     known = read_models()
     if name not in known:
         close = get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
         raise ModelError(f"no model is called '{name}'", hint)
     return known[name]
+
+
+@cache
+def _looked_at(name: str) -> Model:
+    """A model of a folder or of a file: its layers from shapes alone."""
+    from stagewright.models import build_model, forward_flops, parameter_counts
+
+    layered = build_model(name, device="meta")
+    counts = zip(layered.names, parameter_counts(layered), forward_flops(layered))
+    about = f"{type(layered.model).__name__}, rows of {' × '.join(map(str, layered.inputs[0].shape_per_row))}"
+    return Model(name, about, layered.inputs[0].shape_per_row, tuple(_Layer(*layer) for layer in counts))

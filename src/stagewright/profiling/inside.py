@@ -37,7 +37,7 @@ def main(folder: str) -> None:
 
 def _save_profile(path: Path, asked: Mapping[str, Any]) -> None:
     """Profiles the model while the other hosts that do so are as busy, so that all see full cores."""
-    model = build_model(asked["model"], device=asked["device"], **asked["options"])
+    model = build_model(asked["model"], device=asked["device"], from_scratch=True, **asked["options"])
     made = make_profile(model, batch_sizes=asked["batch_sizes"], name=asked["model"], repeats=asked["repeats"])
     made.save(path)
 
