@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stagewright.data.order import Draw, draw_bits, _shuffle_buffer, draw_uniform, epoch_order
+from stagewright.data.order import Draw, _shuffle_buffer, draw_bits, draw_uniform, epoch_order
 from stagewright.errors import UsageError
 
 
