@@ -1,6 +1,7 @@
 # Everything runs from .venv, which is made when it is missing and renewed when the pinned versions change.
 #
 #     make demo       the main job in small, on this machine
+#     make finetune-demo   a language model from a folder, trained in two stages, and back into a folder
 #     make test       format, lint, types, import directions, tests
 #     make test-all   the slow tests too
 #     make rehearsal  our plans and the peers on emulated hosts, measured (root; about an hour on 2 quiet cores)
@@ -19,10 +20,13 @@ PYTEST := $(BIN)/python -m pytest
 EXTRAS := data,gpu,dev,hf,foreign
 OUT ?= runs/rehearsal
 
-.PHONY: demo test test-all rehearsal rehearsal-short rehearsal-slices lint types format venv clean
+.PHONY: demo finetune-demo test test-all rehearsal rehearsal-short rehearsal-slices lint types format venv clean
 
 demo: $(VENV)/.for-use
 	@$(BIN)/python scripts/demo.py
+
+finetune-demo: $(VENV)/.for-tests
+	@$(BIN)/python scripts/finetune_demo.py
 
 test: lint types
 	$(PYTEST) tests/test_imports.py
