@@ -110,7 +110,8 @@ def trained(folders: Path, names: tuple[str, ...], out: Path) -> dict[str, float
 def test_real_workers_train_them_as_a_plain_loop_does(folders: Path, tmp_path: Path) -> None:
     found = trained(folders, DEFAULT, tmp_path)
     assert len(found) == 3 * len(DEFAULT)
-    assert max(found.values()) < 1e-9, found
+    far = {key: value for key, value in found.items() if value > ARCHITECTURES[key.split()[0]].tolerance}
+    assert not far, far
 
 
 @pytest.mark.slow
@@ -123,7 +124,8 @@ def test_real_workers_train_all_of_them(folders: Path, tmp_path: Path, capsys: p
                 "\n  " + "  ".join(f"{key} {value:.1e}" for key, value in found.items() if key.startswith(name)), end=""
             )
     assert len(found) == 3 * len(ARCHITECTURES)
-    assert max(found.values()) < 1e-9, found
+    far = {key: value for key, value in found.items() if value > ARCHITECTURES[key.split()[0]].tolerance}
+    assert not far, far
 
 
 # What is refused

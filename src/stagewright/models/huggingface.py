@@ -36,9 +36,6 @@ _BESIDE = (
     "chat_template*", "*.model",
 )  # fmt: skip
 """What a folder has beside the weights and the configuration, and a trained model has too."""
-_LENGTH = 1024
-"""Tokens of a row where neither the model nor anybody else says how many, and the most that are taken unasked."""
-
 Adapt = Callable[[nn.Module], nn.Module]
 """Changes a model that has shapes alone, before its layers are looked for: adapters are put in here."""
 
@@ -258,7 +255,8 @@ def _sample(task: _Task, config: Any, length: int | None) -> tuple[dict[str, Ten
             f"a row of {length} tokens is longer than the {longest} that {config.model_type} has positions for",
             f"take --sequence-length {longest} or less",
         )
-    tokens = torch.empty(1, length or min(longest or _LENGTH, _LENGTH), dtype=torch.int64, device="meta")
+    unasked = min(longest or 1024, 1024)  # the most that a row has where nobody says how many
+    tokens = torch.empty(1, length or unasked, dtype=torch.int64, device="meta")
     labels = tokens[:, 0] if task is _TASKS["classification"] else tokens
     return {name: torch.empty_like(tokens) for name in task.inputs}, labels
 
