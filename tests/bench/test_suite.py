@@ -86,7 +86,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"cases": [{**GOOD, "placement": "0:0-"}]}, "case a: placement part '0:0-'"),
     ({"cases": [{**GOOD, "placement": "0:0.0:1", "devices": 2}]}, "devices and placement are both given"),
     ({"cases": [{**GOOD, "placement": "0:0.1:0", "hosts": 3}]}, "hosts is 3, but the placement 0:0.1:0 needs 2"),
-    ({"cases": [{**GOOD, "placement": "0:0.0:1", "ratio": "1:2:3"}]}, "--ratio 1:2:3 names 3 stages"),
+    ({"cases": [{**GOOD, "placement": "0:0.0:1", "ratio": "1:2:3"}]}, "--ratio 1:2:3 makes 3 stages"),
     ({"cases": [{**GOOD, "placement": "0:0.0:1", "cut": "fc9"}]}, "fc9"),
     ({"cases": [{**GOOD, "batch_per_device": 8}]}, "--batch and --batch-per-device are both given"),
     ({"cases": [{"name": "a", "model": "mlp"}]}, "case a: the batch is not given"),

@@ -97,8 +97,9 @@ def given_cuts(
     wanted = options.shares or shares
     num_stages = len(options.cut) + 1 if options.cut else len(wanted)
     if num_groups is not None and num_stages != num_groups:
+        told = f"--cut {','.join(options.cut)}" if options.cut else f"--ratio {options.ratio}"
         raise UsageError(
-            f"{'--cut' if options.cut else '--ratio'} makes {num_stages} stages, but the placement has {num_groups}",
+            f"{told} makes {num_stages} stages, but the placement has {num_groups}",
             "give as many stages to both, such as --placement 0:0-6.0:7 --ratio 11:7, or --cut fc1",
         )
     if options.cut:
