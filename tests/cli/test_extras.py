@@ -19,6 +19,7 @@ MISSING = (
     "google",
     "pynvml",
     "transformers",
+    "peft",
     "diffusers",
     "plotly",
     "tensorboard",
@@ -43,6 +44,10 @@ LINES = {
     "train tiny-cnn --device cpu --batch 4 --steps 2 --checkpoint-every 1 -o results/run": "",
     "train tiny-cnn --device cpu --batch 4 --data classes -o no": f"--data classes {PILLOW}",
     "train tiny-cnn --device cpu --batch 4 --evaluation-data classes -o no": f"--evaluation-data classes {PILLOW}",
+    "train hf:classes --device cpu --batch 4 -o no": (
+        "hf:classes needs transformers, which is not installed\n       pip install 'stagewright[hf]'"
+    ),
+    "train mlp --device cpu --batch 4 --lora 2 --lora-targets fc -o no": "adapters need the package peft",
     "train tiny-cnn --device cpu --batch 4 --tensorboard -o no": "--tensorboard needs the package tensorboard",
     "train tiny-cnn --device cpu --batch 4 --wandb -o no": "--wandb needs the package wandb",
     "bench pipedream --simulate --only alexnet-of-dp -o results/bench": "",

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from stagewright.errors import ModelError
+from stagewright.errors import ModelError, UsageError
 from stagewright.models.layered import Again, Layered
 from stagewright.models.loss import Loss, causal_cross_entropy_sum, cross_entropy_sum, smoothed, token_cross_entropy_sum
 from stagewright.models.making import make_layered
@@ -79,6 +79,11 @@ def build_pretrained(
 
     With `num_classes` it tells rows apart: the folder's own head, or a new one where it has another.
     """
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        told = f"{name} needs transformers, which is not installed"
+        raise UsageError(told, "pip install 'stagewright[hf]'") from None
     folder = find_folder(name.removeprefix(HUGGING_FACE))
     config = _read_config(folder)
     task = _TASKS["classification" if num_classes else _task_of(config, folder)]
