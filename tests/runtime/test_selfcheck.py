@@ -15,6 +15,7 @@ from stagewright.runtime.deferred import _KeptRows
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.safety import selfcheck
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.stage import StageRunner
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
@@ -78,3 +79,17 @@ def test_nothing_is_left_behind(world: World) -> None:
         looked, not_looked = (run(case, world, self_check=each) for each in (True, False))
         for one, other in zip(looked.current_modules(), not_looked.current_modules()):
             assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values()))
+
+
+def test_no_graph_of_its_own_is_held_meanwhile(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it computes once more comes after the microbatch's own backward: the first step fits where others do."""
+    held: list[bool] = []
+    plainly = StageRunner.backward_plainly
+
+    def looked(runner: StageRunner, call: Any, key: Any, again: Any, *given: Any) -> None:
+        held.append(key in runner.held or bool(again.outputs))
+        plainly(runner, call, key, again, *given)
+
+    monkeypatch.setattr(StageRunner, "backward_plainly", looked)
+    run(CASE, world)
+    assert held == [False] * len(held) != []

@@ -41,7 +41,7 @@ class InFlight:
 
 
 @dataclass
-class _Held:
+class Held:
     """What forward of a microbatch left for its backward."""
 
     inputs: list[Tensor]
@@ -68,7 +68,7 @@ class StageRunner:
         self.has_loss, self.draws = module.has_loss, module.draws
         self.recompute = recompute
         self.seed = seed
-        self.held: dict[Key, _Held] = {}
+        self.held: dict[Key, Held] = {}
         self._uses_a_weight_twice: bool | None = None
 
     def forward(
@@ -89,7 +89,7 @@ class StageRunner:
             else:
                 made = module(*leaves, *targets)
         if hold:
-            self.held[key] = _Held(leaves, targets, start, list(made[:1]) if self.has_loss else list(made))
+            self.held[key] = Held(leaves, targets, start, list(made[:1]) if self.has_loss else list(made))
         return list(made)
 
     def _row_keys(self, batch: int, start: int, inputs: Sequence[Tensor]) -> Tensor | None:
@@ -109,10 +109,9 @@ class StageRunner:
         return self._input_gradients(held)
 
     def backward_plainly(
-        self, call: Callable[..., Any], key: Key, gradients: Sequence[Tensor] | None, scale: Tensor
+        self, call: Callable[..., Any], key: Key, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor
     ) -> None:
-        """Runs a held microbatch forward and backward once more, by a call of the module; it stays held."""
-        held = self.held[key]
+        """Runs a microbatch that was held forward and backward once more, by a call of the module."""
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.inputs]
         _draw_from(mix(self.seed, *key), self.settings.device)
         with torch.enable_grad(), autocast(self.settings), rows_drawn(self._row_keys(key[0], held.start, leaves)):
@@ -166,9 +165,7 @@ class StageRunner:
             (parameter for parameter in module.parameters() if parameter.requires_grad), held.weight_groups
         )
 
-    def _ends(
-        self, held: _Held, gradients: Sequence[Tensor] | None, scale: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if self.has_loss:
             loss = held.outputs[0]
             return held.outputs, [scale.to(loss.dtype).expand_as(loss)]
@@ -178,7 +175,7 @@ class StageRunner:
         pairs = [(tensor, gradient) for tensor, gradient in zip(needing, gradients) if tensor.requires_grad]
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _input_gradients(self, held: _Held) -> list[Tensor]:
+    def _input_gradients(self, held: Held) -> list[Tensor]:
         found = []
         for tensor, spec in zip(held.inputs, self.inputs):
             if spec.needs_grad:

@@ -225,10 +225,10 @@ class Worker:
         here, key, _ = self._find(action)
         gradients = self.exchange.output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
-        self.self_check.add(here, key, gradients, scale, self.feed.length(key[0]))
-        is_last = self._arm(here, key)
+        again, is_last = self.self_check.keep(here, key), self._arm(here, key)
         with here.backward_of(key[0], is_last=is_last):
             returned = here.runner.backward(key, gradients, scale)
+        self.self_check.add(here, key, again, gradients, scale, self.feed.length(key[0]))
         if is_last:
             here.finish_tied(key[0])
         self.exchange.keep_gradients(here, key, returned)
@@ -238,7 +238,8 @@ class Worker:
         module = here.weights.module(key[0])
         gradients = self.exchange.output_gradients(here, key)
         scale = self.loss_gradient(here, key[0])
-        self.self_check.add(here, key, gradients, scale, self.feed.length(key[0]))
+        again = self.self_check.keep(here, key)
+        self.self_check.add(here, key, again, gradients, scale, self.feed.length(key[0]))
         returned = here.runner.backward_input(module, key, gradients, scale)
         self.exchange.keep_gradients(here, key, returned)
 

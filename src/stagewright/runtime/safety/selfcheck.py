@@ -2,12 +2,14 @@
 
 Deferred, split, recomputed and compiled backwards all have to give what autograd gives. In the first batch the first
 replica of each stage runs every microbatch once more, plainly, and keeps a few numbers of each gradient g of a weight w
-that add up over microbatches: Σ g and Σ g · w. No gradient is kept, so it takes no memory but that of one microbatch.
+that add up over microbatches: Σ g and Σ g · w. That comes after the microbatch's own backward, so that one graph is
+held at a time, and no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +20,7 @@ from stagewright.errors import RunError
 from stagewright.models import StageModule
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stage import Key
+from stagewright.runtime.stage import Held, Key
 from stagewright.runtime.weights import copy_hooks
 
 _TOLERANCE = {"fp64": 1e-6, "fp32": 2e-2, "fp16": 0.2, "bf16": 0.3}
@@ -37,23 +39,44 @@ class SelfCheck:
         self._is_compiled = settings.compile
         self._batch: int | None = None
         self._expected: dict[tuple[int, str], Tensor] = {}
+        self._left: dict[int, int] = {}
+        """By stage how many microbatches of the first batch are still to come."""
+        self._found: dict[int, list[tuple[str, str, Tensor]]] = {}
+        """By stage what came to be compared before the last of them: the model's name, the stage's own, the numbers."""
+
+    def keep(self, here: Replica, key: Key) -> Held | None:
+        """What it takes to run a microbatch of the first batch once more; None where that is not to be."""
+        if not self._is_on or here.replica != 0 or (self._is_compiled and here.runner.draws):  # which draws otherwise
+            return None
+        self._batch = key[0] if self._batch is None else self._batch
+        if key[0] != self._batch:
+            return None
+        self._left.setdefault(here.stage, here.num_backwards)
+        return replace(here.runner.held[key], outputs=[])
 
     def add(
-        self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor, length: int | None = None
-    ) -> None:
-        """Runs a microbatch of the first batch once more, plainly; before its own backward lets go of its inputs."""
-        if not self._is_on or here.replica != 0 or (self._is_compiled and here.runner.draws):  # which draws otherwise
+        self, here: Replica, key: Key, held: Held | None, gradients: Sequence[Tensor] | None, scale: Tensor,
+        length: int | None,
+    ) -> None:  # fmt: skip
+        """Runs a microbatch once more, plainly: after its own backward, so that one graph is held at a time.
+
+        With the batch's last one, what came to be compared meanwhile is judged.
+        """
+        if held is None:
             return
-        self._batch = key[0] if self._batch is None else self._batch
-        if key[0] == self._batch:
-            try:
-                self._run(here, key, gradients, scale, length)
-            except torch.OutOfMemoryError:  # a card that is just large enough for the run itself
-                self._is_on = False
+        try:
+            self._run(here, key, held, gradients, scale, length)
+        except torch.OutOfMemoryError:  # a card that is just large enough for the run itself
+            self._is_on = False
+        self._left[here.stage] -= 1
+        if self._left[here.stage] == 0:
+            for name, own_name, found in self._found.pop(here.stage, ()):
+                self._judge(here.stage, name, self._expected.pop((here.stage, own_name), None), found)
 
     def _run(
-        self, here: Replica, key: Key, gradients: Sequence[Tensor] | None, scale: Tensor, length: int | None
-    ) -> None:
+        self, here: Replica, key: Key, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor,
+        length: int | None,
+    ) -> None:  # fmt: skip
         module = _plain(here.module(key[0], length))
         weights = {name: module.get_parameter(name).detach().requires_grad_() for name in here.trained}
         for name, weight in weights.items():
@@ -62,7 +85,7 @@ class SelfCheck:
             weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         here.runner.backward_plainly(
-            lambda *inputs: functional_call(module, {**weights, **buffers}, inputs), key, gradients, scale
+            lambda *inputs: functional_call(module, {**weights, **buffers}, inputs), key, held, gradients, scale
         )
 
     def _note(self, stage: int, name: str, weight: Tensor) -> None:
@@ -79,11 +102,17 @@ class SelfCheck:
         module, own = _plain(here.weights.module(batch)), {first: name for name, first in here.names.items()}
         for name, gradient in zip(names, gradients):
             own_name = own.get(name, name)
-            expected = self._expected.pop((here.stage, own_name), None)
-            if expected is not None and gradient is not None:
-                self._judge(here.stage, name, expected, _numbers(gradient, module.get_parameter(own_name)))
+            if gradient is None:
+                continue
+            found = _numbers(gradient, module.get_parameter(own_name))
+            if self._left.get(here.stage, 0):
+                self._found.setdefault(here.stage, []).append((name, own_name, found))
+            else:
+                self._judge(here.stage, name, self._expected.pop((here.stage, own_name), None), found)
 
-    def _judge(self, stage: int, name: str, expected: Tensor, found: Tensor) -> None:
+    def _judge(self, stage: int, name: str, expected: Tensor | None, found: Tensor) -> None:
+        if expected is None or not self._is_on:
+            return
         allowed = self._tolerance * expected[2:]
         wrong = (expected[:2] - found[:2]).abs() > allowed
         if bool((wrong & expected[:2].isfinite() & found[:2].isfinite()).any()):
