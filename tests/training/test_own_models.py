@@ -50,7 +50,7 @@ def test_a_label_for_every_pixel(tmp_path: Path) -> None:
         return (torch.randn(stop - start, 3, 8, 8),), (torch.randint(5, (stop - start, 8, 8)),)
 
     record = train(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 1)), rows, tmp_path)
-    assert names(record) == {"loss", "top_1", "top_k"}
+    assert names(record) == {"loss", "top_1", "top_k", "learning_rate"}
 
 
 def test_a_loss_without_targets_has_no_accuracy(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_loss_without_targets_has_no_accuracy(tmp_path: Path) -> None:
         return (torch.randn(stop - start, 6),), ()
 
     model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 6))
-    assert names(train(model, rows, tmp_path, loss=lambda made: made.square().sum())) == {"loss"}
+    assert names(train(model, rows, tmp_path, loss=lambda made: made.square().sum())) == {"loss", "learning_rate"}
 
 
 def test_a_mask_of_minus_infinity_may_cross_a_cut(tmp_path: Path) -> None:

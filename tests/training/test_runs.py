@@ -64,7 +64,7 @@ def alone(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
 def check_the_same(images: Path, out: Path, options: str, alone: dict[str, list[float]]) -> None:
     found = curves(images, out, options)
     assert found.keys() == alone.keys() == {
-        "loss", "top_1", "top_k", "validation_loss", "validation_top_1", "validation_top_k",
+        "loss", "top_1", "top_k", "learning_rate", "validation_loss", "validation_top_1", "validation_top_k",
     }  # fmt: skip
     for name, values in alone.items():
         assert len(values) == (2 if name.startswith("validation") else 8)
@@ -115,7 +115,7 @@ def test_a_recipe_gives_precision_batch_and_loss(tmp_path: Path) -> None:
     recipe.write_text("\n".join(("format: stagewright.recipe", *keys)))
     stagewright(f"train tiny-cnn --device cpu --recipe {recipe} --steps 2 -o {tmp_path / 'run'}")
     record = Record.load(tmp_path / "run" / "record.json")
-    assert (record.plan.batch, record.precision, len(record.points)) == (6, "bf16", 4)
+    assert (record.plan.batch, record.precision, len(record.points)) == (6, "bf16", 5)
     assert "label_smoothing=0.5" in (tmp_path / "run" / "summary.csv").read_text()
 
 
@@ -125,7 +125,7 @@ def test_a_recipe_gives_precision_batch_and_loss(tmp_path: Path) -> None:
         ("--recipe moon", "no recipe is named 'moon'"),
         ("--decay step", "decay step needs decay_steps"),
         ("--decay step --decay-epochs thirty", "--decay-epochs is 'thirty'"),
-        ("--data DATA --evaluate-every 1", "--evaluate-every needs images"),
+        ("--data DATA --evaluate-every 1", "--evaluate-every needs rows to evaluate on"),
         ("--data DATA --batch 64", "an epoch of DATA has 50 images, fewer than the batch of 64"),
         ("--epochs 0", "--epochs is 0: expected 1 or more"),
     ],
