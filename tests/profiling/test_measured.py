@@ -120,6 +120,7 @@ def test_profiling_leaves_the_model_as_it_was() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["resnet18", pytest.param("vgg16", marks=pytest.mark.slow)])
 def test_the_layers_add_up_to_the_model(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
