@@ -2,7 +2,8 @@
 
     python -m benchmarks.language card              0.9 billion parameters, one worker
     python -m benchmarks.language card --compile    both compiled
-    python -m benchmarks.language slices 4          16 layers of 1,024 on four workers that share the card
+    python -m benchmarks.language slices 4          16 layers of 1,024 on four workers that share the card, where the
+                                                    planner chooses too, and predicts what ours will take
     python -m benchmarks.language card --tiny       a small model on the CPU, to try the script
 
 All train the same Llama with AdamW in bf16 over fp32 weights on the same tokens, and take turns in the same processes:
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.contender import move_all_at_once
+from benchmarks.rehearsal import joined, title
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,17 +35,29 @@ from stagewright.cluster import DeviceId
 from stagewright.models import Layered
 from stagewright.models.loss import token_cross_entropy_sum
 from stagewright.plan import Plan, Stage
+from stagewright.planning.options import PlanOptions
+from stagewright.planning.search import make_plan
 from stagewright.policy import Policy
+from stagewright.profile import Profile
+from stagewright.profiling.measured import make_profile
+from stagewright.record import Record
+from stagewright.rehearsal.measuring import average
+from stagewright.rehearsal.slices import slice_cluster
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import World, open_world
+from stagewright.runtime.world import World, gather_json, open_world
 from stagewright.scheduling import make_schedule
+from stagewright.simulation import simulate
 
 Step = Callable[[int], Tensor]
 """Runs a number of optimizer steps; returns the last loss."""
+
+
+LATENCY_S = 2e-4
+"""Of a message between two slices: pinned memory, a thread, a socket, and the same again."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +168,30 @@ def fsdp2(case: Case, tokens: Tensor, world: World) -> Step:
     return loop(case, model, own)
 
 
+def plan_here(layered: Layered, case: Case, world: World) -> tuple[Plan, Callable[[Plan], float]]:
+    """The planner's exact plan for the workers as they show themselves here, and what a plan is predicted to take."""
+    sizes = {case.batch, case.batch // world.size, *(max(1, case.batch // (case.microbatches * k)) for k in (1, 2, 4))}
+    wait_for_all(world)
+    own = make_profile(layered, batch_sizes=sorted(sizes), precision="bf16", name="llama", repeats=3)
+    told = gather_json([own.to_dict(), move_all_at_once(world, 4 << 20)], world.control, world.size)
+    profile = average([Profile.from_dict(each) for each, _ in told]).with_states(lambda role: 2.0)
+    one, each = (statistics.median(rates[key] for _, rates in told) for key in ("one", "each"))
+    cluster = joined(replace(slice_cluster(world.size), name="slices"), one, each, latency_s=LATENCY_S)
+    profile = replace(profile, device=cluster.hosts[0].devices[0].kind)
+
+    def score(plan: Plan) -> Record:
+        return simulate(make_schedule(plan), profile, cluster, detail=False)
+
+    options = PlanOptions(batch=case.batch, staleness="0")
+    found = make_plan(profile, cluster, options, score).best.plan.to_dict() if world.worker == 0 else None
+    plan = Plan.from_dict(gather_json(found, world.control, world.size)[0])
+    if world.worker == 0:
+        ms = [f"{1e3 * (layer.forward_s[-1] + layer.backward_s[-1]):.2f}" for layer in profile.layers]
+        print(f"links {one / 1e9:.2f}, {each / 1e9:.2f} GB/s; layers at {profile.batch_sizes[-1]}: {' '.join(ms)} ms")
+        print(f"planned: {title(plan)} {plan.placement}", flush=True)
+    return plan, lambda plan: score(plan).median_step_s
+
+
 class Part(nn.Module):
     """Consecutive blocks of a Llama as torch's pipelining wants them: a tensor in, a tensor out."""
 
@@ -217,7 +256,7 @@ def in_stages(
     firsts = [f"layers.{case.layers * stage // num_stages}" for stage in range(1, num_stages)]
     starts = [0, *(next(i for i, name in enumerate(names) if name.endswith(first)) for first in firsts), len(names)]
     stages = tuple(
-        Stage(layers=names[start:stop], devices=(DeviceId(0, number % (workers or num_stages)),))
+        Stage(layers=names[start:stop], devices=(DeviceId(number % (workers or num_stages), 0),))
         for number, (start, stop) in enumerate(zip(starts, starts[1:]))
     )
     microbatches = many or (case.microbatches if num_stages > 1 else 1)
@@ -226,7 +265,7 @@ def in_stages(
 
 def replicated(layered: Layered, case: Case, replicas: int) -> Plan:
     """Data parallelism."""
-    stage = Stage(layers=layered.names, devices=tuple(DeviceId(0, number) for number in range(replicas)))
+    stage = Stage(layers=layered.names, devices=tuple(DeviceId(number, 0) for number in range(replicas)))
     return Plan(model="llama", stages=(stage,), batch=case.batch)
 
 
@@ -271,7 +310,10 @@ def wait_for_all(world: World) -> None:
         dist.barrier(group=world.control)
 
 
-def compare(contenders: dict[str, Callable[[], Step]], case: Case, world: World, rounds: int, steps: int) -> None:
+def compare(
+    contenders: dict[str, Callable[[], Step]], case: Case, world: World, rounds: int, steps: int,
+    predicted: dict[str, float],
+) -> None:  # fmt: skip
     """Turns, then a row a contender."""
     made: dict[str, Step] = {}
     peaks: dict[str, float] = {}
@@ -287,7 +329,8 @@ def compare(contenders: dict[str, Callable[[], Step]], case: Case, world: World,
             spread = (max(turns)[0] - min(turns)[0]) / spent
             print(
                 f"{who:24} {spent * 1e3:8.2f} ms {case.tokens / spent:10,.0f} tokens/s  spread {spread:5.1%}  "
-                f"memory {peaks[who]:6.2f} GiB  loss {turns[-1][1]:.3f}", flush=True,
+                f"memory {peaks[who]:6.2f} GiB  loss {turns[-1][1]:.3f}"
+                + (f"  predicted {predicted[who] / spent - 1:+.1%} of step" if who in predicted else ""), flush=True,
             )  # fmt: skip
 
 
@@ -317,8 +360,8 @@ def show_where(who: str, step: Step, world: World) -> None:
     wait_for_all(world)
     for worker in range(world.size):
         if worker == world.worker and worker in (0, world.size - 1):
-            table = seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=22, max_name_column_width=60)
-            kept = [line[:62] + line[-78:] for line in table.splitlines()]
+            table = seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=14, max_name_column_width=50)
+            kept = [line[:52] + line[-78:] for line in table.splitlines()]
             print(f"── {who}, worker {worker}", *kept, sep="\n", flush=True)
         wait_for_all(world)
 
@@ -332,6 +375,7 @@ def run(given: argparse.Namespace) -> None:
         layered = layered_of(case, tokens)
         alone = world.size == 1
         contenders: dict[str, Callable[[], Step]] = {}
+        predicted: dict[str, float] = {}
         if alone:
             contenders["plain loop"] = partial(plain, case, tokens)
             contenders["ours"] = partial(ours, case, in_stages(layered, case, 1), layered, tokens, world)
@@ -343,10 +387,11 @@ def run(given: argparse.Namespace) -> None:
             plans = {
                 "ours 1f1b": in_turns(size),
                 "ours 1f1b, 16": in_turns(size, many=2 * case.microbatches),
-                "ours interleaved": in_turns(2 * size, policy="interleaved"),
-                "ours interleaved, 16": in_turns(2 * size, many=2 * case.microbatches, policy="interleaved"),
                 "ours data parallel": replicated(layered, case, size),
             }
+            if not given.only or "ours planned" in given.only:
+                plans["ours planned"], predict = plan_here(layered.copy(), case, world)
+                predicted |= {who: predict(plan) for who, plan in plans.items()}
             for who, plan in plans.items():
                 contenders[who] = partial(ours, case, plan, layered.copy(), tokens, world)
         contenders = {who: make for who, make in contenders.items() if not given.only or who in given.only.split("; ")}
@@ -357,7 +402,7 @@ def run(given: argparse.Namespace) -> None:
                 show_where(who, step, world)
                 del step
             return
-        compare(contenders, case, world, given.rounds, given.steps)
+        compare(contenders, case, world, given.rounds, given.steps, predicted)
 
 
 def main(arguments: list[str]) -> None:

@@ -390,11 +390,15 @@ def with_all_at_once(cluster: Cluster, slices: Slices, folder: Path) -> Cluster:
         assert not wait_for_workers(running), f"see {folder}/logs"
     seen = [json.loads((folder / f"links-{host}.json").read_text(encoding="utf-8")) for host in every]
     one, each = (median(rates[key] for rates in seen) for key in ("one", "each"))
-    latency_s = 2 * cluster.links[0].latency_s
+    return joined(cluster, one, each, latency_s=2 * cluster.links[0].latency_s)
+
+
+def joined(cluster: Cluster, one: float, each: float, latency_s: float) -> Cluster:
+    """Slices joined pair by pair at a rate of `each`, behind the rate of `one`, which is a slice's with all others."""
     inner = tuple(replace(link, bytes_per_s=one) for link in cluster.hosts[0].links)
     links = tuple(
         Link(ends=(f"{a}:nic", f"{b}:nic"), kind="NET", bytes_per_s=each, latency_s=latency_s)
-        for a, b in combinations(every, 2)
+        for a, b in combinations(range(len(cluster.hosts)), 2)
     )
     return replace(cluster, hosts=tuple(replace(host, links=inner) for host in cluster.hosts), links=links)
 

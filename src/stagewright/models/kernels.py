@@ -31,26 +31,27 @@ def _fuse_norms(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is _aten.mul.Tensor:
             for x, root in (node.args, node.args[::-1]):
-                eps = _norm_of(x, root)
-                if eps is not None:
-                    node.target, node.args = normalized, (x, eps)
+                chain = _norm_of(x, root)
+                if chain:
+                    node.target, node.args = normalized, (x, chain[1].args[1])
+                    for unused in chain:
+                        graph.erase_node(unused)
                     break
 
 
-def _norm_of(x: Any, root: Any) -> float | None:
-    """The eps of `root` where it is rsqrt(mean(x²) + eps) over the last dimension and nothing else needs it."""
+def _norm_of(x: Any, root: Any) -> list[fx.Node]:
+    """The nodes of `root` where it is rsqrt(mean(x²) + eps) over the last dimension and nothing else needs it."""
     chain = (_aten.rsqrt.default, _aten.add.Tensor, _aten.mean.dim, _aten.pow.Tensor_Scalar)
     seen: list[fx.Node] = []
     at = root
     for target in chain:
         if not isinstance(at, fx.Node) or at.target is not target or len(at.users) > 1 or at.kwargs:
-            return None
+            return []
         seen.append(at)
         at = at.args[0]
     _, add, mean, power = seen
-    eps = add.args[1]
     fits = at is x and power.args[1] == 2 and mean.args[1:] == ([-1], True)
-    return eps if fits and isinstance(eps, float) else None
+    return seen if fits and isinstance(add.args[1], float) else []
 
 
 def normalized(rows: Tensor, eps: float) -> Tensor:
