@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from stagewright.cli.plan import plan
 from stagewright.cli.rehearse import rehearse
 from stagewright.cli.simulate import simulate
 from stagewright.cli.train import train
-from stagewright.errors import StagewrightError, UsageError
+from stagewright.errors import StagewrightError
 from stagewright.planning.options import PlanOptions
 from stagewright.record import Record
-from stagewright.runtime.settings import Settings
+from stagewright.runtime.settings import Computing
 from stagewright.training.config import CONFIG_FILE, NO_OPTION, SECTIONS, Config, ModelOptions, PlanChoice, make_config
 from stagewright.training.sections import section_keys
 
@@ -46,7 +45,7 @@ def test_what_is_printed_is_read_back_to_the_same_run(tmp_path: Path, run: Run) 
     assert (config.recipe.learning_rate, config.recipe.rate_batch, config.recipe.momentum) == (0.5, None, 0.875)
     assert (config.recipe.decay_epochs, config.recipe.epochs, config.job.steps) == ((3, 6), None, 3)
     assert config.job.sinks == ("tensorboard", "wandb")
-    assert config.settings == Settings(seed=7, timeout_s=60.0, self_check=False)
+    assert config.settings == Computing(seed=7, timeout_s=60.0, self_check=False)
     assert config.where.out == Path("somewhere")
     for ending in ("yaml", "json"):
         assert Config.load(config.save(tmp_path / f"again.{ending}")) == config
@@ -118,8 +117,6 @@ def test_the_run_keeps_its_configuration_and_its_workers_read_it(tmp_path: Path,
 def test_python_fills_the_same_tree() -> None:
     config = Config(model=ModelOptions(name="mlp"), plan=PlanChoice(batch=8))
     assert config == make_config({"model": {"name": "mlp"}, "plan": {"batch": 8}})
-    with pytest.raises(UsageError, match=r"settings\.precision is given, but the configuration has it as recipe\."):
-        replace(config, settings=Settings(precision="fp16"))
     with pytest.raises(StagewrightError, match="--batch is 0: expected 1 or more"):
         make_config({"model": {"name": "mlp"}, "plan": {"batch": 0}})
 

@@ -122,7 +122,7 @@ def _explain(fault: Exception, words: Sequence[str]) -> int:
     if isinstance(fault, typer.Abort):
         return 130
     if isinstance(fault, StagewrightError):
-        return _say(_as_typed(fault, words), fault.todo)
+        return _say(_as_typed(fault, words) if fault.schema else fault.what, fault.todo)
     if hasattr(fault, "format_message"):
         return _explain_usage(fault, words)
     if isinstance(fault, OSError):
@@ -133,14 +133,10 @@ def _explain(fault: Exception, words: Sequence[str]) -> int:
 
 def _as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
     """What went wrong; a value that a schema refused is told by the option that gave it: `--steps is 0: …`."""
-    if not fault.schema:
-        return fault.what
-    verb = next((word for word in words if word in VERBS), None)
-    command = Verb(name=verb, help="", callback=None).load() if verb is not None else None
-    known = {name for option in getattr(command, "params", ()) for name in option.opts}
-    key = fault.key.replace("_", "-").partition("[")[0]
-    option = next((name for name in (f"--{key}", f"--{key.removesuffix('-s')}") if name in known), fault.key)
-    return fault.what.replace(f"{fault.schema}: key {fault.key}", option, 1).removeprefix(f"{fault.schema}: ")
+    key = fault.key.partition("[")[0]
+    options = [word for word in words if word.partition("=")[0] == "--" + key.replace("_", "-")]
+    told = options[0].partition("=")[0] if options else fault.key
+    return fault.what.replace(f"{fault.schema}: key {fault.key}", told, 1).removeprefix(f"{fault.schema}: ")
 
 
 def _explain_usage(fault: Any, words: Sequence[str]) -> int:

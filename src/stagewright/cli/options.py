@@ -19,7 +19,7 @@ from stagewright.profile import Profile
 from stagewright.schema import schema
 from stagewright.training.optimizers import OPTIMIZERS
 from stagewright.training.recipes import OptimizerName
-from stagewright.training.sections import Key, read_section, section_keys, split_words
+from stagewright.training.sections import Key, read_section, section_keys
 
 Given = dict[str, dict[str, Any]]
 """By section and key what was typed; what was not is not there."""
@@ -73,21 +73,25 @@ def takes(
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(verb, include_extras=True)
         made: dict[str, Any] = {name: cls for name, cls in hints.items() if is_dataclass(cls)}
+        asked = {**(sections or {}), **made}
         homes = {
             name: (section, key)
-            for section, cls in {**(sections or {}), **made}.items()
+            for section, cls in asked.items()
             for key in section_keys(cls)
             if key.key not in without and f"{section}.{key.key}" not in without
-            for name in _names(key)
+            for name in (key.choices if key.is_many and key.choices else (key.key,))
         }
         own = [each for each in inspect.signature(verb).parameters.values() if each.name not in {*made, "given"}]
 
-        def called(**values: Any) -> None:
-            given = _given(homes, values, {*(sections or {}), *made})
+        def called(**typed: Any) -> None:
+            given: Given = {section: {} for section in asked}
+            for name, (section, key) in homes.items():
+                if typed[name] not in (None, []):
+                    given[section][key.key] = _as_given(name, key, typed[name], given[section].get(key.key, []))
             read: dict[str, Any] = {name: read_section(cls, given[name]) for name, cls in made.items()}
             if sections is not None:
                 read["given"] = {name: given[name] for name in sections}
-            verb(*(values[each.name] for each in own), **read)
+            verb(*(typed[each.name] for each in own), **read)
 
         plain = [each.replace(annotation=hints[each.name], kind=each.KEYWORD_ONLY) for each in own]
         parameters = [*plain, *(_parameter(name, *home, (also or {}).get(name)) for name, home in homes.items())]
@@ -99,49 +103,30 @@ def takes(
     return decorate
 
 
-def _names(key: Key) -> tuple[str, ...]:
-    """The parameters of a key: a flag for each choice where several may be chosen, else one."""
-    return key.choices if key.is_many and key.choices else (key.key,)
+def _as_given(name: str, key: Key, value: Any, chosen: list[str]) -> Any:
+    """What was typed as a file would have it; a choice of several is a flag, and joins those chosen before it."""
+    if name != key.key:
+        others = [each for each in chosen if each != name]
+        return [*others, name] if value else others
+    if key.is_many and key.kind is not Path:
+        return ",".join(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def _parameter(name: str, section: str, key: Key, other: str | None) -> inspect.Parameter:
-    """The parameter of an option, as typer reads it."""
-    is_flag, panel = name != key.key or key.kind is bool, _PANELS.get(section)
+    """The parameter of an option, as typer reads it; its help has the sentence, the choices and the default."""
+    is_choice = name != key.key
+    is_flag, option = is_choice or key.kind is bool, f"--{name}" if is_choice else key.option
     kind: Any = bool if is_flag else list[str] if key.is_many else key.kind if key.kind in (int, float, Path) else str
-    option = key.option if name == key.key else f"--{name}"
     words = [f"{option}/--no-{option[2:]}" if is_flag else option, *(["-o"] if name == "out" else [])]
-    shown = typer.Option(*words, *filter(None, [other]), help=_help(name, key), rich_help_panel=panel)
+    text = f"log to {name} too" if is_choice else key.about.rstrip(".")
+    if not is_choice and key.choices:
+        text = f"{text}: {', '.join(key.choices[:-1])} or {key.choices[-1]}"
+    if not is_choice and key.is_many:
+        text += "; may be repeated"
+    if key.default not in (None, MISSING, False, (), ""):
+        text += f" ({'yes' if key.default is True else key.default})"
+    shown = typer.Option(*words, *filter(None, [other]), help=text, rich_help_panel=_PANELS.get(section))
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
     )
-
-
-def _help(name: str, key: Key) -> str:
-    """`steps between log lines (10)`: the field's sentence, its choices and its default."""
-    if name != key.key:
-        return f"log to {name} too"
-    text = key.about.rstrip(".")
-    if key.choices:
-        text = f"{text}: {', '.join(key.choices[:-1])} or {key.choices[-1]}"
-    if key.is_many:
-        text += "; may be repeated"
-    tells = key.default not in (None, MISSING, False, (), "")
-    return f"{text} ({'yes' if key.default is True else key.default})" if tells else text
-
-
-def _given(homes: Mapping[str, tuple[str, Key]], typed: Mapping[str, Any], sections: Collection[str]) -> Given:
-    """What was typed, by section and key."""
-    made: Given = {section: {} for section in sections}
-    for name, (section, key) in homes.items():
-        value = typed[name]
-        if value is None or value == []:
-            continue
-        if name != key.key:
-            chosen = [each for each in made[section].get(key.key, []) if each != name]
-            value = [*chosen, name] if value else chosen
-        elif key.is_many:
-            value = list(value) if key.kind is Path else split_words(key, value)
-        elif isinstance(value, Path):
-            value = str(value)
-        made[section][key.key] = value
-    return made

@@ -14,17 +14,13 @@ _OnNan = Literal["stop", "skip"]
 
 
 @schema(error=UsageError)
-class Settings:
-    """Options of a run that change how it computes, not what."""
+class Computing:
+    """What a person chooses of them, apart from what the recipe and the place of a run say."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    precision: Precision = "fp32"
     loss_scale: float = Field(default=2.0**15, gt=0)
     """The first loss scale of fp16."""
     scale_growth_steps: int = Field(default=2000, ge=1)
     """After how many finite steps the loss scale doubles."""
-    clip_norm: float | None = Field(default=None, gt=0)
-    """The largest norm of all stages' gradients together."""
     sync_batch_norm: bool = False
     """batch norm over all replicas' rows"""
     channels_last: bool = False
@@ -49,6 +45,16 @@ class Settings:
     """seconds that a checkpoint may take to be written, or to be read again"""
     trace_steps: int = Field(default=3, ge=0)
     """How many of the last steps are kept as spans."""
+
+
+@schema(error=UsageError)
+class Settings(Computing):
+    """Options of a run that change how it computes, not what."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Precision = "fp32"
+    clip_norm: float | None = Field(default=None, gt=0)
+    """The largest norm of all stages' gradients together."""
 
     @property
     def agrees(self) -> bool:

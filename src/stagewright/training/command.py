@@ -121,7 +121,7 @@ def _settings_of(config: Config) -> Settings:
     """How the run computes."""
     device: Any = config.where.device or ("cuda" if torch.cuda.is_available() else "cpu")
     recipe = config.recipe
-    return replace(config.settings, device=device, precision=recipe.precision, clip_norm=recipe.clip_norm)
+    return Settings(**vars(config.settings), device=device, precision=recipe.precision, clip_norm=recipe.clip_norm)
 
 
 def _dataset_of(key: str, config: Config) -> Dataset | None:

@@ -16,8 +16,8 @@ from pydantic import Field
 
 from stagewright.errors import FileError, UsageError
 from stagewright.planning.options import PlanOptions
-from stagewright.runtime.settings import Settings
-from stagewright.schema import adapter, check_head, dump_json, dump_yaml, is_yaml, read_plain, schema, shown
+from stagewright.runtime.settings import Computing
+from stagewright.schema import Saved, adapter, check_head, read_plain, schema, shown
 from stagewright.training.job import JobOptions
 from stagewright.training.recipes import RecipeFile, find_recipe
 from stagewright.training.sections import read_section, section_keys
@@ -138,40 +138,29 @@ class Rehearsal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Saved):
     """Everything that a run is told."""
 
     FORMAT: ClassVar[str] = "stagewright.config"
-    VERSION: ClassVar[int] = 1
 
     model: ModelOptions
     data: DataOptions = field(default_factory=DataOptions)
     plan: PlanChoice = field(default_factory=PlanChoice)
     recipe: RecipeFile = field(default_factory=RecipeFile)
-    settings: Settings = field(default_factory=Settings)
+    settings: Computing = field(default_factory=Computing)
     job: JobOptions = field(default_factory=JobOptions)
     where: Where = field(default_factory=Where)
     rehearsal: Rehearsal = field(default_factory=Rehearsal)
 
-    def __post_init__(self) -> None:
-        for name, home in _ELSEWHERE.items():
-            if getattr(self.settings, name) != getattr(Settings(), name):
-                raise UsageError(f"settings.{name} is given, but the configuration has it as {home}.{name}")
-
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain values by section and key."""
+        """The configuration as plain values by section and key, which `--config` reads."""
         plain: dict[str, Any] = {"format": self.FORMAT, "version": self.VERSION}
         for name, cls in SECTIONS.items():
             values = adapter(cls).dump_python(getattr(self, name), mode="json")
-            plain[name] = {key.key: values[key.name] for key in section_keys(cls) if key.name not in _left_out(name)}
+            plain[name] = {key.key: values[key.name] for key in section_keys(cls)}
         if self.rehearsal == Rehearsal():
             del plain["rehearsal"]
         return plain
-
-    def save(self, path: Path) -> Path:
-        """Writes the file that `--config` reads; the ending chooses JSON or YAML."""
-        path.write_text(dump_yaml(self.to_dict()) if is_yaml(path) else dump_json(self.to_dict()), encoding="utf-8")
-        return path
 
     def words(self, folder: Path) -> list[str]:
         """What follows `stagewright` on the command line of a worker of the run in a folder."""
@@ -184,24 +173,14 @@ class Config:
 
 
 SECTIONS: Mapping[str, type] = {
-    "model": ModelOptions, "data": DataOptions, "plan": PlanChoice, "recipe": RecipeFile, "settings": Settings,
+    "model": ModelOptions, "data": DataOptions, "plan": PlanChoice, "recipe": RecipeFile, "settings": Computing,
     "job": JobOptions, "where": Where, "rehearsal": Rehearsal,
 }  # fmt: skip
-_ELSEWHERE = {"device": "where", "precision": "recipe", "clip_norm": "recipe"}
-"""Settings that another section has, where something else has a say in them."""
-_FILE_ONLY = {
-    "model": ("name",),
-    "recipe": ("name", "about", "rate_batch", "batch_per_device", "evaluate_every"),
-    "settings": ("loss_scale", "scale_growth_steps", "trace_steps"),
-}
-"""Keys that no option has: the name is an argument, the plan has the batch, and the job says how often to evaluate."""
 NO_OPTION = (
-    *(f"{section}.{key}" for section, keys in _FILE_ONLY.items() for key in keys),
-    *(f"settings.{key}" for key in _ELSEWHERE),
-)
-"""The fields of sections that no option fills."""
-_LIKE = "like"
-"""In the section `recipe`: the recipe whose values hold where the section says nothing; the option --recipe."""
+    "model.name", "recipe.name", "recipe.about", "recipe.rate_batch", "recipe.batch_per_device",
+    "recipe.evaluate_every", "settings.loss_scale", "settings.scale_growth_steps", "settings.trace_steps",
+)  # fmt: skip
+"""Keys that no option has: the name is an argument, the plan has the batch, and the job says how often to evaluate."""
 _REPLACES = {
     ("plan", "batch"): ("plan", "batch_per_device"),
     ("plan", "batch_per_device"): ("plan", "batch"),
@@ -211,11 +190,8 @@ _REPLACES = {
     ("recipe", "learning_rate"): ("recipe", "rate_batch"),
 }
 """Who says the one and not the other does without what others said of the other."""
-
-
-def _left_out(section: str) -> tuple[str, ...]:
-    """The fields of a section that are no keys of it."""
-    return tuple(_ELSEWHERE) if section == "settings" else ()
+_LIKE = ("recipe", "like")
+"""The recipe whose values hold where the section says nothing; the option --recipe."""
 
 
 def make_config(*layers: _Layer) -> Config:
@@ -223,7 +199,7 @@ def make_config(*layers: _Layer) -> Config:
     merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for layer in layers:
         given = {(name, key): value for name, values in layer.items() for key, value in values.items()}
-        like = given.pop(("recipe", _LIKE), None)
+        like = given.pop(_LIKE, None)
         if like is not None:
             recipe = find_recipe(like).to_dict()
             merged["recipe"] = {key: value for key, value in recipe.items() if key not in ("format", "version")}
@@ -232,20 +208,20 @@ def make_config(*layers: _Layer) -> Config:
             other = _REPLACES.get((name, key))
             if other is not None and value is not None and other not in given:
                 merged[other[0]].pop(other[1], None)
-    return Config(**{name: read_section(cls, merged[name], leave=_left_out(name)) for name, cls in SECTIONS.items()})
+    return Config(**{name: read_section(cls, merged[name]) for name, cls in SECTIONS.items()})
 
 
 def read_layer(path: Path) -> _Layer:
     """The values in a file, each checked; a mistake is named with the file and the key."""
     plain = check_head(read_plain(path), Config.FORMAT, Config.VERSION, str(path))
     if isinstance(plain.get("recipe"), str):
-        plain["recipe"] = {_LIKE: plain["recipe"]}
+        plain["recipe"] = {"like": plain["recipe"]}
     for name, values in plain.items():
         if name not in SECTIONS:
             raise FileError(f"{path}: key {name} is unknown: expected one of {', '.join(SECTIONS)}")
         if not isinstance(values, dict):
             raise FileError(f"{path}: key {name} is {shown(values)}: expected its keys and values")
-        own = {key: value for key, value in values.items() if (name, key) != ("recipe", _LIKE)}
+        own = {key: value for key, value in values.items() if (name, key) != _LIKE}
         needed = {"name": "any"} if name == "model" else {}
-        read_section(SECTIONS[name], {**needed, **own}, leave=_left_out(name), where=f"{path}: key {name}.")
+        read_section(SECTIONS[name], {**needed, **own}, where=f"{path}: key {name}.")
     return plain

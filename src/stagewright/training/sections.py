@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -27,8 +27,8 @@ class Key(NamedTuple):
 
     name: str
     """Of the field."""
-    key: str
     option: str
+    """As people type it: --timeout for timeout_s, --plan for file."""
     kind: Any
     """The type of its values; of one of them where the field is a tuple."""
     is_many: bool
@@ -36,14 +36,13 @@ class Key(NamedTuple):
     default: Any
     about: str
 
-
-def _key_of(name: str) -> str:
-    """The key of a field: its option without dashes at the front, and with underscores."""
-    return _option_of(name)[2:].replace("-", "_")
+    @property
+    def key(self) -> str:
+        """What a file calls it."""
+        return self.option[2:].replace("-", "_")
 
 
 def _option_of(name: str) -> str:
-    """The option of a field, as people type it: --timeout for timeout_s, --plan for file."""
     return "--plan" if name == "file" else spelled(name).removesuffix("-s")
 
 
@@ -53,24 +52,18 @@ def section_keys(cls: Any) -> tuple[Key, ...]:
     hints, about = get_type_hints(cls), _field_docs(cls)
     made = []
     for each in fields(cls):
-        kinds = [kind for kind in get_args(hints[each.name]) or (hints[each.name],) if kind is not NoneType]
-        kind = hints[each.name] if get_origin(hints[each.name]) in (tuple, Literal) else kinds[0]
+        hint = hints[each.name]
+        kind = hint
+        if get_origin(hint) not in (tuple, Literal):
+            kind = next(part for part in get_args(hint) or (hint,) if part is not NoneType)
         is_many = get_origin(kind) is tuple
         kind = get_args(kind)[0] if is_many else kind
         choices = get_args(kind) if get_origin(kind) is Literal else ()
-        made.append(
-            Key(
-                each.name, _key_of(each.name), _option_of(each.name), str if choices else kind, is_many, choices,
-                _default_of(each), about.get(each.name, ""),
-            )
-        )  # fmt: skip
+        default = getattr(each.default, "default", each.default)  # of pydantic's, which says in its own way that
+        default = MISSING if type(default).__name__ == "PydanticUndefinedType" else default  # there is none
+        text = about.get(each.name, "")
+        made.append(Key(each.name, _option_of(each.name), str if choices else kind, is_many, choices, default, text))
     return tuple(made)
-
-
-def _default_of(field: Any) -> Any:
-    """The default of a field, plain or pydantic's; MISSING where it has none."""
-    default = getattr(field.default, "default", field.default)
-    return MISSING if type(default).__name__ == "PydanticUndefinedType" else default
 
 
 def _field_docs(cls: Any) -> dict[str, str]:
@@ -79,20 +72,17 @@ def _field_docs(cls: Any) -> dict[str, str]:
     for base in reversed([each for each in cls.__mro__ if hasattr(each, "__dataclass_fields__")]):
         tree = ast.parse(Path(str(sys.modules[base.__module__].__file__)).read_text(encoding="utf-8"))
         bodies = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == base.__name__)
-        for body in bodies:
-            for line, after in zip(body, body[1:]):
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    text = after.value if isinstance(after, ast.Expr) else None
-                    if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                        found[line.target.id] = " ".join(text.value.split())
+        for line, after in (pair for body in bodies for pair in zip(body, body[1:])):
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                text = after.value if isinstance(after, ast.Expr) else None
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    found[line.target.id] = " ".join(text.value.split())
     return found
 
 
-def read_section(
-    cls: Callable[..., _T], values: Mapping[str, Any], *, leave: Collection[str] = (), where: str = ""
-) -> _T:
+def read_section(cls: Callable[..., _T], values: Mapping[str, Any], *, where: str = "") -> _T:
     """The section that plain values by key make; `where` is what stands before a key in an error, else options do."""
-    known = {each.key: each for each in section_keys(cls) if each.name not in leave}
+    known = {each.key: each for each in section_keys(cls)}
     for key in values:
         if key not in known:
             raise UsageError(f"{where}{key} is unknown", f"there are {', '.join(known)}")
@@ -102,37 +92,31 @@ def read_section(
         return made
     except ValidationError as fault:
         name = str(fault.errors(include_url=False)[0]["loc"][0])
-        told = where + _key_of(name) if where else _option_of(name)
-        text = _in_words(describe(fault).replace(f"key {name}", told, 1))
-        raise UsageError(text if where else re.sub(r"^(--[\w-]+)\[\d+\] is ", r"\1 has ", text)) from None
+        what, todo = _in_words(describe(fault).replace(f"key {name}", _option_of(name), 1)), None
     except StagewrightError as fault:
-        if not where:
-            raise
-        of_one = re.match(r"--(\S+) is ", fault.what)
-        told = where + of_one[1].replace("-", "_") + fault.what[of_one.end(1) :] if of_one else ""
-        raise UsageError(told or where.rpartition("key ")[0] + fault.what, fault.todo) from None
+        what, todo = fault.what, fault.todo
+    if where:
+        of_one = re.match(r"--([\w-]+)(?=\S* is )", what)
+        key = "" if of_one is None else of_one[1].replace("-", "_")
+        what = where + key + what[of_one.end() :] if of_one else where.rpartition("key ")[0] + what
+    raise UsageError(what if where else re.sub(r"^(--[\w-]+)\[\d+\] is ", r"\1 has ", what), todo)
 
 
 def _in_words(text: str) -> str:
     """`1 or more` for pydantic's `greater than or equal to 1`, `one of a, b, c` for its `'a', 'b' or 'c'`."""
     text = re.sub(r"greater than or equal to (\S+)", r"\1 or more", text)
     many = re.search(r"expected ('[^']*'(?:, '[^']*')+ or '[^']*')$", text)
-    return (
-        text if many is None else f"{text[: many.start(1)]}one of {many[1].replace(' or ', ', ').replace(chr(39), '')}"
-    )
+    return text if many is None else text[: many.start(1)] + "one of " + many[1].replace(" or ", ", ").replace("'", "")
 
 
 def _as_written(key: Key, value: Any, where: str) -> Any:
     """A value as the field takes it: `fc1,fc2` is a list, and a number where text is wanted is that text."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if key.is_many and (isinstance(value, str) or is_number):
-        return split_words(key, (str(value),), where)
-    return str(value) if key.kind is str and is_number and not key.is_many else value
-
-
-def split_words(key: Key, words: Sequence[str], where: str = "") -> list[Any]:
-    """The values that `--cut a,b`, `--cut a --cut b` or both name."""
-    text, name = ",".join(words), f"{where}{key.key}" if where else key.option
+    if not key.is_many:
+        return str(value) if key.kind is str and is_number else value
+    if not is_number and not isinstance(value, str):
+        return value
+    text, name = str(value), f"{where}{key.key}" if where else key.option
     parts = [part.strip() for part in text.split(",")]
     if key.kind is int:
         if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
@@ -141,4 +125,4 @@ def split_words(key: Key, words: Sequence[str], where: str = "") -> list[Any]:
     if "" in parts:
         todo = "name the layers that begin new stages: fc1,fc2" if key.key == "cut" else None
         raise UsageError(f"{name} {text!r} names no {'layer' if key.key == 'cut' else key.key}", todo)
-    return list(parts)
+    return parts
