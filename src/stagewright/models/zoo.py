@@ -1,36 +1,37 @@
-"""The models that come with the library, by name."""
+"""Models by their names: those that come with the library, `hf:FOLDER`, and `python:FILE.py:FUNCTION`."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stagewright.errors import ModelError
-from stagewright.models import alexnet, gpt, resnet, tiny, vgg
+from stagewright.models import networks
 from stagewright.models.huggingface import HUGGING_FACE, Adapt, build_pretrained
 from stagewright.models.layered import Layered
 from stagewright.models.loss import smoothed
 from stagewright.models.making import make_layered
-from stagewright.models.own import PYTHON, build_own
-from stagewright.models.recipe import Recipe
+
+_PYTHON = "python:"
+_FORM = "write python:FILE.py:FUNCTION"
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A model of the zoo: how it is built, and with which options."""
+    """A model of the zoo: what it is, in one line, and how it is built."""
 
     name: str
-    build: Callable[..., Recipe]
-
-    @property
-    def about(self) -> str:
-        """What the model is, in one line."""
-        return (inspect.getdoc(self.build) or self.name).splitlines()[0]
+    about: str
+    build: Callable[..., networks.Recipe]
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -45,49 +46,42 @@ class _Entry:
         return (self.options["context"],)
 
 
+_GPT2 = partial(networks.gpt, num_blocks=12, width=768, num_heads=12, vocabulary=50257, context=1024)
+
 MODELS: Mapping[str, _Entry] = {
-    name: _Entry(name, build)
-    for name, build in (
-        ("alexnet", alexnet.alexnet),
-        ("alexnet-of", alexnet.alexnet_of),
-        ("vgg16", vgg.vgg16),
-        ("vgg16-bn", vgg.vgg16_bn),
-        ("resnet18", resnet.resnet18),
-        ("resnet50", resnet.resnet50),
-        ("resnet101", resnet.resnet101),
-        ("gpt2-small", gpt.gpt2_small),
-        ("gpt2-small-untied", gpt.gpt2_small_untied),
-        ("gpt-tiny", gpt.gpt),
-        ("tiny-cnn", tiny.tiny_cnn),
-        ("mlp", tiny.mlp),
+    name: _Entry(name, about, build)
+    for name, about, build in (
+        ("alexnet", "torchvision's AlexNet: max pooling, dropout before fc1 and fc2", networks.alexnet),
+        ("alexnet-of", "OneFlow's AlexNet: average pooling, dropout after fc1 and fc2", networks.alexnet_of),
+        ("vgg16", "VGG16", partial(networks.vgg16, False)),
+        ("vgg16-bn", "VGG16 with a batch norm after each convolution", partial(networks.vgg16, True)),
+        ("resnet18", "ResNet-18", partial(networks.resnet, False, (2, 2, 2, 2))),
+        ("resnet50", "ResNet-50", partial(networks.resnet, True, (3, 4, 6, 3))),
+        ("resnet101", "ResNet-101", partial(networks.resnet, True, (3, 4, 23, 3))),
+        ("gpt2-small", "GPT-2 small: the head sharing the embedding's weight", partial(_GPT2, tied=True)),
+        ("gpt2-small-untied", "GPT-2 small with weights of its own in the head: cut anywhere", _GPT2),
+        ("gpt-tiny", "A GPT of any size, by default a tiny one with weights of its own in the head", networks.gpt),
+        ("tiny-cnn", "conv1, conv2, fc1, fc2: no batch norm, no dropout", networks.tiny_cnn),
+        ("mlp", "fc1 … fcN, all of one width", networks.mlp),
     )
 }
 
 
 def build_model(
-    name: str,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    num_classes: int | None = None,
-    image_size: int | None = None,
-    label_smoothing: float = 0.0,
-    adapt: Adapt | None = None,
-    from_scratch: bool = False,
-    sequence_length: int | None = None,
-    check: bool = True,
-    load: bool = True,
+    name: str, *, seed: int = 0, device: torch.device | str = "cpu", num_classes: int | None = None,
+    image_size: int | None = None, label_smoothing: float = 0.0, adapt: Adapt | None = None,
+    from_scratch: bool = False, sequence_length: int | None = None, check: bool = True, load: bool = True,
     **options: Any,
-) -> Layered:
+) -> Layered:  # fmt: skip
     """A model by its name as layers, with the same weights wherever it is built with the same seed.
 
     The name is one of the zoo, `hf:FOLDER` or `python:FILE.py:FUNCTION`. On the device "meta" it has shapes and no
     weights, and takes neither time nor memory; without `load` weights that are in a folder stay there until a stage
     asks for its own. `adapt` changes the module before its layers are looked for.
     """
-    if name.startswith((HUGGING_FACE, PYTHON)):
+    if name.startswith((HUGGING_FACE, _PYTHON)):
         given = {"image_size": image_size, **options}
-        if name.startswith(PYTHON):
+        if name.startswith(_PYTHON):
             given |= {"sequence_length": sequence_length, "from_scratch": from_scratch or None}
         for option, value in given.items():
             if value is not None:
@@ -99,34 +93,63 @@ def build_model(
             from_scratch=from_scratch or not is_real, label_smoothing=label_smoothing, adapt=adapt, check=check,
         )  # fmt: skip
         return made.loaded(device) if load and is_real else made
-    if name.startswith(PYTHON):
-        return build_own(name, seed=seed, adapt=adapt)
-    if sequence_length is not None:
-        options["context"] = sequence_length
-    entry = _find_entry(name)
-    sizes = {"num_classes": num_classes, "image_size": image_size}
-    recipe = _build(entry, options | {k: v for k, v in sizes.items() if v is not None}, seed, device)
+    if name.startswith(_PYTHON):
+        return _build_own(name, seed, adapt)
+    sizes = {"num_classes": num_classes, "image_size": image_size, "context": sequence_length}
+    recipe = _build(name, options | {k: v for k, v in sizes.items() if v is not None}, seed, torch.device(device))
     loss = smoothed(recipe.loss, label_smoothing) if label_smoothing else recipe.loss
     module = adapt(recipe.module) if adapt is not None else recipe.module
     return make_layered(module, recipe.inputs, loss=loss, targets=recipe.targets, names=recipe.layers)
 
 
-def _find_entry(name: str) -> _Entry:
-    """The zoo's entry of a name."""
+def _build(name: str, options: Mapping[str, Any], seed: int, device: torch.device) -> networks.Recipe:
+    """A model of the zoo; weights are drawn on the CPU, so they do not depend on the device."""
     if name not in MODELS:
         close = get_close_matches(name, MODELS, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(MODELS)}"
         raise ModelError(f"no model is called '{name}'", hint)
-    return MODELS[name]
+    entry = MODELS[name]
+    if unknown := [option for option in options if option not in entry.options]:
+        raise ModelError(f"'{name}' has no option '{unknown[0]}'", f"it has {', '.join(entry.options)}")
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
+        torch.manual_seed(seed)
+        recipe = entry.build(**options)
+    inputs, targets = (tuple(each.to(device) for each in some) for some in (recipe.inputs, recipe.targets))
+    return replace(recipe, module=recipe.module.to(device), inputs=inputs, targets=targets)
 
 
-def _build(entry: _Entry, options: Mapping[str, Any], seed: int, device: torch.device | str) -> Recipe:
-    unknown = [option for option in options if option not in entry.options]
-    if unknown:
-        raise ModelError(f"'{entry.name}' has no option '{unknown[0]}'", f"it has {', '.join(entry.options)}")
-    on = torch.device(device)
+def _build_own(name: str, seed: int, adapt: Adapt | None) -> Layered:
+    """The layers that a function in a file returns, on the device where it makes them."""
+    function = _function(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with on if on.type == "meta" else torch.device("cpu"):
-            recipe = entry.build(**options)
-    return recipe if on.type in ("meta", "cpu") else recipe.on(on)
+        made = function()
+    if not isinstance(made, Layered):
+        raise ModelError(
+            f"{name} returned a {type(made).__name__}, not layers",
+            "return sw.make_layered(module, (inputs,), loss=…, targets=(labels,))",
+        )
+    if adapt is None:
+        return made
+    return make_layered(adapt(made.model), made.sample, loss=made.loss, targets=made.sample_targets)
+
+
+def _function(name: str) -> Callable[[], Any]:
+    file, _, function = name.removeprefix(_PYTHON).rpartition(":")
+    path = Path(file)
+    if not file or not function.isidentifier():
+        raise ModelError(f"{name} names no function of a file", _FORM)
+    if not path.is_file():
+        raise ModelError(f"{name}: there is no file {path.absolute()}", _FORM)
+    spec = spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{name}: {path} is no Python file", _FORM)
+    module = module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.absolute()))
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ModelError(f"{path} has no function {function}", _FORM)
+    made: Callable[[], Any] = found
+    return made
