@@ -37,8 +37,9 @@ from stagewright.cluster import parse_placement
 from stagewright.errors import StagewrightError
 from stagewright.models import Layered
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
+from stagewright.runtime.checkpoint.resuming import restore
 from stagewright.runtime.checkpoint.saving import Checkpointer
+from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker

@@ -171,7 +171,8 @@ def finish(run: Run, timeout_s: float) -> str:
 
 def weights(folder: Path):
     """The model of the last good checkpoint, and its step."""
-    from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
+    from stagewright.runtime.checkpoint.resuming import whole_model
+    from stagewright.runtime.checkpoint.storage import find_checkpoint
 
     found = find_checkpoint(folder, lambda text: None)
     assert found is not None, f"{folder} has no good checkpoint"
@@ -351,7 +352,7 @@ def wait_for_part(run: Run, home: Path, draw: random.Random) -> Path | None:
 
 def is_passed_over(home: Path, part: Path, faults: list[str]) -> bool:
     """Whether the kill left a torn checkpoint; a good one must be found in any case, and not that."""
-    from stagewright.runtime.checkpoint.resuming import find_checkpoint
+    from stagewright.runtime.checkpoint.storage import find_checkpoint
 
     torn = part.exists()
     try:
@@ -365,8 +366,7 @@ def is_passed_over(home: Path, part: Path, faults: list[str]) -> bool:
 
 def flip_bytes(draw: random.Random) -> Line:
     """Flips a bit in every file of the newest checkpoint, one after another."""
-    from stagewright.runtime.checkpoint.resuming import find_checkpoint
-    from stagewright.runtime.run_folder import checkpoints_in
+    from stagewright.runtime.checkpoint.storage import checkpoints_in, find_checkpoint
 
     faults, files = [], 0
     with scratch() as folder:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from stagewright.models import build_model
 from stagewright.models.lora import Lora
-from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
+from stagewright.runtime.checkpoint.resuming import whole_model
+from stagewright.runtime.checkpoint.storage import find_checkpoint
 
 from .conftest import Run
 

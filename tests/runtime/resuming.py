@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from stagewright.models import Layered
-from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
+from stagewright.runtime.checkpoint.resuming import restore
 from stagewright.runtime.checkpoint.saving import Checkpointer
+from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker

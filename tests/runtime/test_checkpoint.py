@@ -13,10 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from stagewright.errors import CheckpointError, UsageError
-from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
-from stagewright.runtime.checkpoint.saving import _prune, sweep
-from stagewright.runtime.checkpoint.storage import _SUMS, read_manifest, write_tensors
-from stagewright.runtime.run_folder import MANIFEST, checkpoints_in, path_of
+from stagewright.runtime.checkpoint.resuming import whole_model
+from stagewright.runtime.checkpoint.storage import (
+    _SUMS,
+    MANIFEST,
+    checkpoints_in,
+    find_checkpoint,
+    path_of,
+    prune,
+    read_manifest,
+    sweep,
+    write_tensors,
+)
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import World, open_world
 from tests.runtime.cases import OPTIMIZERS, Case
@@ -161,7 +169,7 @@ def test_half_written_ones_are_swept_and_old_ones_pruned(saved: Path) -> None:
     shutil.copytree(path_of(saved, 9), path_of(saved, 12).with_name(".step-00000012.part"))
     assert find_checkpoint(saved, print)[1]["step"] == 9
     sweep(saved)
-    _prune(saved, 2, set())
+    prune(saved, 2, set())
     assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["step-00000006", "step-00000009"]
 
 

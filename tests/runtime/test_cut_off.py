@@ -13,8 +13,8 @@ import pytest
 from stagewright.rehearsal import emulated_hosts
 from stagewright.rehearsal.hosts import EmulatedHosts, namespace
 from stagewright.rehearsal.tools import call, missing
+from stagewright.runtime.checkpoint.storage import checkpoints_in
 from stagewright.runtime.launch.meeting import Place, lost_hosts
-from stagewright.runtime.run_folder import checkpoints_in
 from tests.rehearsal.clusters import star
 from tests.runtime.running import ROOT
 from tests.training.test_run_folder import wait_until

@@ -14,9 +14,9 @@ from stagewright.cluster import parse_devices
 from stagewright.errors import RunError
 from stagewright.models import Layered, cross_entropy_sum, make_layered
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
+from stagewright.runtime.checkpoint.resuming import whole_model
 from stagewright.runtime.checkpoint.saving import Checkpointer
-from stagewright.runtime.run_folder import checkpoints_in
+from stagewright.runtime.checkpoint.storage import checkpoints_in, find_checkpoint
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import open_world
 from stagewright.scheduling import make_schedule

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
-from stagewright.runtime.checkpoint.resuming import find_checkpoint
-from stagewright.runtime.run_folder import checkpoints_in
+from stagewright.runtime.checkpoint.storage import checkpoints_in, find_checkpoint
 from tests.runtime.running import ROOT
 
 HOSTS = "127.0.0.2,127.0.0.3"

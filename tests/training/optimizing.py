@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
+from stagewright.runtime.checkpoint.resuming import restore
 from stagewright.runtime.checkpoint.saving import Checkpointer
+from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stagewright.runtime.checkpoint.resuming import whole_model
-from stagewright.runtime.run_folder import checkpoints_in
+from stagewright.runtime.checkpoint.storage import checkpoints_in
 from tests.training.bringing import plainly
 from tests.training.test_torchrun import ROOT, RUN
 

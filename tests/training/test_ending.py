@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.runtime.checkpoint.resuming import find_checkpoint
+from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.run_folder import read_identity
 from tests.training.test_run_folder import wait_until, workers_of
 

@@ -10,7 +10,7 @@ import torch
 
 from stagewright.cli import main
 from stagewright.runtime.checkpoint.resuming import whole_model
-from stagewright.runtime.run_folder import checkpoints_in
+from stagewright.runtime.checkpoint.storage import checkpoints_in
 from tests.runtime.architectures import ARCHITECTURES, LENGTH
 
 transformers = pytest.importorskip("transformers")

@@ -18,10 +18,8 @@ import pytest
 import torch
 
 from stagewright.cli import main
-from stagewright.runtime.checkpoint.resuming import find_checkpoint, whole_model
-from stagewright.runtime.checkpoint.saving import _prune
-from stagewright.runtime.checkpoint.storage import _SUMS
-from stagewright.runtime.run_folder import checkpoints_in, path_of
+from stagewright.runtime.checkpoint.resuming import whole_model
+from stagewright.runtime.checkpoint.storage import _SUMS, checkpoints_in, find_checkpoint, path_of, prune
 from stagewright.training.events import read_events
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +173,7 @@ def test_what_is_kept_are_good_checkpoints_of_this_run(holding: Path, older: Pat
     shutil.copytree(path_of(older, 20), path_of(holding, 99))
     manifest = path_of(holding, 99) / "manifest.json"
     manifest.write_text(manifest.read_text().replace(run, "another"))
-    _prune(holding, 1, set())
+    prune(holding, 1, set())
     assert steps_in(holding) == [99, 20, 15, 10]
     assert find_checkpoint(holding, lambda text: None)[1]["step"] == 10
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.cli import main
-from stagewright.runtime.run_folder import checkpoints_in
+from stagewright.runtime.checkpoint.storage import checkpoints_in
 from stagewright.training.events import read_events
 from tests.training.test_run_folder import wait_until
 

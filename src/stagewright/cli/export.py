@@ -30,7 +30,8 @@ def export(
 
     Example: stagewright export results/vgg16 -o vgg16.safetensors
     """
-    from stagewright.runtime.checkpoint.resuming import find_checkpoint, save_model
+    from stagewright.runtime.checkpoint.resuming import save_model
+    from stagewright.runtime.checkpoint.storage import find_checkpoint
     from stagewright.training.adapters import export_adapters, has_adapters, merging
 
     is_file = out.suffix in (".safetensors", ".pt", ".pth")

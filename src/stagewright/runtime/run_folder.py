@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import io
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -34,7 +32,7 @@ from stagewright.errors import UsageError
 from stagewright.runtime.safety.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_json
 
 _IDENTITY, _LOCK, _SECRET = "run.json", "run.lock", "secret"
-CHECKPOINTS, LOGS, MANIFEST = "checkpoints", "logs", "manifest.json"
+CHECKPOINTS, LOGS = "checkpoints", "logs"
 _EVENTS, RECORD = "events.jsonl", "record.json"
 _FILES = (
     _IDENTITY, _SECRET, _EVENTS, RECORD, "summary.csv", "config.yaml", SCHEDULE_FILE, STATUSES, STOP_FILE,
@@ -244,45 +242,3 @@ def fingerprint(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """A hash of parameters' names and shapes."""
     text = json.dumps(sorted((name, list(shape)) for name, shape in shapes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# Checkpoints in it
-
-
-def path_of(run_folder: Path, step: int) -> Path:
-    """The folder of the checkpoint after so many steps."""
-    return run_folder / CHECKPOINTS / f"step-{step:08d}"
-
-
-def checkpoints_in(folder: Path, *, own: bool = False) -> list[Path]:
-    """The checkpoints in a folder, or in the folder of a run, newest first, good or not; one of them is itself.
-
-    With `own` those that say they are of another run are left out.
-    """
-    name = re.compile(r"step-(\d{8,18})")
-    if name.fullmatch(folder.name):
-        return [folder]
-    inside = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
-    entries = list(inside.iterdir()) if inside.is_dir() else []
-    found = sorted(((int(match[1]), entry) for entry in entries if (match := name.fullmatch(entry.name))), reverse=True)
-    return [entry for _, entry in found if not own or is_of_run(entry, folder)]
-
-
-def is_of_run(path: Path, folder: Path) -> bool:
-    """Whether a checkpoint is of the run in a folder; those of older versions do not say, and any is of no run."""
-    run = (read_identity(folder) or {}).get("id")
-    try:
-        with open_plain(path / MANIFEST) as file:
-            said = json.load(file).get("run")
-    except (OSError, ValueError, AttributeError):
-        said = None
-    return run is None or said is None or said == run
-
-
-def open_plain(path: Path) -> io.BufferedReader:
-    """Opens a file that is one: not a link, a pipe or a device, which might never end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(0, "it is no plain file", str(path))
-    return os.fdopen(handle, "rb")

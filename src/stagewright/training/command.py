@@ -98,7 +98,7 @@ def _steps_done(job: Job, folder: Path | None) -> int:
     """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
     if job.resume is None or is_worker():  # the one who started this worker has looked, or all will look together
         return 0
-    from stagewright.runtime.checkpoint.resuming import find_checkpoint
+    from stagewright.runtime.checkpoint.storage import find_checkpoint
 
     source = folder if job.resume == "auto" else Path(job.resume)
     if source is None or is_held(source):

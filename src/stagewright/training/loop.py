@@ -189,8 +189,8 @@ def _resume(run: Run, worker: Worker) -> list[str]:
     restarted = run.own is not None and run.own.is_restarted and run.job.checkpoint_every is not None
     if run.job.resume is None and not restarted:
         return []
-    from stagewright.runtime.checkpoint.resuming import find_checkpoint, restore
-    from stagewright.runtime.checkpoint.saving import sweep
+    from stagewright.runtime.checkpoint.resuming import restore
+    from stagewright.runtime.checkpoint.storage import find_checkpoint, sweep
 
     words: list[str] = []
     named = None if run.job.resume in (None, "auto") else Path(str(run.job.resume))

@@ -1,45 +1,33 @@
-"""Finding a run's checkpoints again, and putting a worker where one stands."""
+"""Putting a worker where a checkpoint stands, under this plan or another, and the whole model out of one."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stagewright.errors import CheckpointError, FileError
-from stagewright.runtime.checkpoint.snapshot import optimizer_name, restore_random, restore_stage, wanted_keys
-from stagewright.runtime.checkpoint.storage import Tensors, read_manifest, read_tensors, write_tensors
-from stagewright.runtime.run_folder import MANIFEST, checkpoints_in, is_of_run
+from stagewright.runtime.checkpoint.saving import name_in_model, optimizer_name
+from stagewright.runtime.checkpoint.storage import (
+    MANIFEST,
+    Tensors,
+    checkpoints_in,
+    read_manifest,
+    read_tensors,
+    write_tensors,
+)
+from stagewright.runtime.replica import Replica
+from stagewright.runtime.weights import Versions
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import World, gather_json
-
-
-def find_checkpoint(
-    folder: Path, tell: Callable[[str], None], world: World | None = None
-) -> tuple[Path, dict[str, Any]] | None:
-    """The newest good checkpoint and its manifest; `folder` is that of a run, which must be its run, or a checkpoint.
-
-    Of those that are torn, damaged or of another run `tell` hears why they are passed over. With a world all of its
-    workers must ask: each looks at its share of the files, and all find the same.
-    """
-    worker, size, group = (world.worker, world.size, world.control) if world else (0, 1, None)
-    for path in map(Path, gather_json([str(path) for path in checkpoints_in(folder)], group, size)[0]):
-        manifest, fault = None, f"checkpoint {path} is of another run"
-        if is_of_run(path, folder):
-            try:
-                manifest, fault = read_manifest(path, worker, size), ""
-            except CheckpointError as found:
-                fault = found.what
-        faults = gather_json(fault, group, size)
-        if manifest is not None and not any(faults):
-            return path, manifest
-        tell(f"{next(filter(None, faults))}; it is passed over")
-    return None
 
 
 def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, options: bool) -> int:
@@ -48,13 +36,13 @@ def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, option
     known, step, world = manifest["tensors"], int(manifest["step"]), worker.world
     same = manifest["placement"] == worker.plan.placement
     randoms = [key for key in known if same and key.startswith(f"random/{world.worker}/")]
-    wanted = {stage: wanted_keys(here, known) for stage, here in worker.replicas.items()}
+    wanted = {stage: _wanted_keys(here, known) for stage, here in worker.replicas.items()}
     keys = {key for each in wanted.values() for key in each.values()}.union(randoms)
     tensors = read_tensors(folder, manifest, sorted(keys))
     for stage, here in worker.replicas.items():
         own = {key: tensors[source] for key, source in wanted[stage].items()}
-        restore_stage(here, step, own, manifest, options=options)
-    restore_random(world.worker, world.device, tensors)
+        _restore_stage(here, step, own, manifest, options=options)
+    _restore_random(world.device, {key.rpartition("/")[2]: tensors[key] for key in randoms})
     if worker.scale.is_on:
         worker.scale.restore(step, *manifest["loss_scale"])
     return step
@@ -72,6 +60,115 @@ def _check_fits(worker: Worker, manifest: Mapping[str, Any]) -> None:
                 f"the checkpoint is of a run with {key} {saved}, this one has {value}",
                 f"start anew without --resume{option}",
             )
+
+
+def _wanted_keys(here: Replica, known: Mapping[str, Any]) -> dict[str, str]:
+    """For each tensor of the stage the key that it is restored from; `known` are the keys of the checkpoint."""
+    all_names = [name_in_model(here, name) for name in here.weights.newest().state_dict()]
+    wanted = {f"model/{name}": f"model/{name}" for name in all_names}
+    names = set()
+    for versions in (here.weights, *here.tied):
+        names.update(versions.names)
+        for back, name in product(range(1, versions.num_versions), versions.names):
+            # Another plan may have kept fewer versions: the oldest it had comes nearest.
+            kept = next((old for old in range(back, 0, -1) if f"version-{old}/{name}" in known), 0)
+            wanted[f"version-{back}/{name}"] = f"version-{kept}/{name}" if kept else f"model/{name}"
+    kinds = (key.split("/", 2) for key in known if key.startswith("optimizer/"))
+    wanted.update({f"optimizer/{kind}/{name}": f"optimizer/{kind}/{name}" for _, kind, name in kinds if name in names})
+    lost = next((key for key in wanted.values() if key not in known), None)
+    if lost is not None:
+        raise CheckpointError(
+            f"the checkpoint has no {lost.removeprefix('model/')}, which stage {here.stage} needs",
+            "it is of another model: give the folder of a run of this one",
+        )
+    return wanted
+
+
+@torch.no_grad()
+def _restore_stage(here: Replica, step: int, tensors: Tensors, manifest: Mapping[str, Any], *, options: bool) -> None:
+    """Puts a stage where it stood after `step` updates; with `options` the optimizer's groups get theirs back too."""
+    for module in here.weights.modules:
+        for name, tensor in module.state_dict().items():
+            key = name_in_model(here, name)
+            _fill(tensor, tensors[f"model/{key}"], key)
+    for versions in (here.weights, *here.tied):
+        versions.num_updates = step
+        for slot in range(versions.num_versions):
+            _restore_slot(versions, slot, step, tensors)
+        if versions.optimizer is not None:
+            _restore_optimizer(versions, versions.optimizer, tensors, manifest, options=options)
+        if versions.scheduler is not None and manifest.get("scheduler"):
+            # Rates of groups stay its own, which another plan may have more or fewer of.
+            own = versions.scheduler.state_dict()
+            kept = manifest["scheduler"].items()
+            same = {key: value for key, value in kept if not isinstance(value, list) or len(value) == len(own[key])}
+            versions.scheduler.load_state_dict({**own, **same})
+
+
+def _restore_slot(versions: Versions, slot: int, step: int, tensors: Tensors) -> None:
+    """Fills a slot with the version that the next batch in it uses; batch b uses version b − K + 1."""
+    count = versions.num_versions
+    batch = next(batch for batch in range(step, step + count) if versions.slot(batch) == slot)
+    back = step - max(0, batch - count + 1)
+    for name, tensor in zip(versions.names, versions.parameters[slot]):
+        _fill(tensor, tensors.get(f"version-{min(back, count - 1)}/{name}", tensors[f"model/{name}"]), name)
+
+
+def _fill(target: Tensor, value: Tensor, name: str) -> None:
+    """Copies a restored value into its place."""
+    if target.shape != value.shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(value.shape)} in the checkpoint, but {tuple(target.shape)} in the model",
+            "it is of another model: give the folder of a run of this one",
+        )
+    target.copy_(value)
+
+
+def _restore_optimizer(
+    versions: Versions, optimizer: Optimizer, tensors: Tensors, manifest: Mapping[str, Any], *, options: bool
+) -> None:
+    """Gives the optimizer back what it kept, each tensor where and how it wants it."""
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found: dict[str, dict[str, Any]] = {name: dict(manifest["numbers"].get(name, {})) for name in versions.names}
+    for key, value in tensors.items():
+        if key.startswith("optimizer/"):
+            _, kind, name = key.split("/", 2)
+            if name in found:
+                found[name][kind] = value
+    state = {
+        index: {kind: _laid_out(value, parameter) for kind, value in found[parameter.stagewright_name].items()}
+        for index, parameter in enumerate(members)
+    }
+    whole = optimizer.state_dict()
+    optimizer.load_state_dict({**whole, "state": {index: kept for index, kept in state.items() if kept}})
+    for group in optimizer.param_groups if options else ():
+        for key, value in manifest["options"].get(group["params"][0].stagewright_name, {}).items():
+            if key in group and not isinstance(group[key], Tensor):
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _laid_out(value: Any, parameter: nn.Parameter) -> Any:
+    """A tensor of the parameter's shape in the parameter's memory layout too, as fused steps want it."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _restore_random(device: torch.device, states: Tensors) -> None:
+    """Puts this process's generators where they stood."""
+    plain = {kind: json.loads(bytes(states[kind].tolist())) for kind in ("python", "numpy") if kind in states}
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "python" in plain:
+        version, numbers, gauss = plain["python"]
+        random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in plain:
+        np.random.set_state(tuple(plain["numpy"]))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+# The whole model
 
 
 def give_back(model: nn.Module, run_folder: Path) -> bool:

@@ -6,70 +6,42 @@
 
 Each stage is copied right after its own update, so that stages which are at different batches at the same moment are
 saved at the same one. What is in flight then need not be saved: a resumed run computes it again from the versions.
+Tensors have the unsplit model's names, so that a run goes on under this plan or another:
+
+    model/NAME               the newest weights, and buffers
+    version-1/NAME …         the weights one update before, and so on, where a stage keeps several versions
+    optimizer/KIND/NAME      what the optimizer keeps for a parameter: momentum_buffer, exp_avg …
+    random/WORKER/…          the state of a worker's generators
 """
 
 from __future__ import annotations
 
+import json
 import queue
+import random
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.errors import CheckpointError, RunError, StagewrightError
 from stagewright.models import Layered
-from stagewright.runtime.checkpoint.snapshot import (
-    optimizer_name,
-    random_tensors,
-    stage_buffers,
-    stage_numbers,
-    stage_tensors,
-)
-from stagewright.runtime.checkpoint.storage import Tensors, finish, read_manifest, unfinished, write_part
-from stagewright.runtime.run_folder import checkpoints_in, path_of
+from stagewright.runtime.checkpoint.storage import Tensors, finish, path_of, prune, unfinished, write_part
+from stagewright.runtime.compiling import COMPILED
+from stagewright.runtime.replica import Replica
+from stagewright.runtime.weights import Versions
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import gather_json
-
-
-def sweep(run_folder: Path) -> None:
-    """Removes what a killed run left half written."""
-    for entry in path_of(run_folder, 0).parent.glob(".step-*.part"):
-        shutil.rmtree(entry, ignore_errors=True)
-
-
-def _prune(run_folder: Path, keep: int, good: set[str]) -> None:
-    """Removes the run's own checkpoints that are older than the newest good ones, of which it keeps some.
-
-    `good` has the names of those that are known to be good, and gets those that are found to be.
-    """
-    kept = 0
-    for path in checkpoints_in(run_folder, own=True):
-        if kept >= keep:
-            doomed = unfinished(path)  # half removed, it must not be taken for one
-            shutil.rmtree(doomed, ignore_errors=True)
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-        elif path.name in good or _is_good(path):
-            good.add(path.name)
-            kept += 1
-
-
-def _is_good(path: Path) -> bool:
-    """Whether every file of a checkpoint is as it was written."""
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -100,7 +72,7 @@ class _Copies:
     tensors: Tensors = field(default_factory=dict)
     sums: Tensors = field(default_factory=dict)
     """For each stage the sum of its weights' bits, which all replicas have in common."""
-    about: dict[str, Any] = field(default_factory=lambda: {"stages": {}})
+    about: dict[str, Any] = field(default_factory=lambda: {"numbers": {}, "options": {}, "scheduler": {}})
     stopped_s: float = 0.0
 
 
@@ -116,9 +88,9 @@ class Checkpointer:
         world = worker.world
         self._limit_s = worker.settings.save_timeout_s
         wait = max(world.timeout, timedelta(seconds=self._limit_s))
-        self.group = dist.new_group(timeout=wait, backend="gloo") if world.size > 1 else None
-        self.left_over, self.aliases = _outside_stages(layered) if world.worker == 0 else ({}, {})
-        self.last_step: int | None = None
+        self._group = dist.new_group(timeout=wait, backend="gloo") if world.size > 1 else None
+        self._left_over, self._aliases = _outside_stages(layered) if world.worker == 0 else ({}, {})
+        self._last_step: int | None = None
         """The last step that was handed to the thread."""
         self._patience, self._may_prune = patience, may_prune
         """What holds while this worker waits for the disk; whether what is saved now is worth more than what was."""
@@ -136,31 +108,29 @@ class Checkpointer:
 
     def note_stage(self, stage: int, batch: int) -> None:
         """Copies a stage that has just been updated, where a checkpoint is due."""
-        if self.is_due(batch):
-            copies = self._copies(batch)
-            started, here = time.perf_counter(), self.worker.replicas[stage]
-            self._copy(_own_share(stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
+        if not self.is_due(batch):
+            return
+        here = self.worker.replicas[stage]
+        with self._copying(stage, batch) as copies:
+            self._copy(_own_share(_stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
             copies.sums[str(stage)] = _sum_of_bits(here.weights.newest().parameters())
             if here.replica == 0:
-                self._copy(stage_buffers(here), copies)
-                copies.about["stages"][str(stage)] = stage_numbers(here)
-            copies.stopped_s += time.perf_counter() - started
-            self._advance(stage, batch)
+                self._copy(_stage_buffers(here), copies)
+                _add_numbers(here, copies.about)
 
     def note_worker(self, batch: int) -> None:
         """Adds what a worker has beside its stages."""
-        if self.is_due(batch):
-            copies, world = self._copies(batch), self.worker.world
-            started = time.perf_counter()
-            self._copy({**random_tensors(world.worker, world.device), **self.left_over}, copies)
+        if not self.is_due(batch):
+            return
+        world = self.worker.world
+        with self._copying("worker", batch) as copies:
+            self._copy({**_random_tensors(world.worker, world.device), **self._left_over}, copies)
             copies.about["loss_scale"] = list(self.worker.scale.saved(batch + 1))
             copies.about["optimizer"] = optimizer_name(self.worker.replicas.values())
-            copies.stopped_s += time.perf_counter() - started
-            self._advance("worker", batch)
 
     def save(self, step: int) -> None:
         """Copies everything as it is now, between two stretches, unless this very step was saved before."""
-        if self.last_step == step:
+        if self._last_step == step:
             return
         every, self.every = self.every, step
         for stage in self.worker.replicas:
@@ -168,15 +138,29 @@ class Checkpointer:
         self.note_worker(step - 1)
         self.every = every
 
-    def _copies(self, batch: int) -> _Copies:
+    @contextmanager
+    def _copying(self, part: int | str, batch: int) -> Iterator[_Copies]:
+        """The checkpoint to copy a part of this worker to; with the last part the thread gets it."""
+        started = time.perf_counter()
         if batch not in self._under_way:
             # One is written at a time: a disk that cannot keep up slows the run, it does not fill the memory.
-            started = time.perf_counter()
             self.close()
-            copies = _Copies({*self.worker.replicas, "worker"}, self._free.pop() if self._free else {})
-            copies.stopped_s = time.perf_counter() - started
-            self._under_way[batch] = copies
-        return self._under_way[batch]
+            places = self._free.pop() if self._free else {}
+            self._under_way[batch] = _Copies({*self.worker.replicas, "worker"}, places)
+        copies = self._under_way[batch]
+        yield copies
+        copies.stopped_s += time.perf_counter() - started
+        copies.waiting.discard(part)
+        if copies.waiting:
+            return
+        del self._under_way[batch]
+        copied = torch.cuda.Event() if self.worker.world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if copied is not None:
+            copied.record()
+        self._last_step = batch + 1
+        job = (self._thread, batch + 1, copies, copied)
+        self._thread = threading.Thread(target=self._run, args=job, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Waits until everything that was handed to the thread is written."""
@@ -200,20 +184,6 @@ class Checkpointer:
             place.copy_(tensor.detach(), non_blocking=True)
             copies.tensors[key] = place
 
-    def _advance(self, part: int | str, batch: int) -> None:
-        copies = self._under_way[batch]
-        copies.waiting.discard(part)
-        if copies.waiting:
-            return
-        del self._under_way[batch]
-        copied = torch.cuda.Event() if self.worker.world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if copied is not None:
-            copied.record()
-        self.last_step = batch + 1
-        job = (self._thread, batch + 1, copies, copied)
-        self._thread = threading.Thread(target=self._run, args=job, name="checkpoint", daemon=True)
-        self._thread.start()
-
     def _run(
         self, before: threading.Thread | None, step: int, copies: _Copies, copied: torch.cuda.Event | None
     ) -> None:
@@ -234,16 +204,21 @@ class Checkpointer:
         """Writes a checkpoint together with all other workers; returns a warning, raises on all where one cannot."""
         world, path = self.worker.world, path_of(self.folder, step)
         bits = {stage: int(number) for stage, number in copies.sums.items()}
-        told = self._together(lambda: [copies.about, bits, self._write_part(path, copies.tensors)])
-        abouts, sums, parts = zip(*told)
+
+        def write() -> list[Any]:
+            for key, tensor in copies.tensors.items():
+                if key.startswith("model/") and not bool(torch.isfinite(tensor).all()):
+                    raise CheckpointError(f"{key.removeprefix('model/')} has numbers that are not finite")
+            return [copies.about, bits, write_part(path, world.worker, copies.tensors)]
 
         def end() -> None:
             if world.worker == 0:
                 finish(path, self._about(step, abouts), parts)
                 self._good.add(path.name)
                 if self._may_prune():
-                    _prune(self.folder, self.keep, self._good)
+                    prune(self.folder, self.keep, self._good)
 
+        abouts, sums, parts = zip(*self._together(write))
         try:
             self._together(end)
         finally:
@@ -251,19 +226,13 @@ class Checkpointer:
                 shutil.rmtree(unfinished(path), ignore_errors=True)
         return self._differing(sums)
 
-    def _write_part(self, path: Path, tensors: Tensors) -> dict[str, Any]:
-        for key, tensor in tensors.items():
-            if key.startswith("model/") and not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(f"{key.removeprefix('model/')} has numbers that are not finite")
-        return write_part(path, self.worker.world.worker, tensors)
-
     def _together(self, do: Callable[[], Any]) -> list[Any]:
         """What every worker's call gave; where one failed, all do."""
         try:
             told = {"made": do()}
         except Exception as failure:
             told = {"fault": _reason(failure)}
-        every = gather_json(told, self.group, self.worker.world.size)
+        every = gather_json(told, self._group, self.worker.world.size)
         fault = next((each["fault"] for each in every if "fault" in each), None)
         if fault is not None:
             raise CheckpointError(fault)
@@ -284,15 +253,14 @@ class Checkpointer:
 
     def _about(self, step: int, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         plan, settings = self.worker.plan, self.worker.settings
-        stages = [stage for each in told for stage in each["stages"].values()]
         return {
             "step": step, "run": self.run, "model": plan.model, "placement": plan.placement, "batch": plan.batch,
             "versions": list(plan.versions), "seed": settings.seed, "precision": settings.precision,
             "optimizer": next((each["optimizer"] for each in told if each["optimizer"]), None),
-            "loss_scale": told[0]["loss_scale"], "aliases": self.aliases,
-            "numbers": {name: value for stage in stages for name, value in stage["numbers"].items()},
-            "options": {name: value for stage in stages for name, value in stage["options"].items()},
-            "scheduler": next((stage["scheduler"] for stage in stages if stage["scheduler"]), {}),
+            "loss_scale": told[0]["loss_scale"], "aliases": self._aliases,
+            "numbers": {name: value for each in told for name, value in each["numbers"].items()},
+            "options": {name: value for each in told for name, value in each["options"].items()},
+            "scheduler": next((each["scheduler"] for each in told if each["scheduler"]), {}),
         }  # fmt: skip
 
     def news(self) -> Iterator[_Saved]:
@@ -342,3 +310,90 @@ def _reason(failure: BaseException) -> str:
         return failure.what
     lines = str(failure).strip().splitlines() or [""]
     return f"{type(failure).__name__}: {lines[0]}"
+
+
+# A stage as tensors
+
+
+def _stage_tensors(here: Replica) -> Tensors:
+    """The state of a stage that all its replicas have in common, not copied."""
+    found, buffers = {}, _stage_buffers(here)
+    elsewhere = {name for tied in here.tied if tied.owner != here.stage for name in tied.names}
+    for name, tensor in here.weights.newest().state_dict().items():
+        key = name_in_model(here, name)
+        if f"model/{name.removeprefix(COMPILED)}" not in buffers and key not in elsewhere:
+            found[f"model/{key}"] = tensor
+    for versions in _saved(here):
+        for back in range(1, versions.num_versions):
+            slot = versions.parameters[versions.slot(versions.num_updates - 1 - back)]
+            found.update({f"version-{back}/{name}": tensor for name, tensor in zip(versions.names, slot)})
+        for name, kind, value in _optimizer_values(versions):
+            if isinstance(value, Tensor):
+                found[f"optimizer/{kind}/{name}"] = value
+    return found
+
+
+def _saved(here: Replica) -> list[Versions]:
+    """What a stage saves: its own parameters, and those that it is the first of several to use."""
+    return [here.weights, *(tied for tied in here.tied if tied.owner == here.stage)]
+
+
+def name_in_model(here: Replica, name: str) -> str:
+    """The first name that the model has for a tensor of a stage, without what torch.compile adds."""
+    plain = name.removeprefix(COMPILED)
+    return here.names.get(plain, plain)
+
+
+def _stage_buffers(here: Replica) -> Tensors:
+    """The stage's buffers that are saved with a model; they follow each replica's own rows."""
+    module = here.weights.newest()
+    names, saved = {name for name, _ in module.named_buffers()}, module.state_dict()
+    return {f"model/{name.removeprefix(COMPILED)}": tensor for name, tensor in saved.items() if name in names}
+
+
+def _optimizer_values(weights: Versions) -> Iterator[tuple[str, str, Any]]:
+    """(parameter, kind, value) of everything that the optimizer keeps."""
+    for parameter, name in zip(weights.moved, weights.names):
+        for kind, value in weights.optimizer.state.get(parameter, {}).items() if weights.optimizer else ():
+            yield name, kind, value
+
+
+def optimizer_name(stages: Iterable[Replica]) -> str | None:
+    """What the stages' optimizer is called, as --optimizer names it; None where no stage has one."""
+    made = (here.weights.optimizer for here in stages)
+    return next((type(optimizer).__name__.lower() for optimizer in made if optimizer is not None), None)
+
+
+def _add_numbers(here: Replica, about: dict[str, Any]) -> None:
+    """Adds what is no tensor: the optimizer's plain numbers and its groups' options by parameter, the scheduler."""
+    for versions in _saved(here):
+        for group in versions.optimizer.param_groups if versions.optimizer is not None else ():
+            plain = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+            options = {key: value.item() if isinstance(value, Tensor) else value for key, value in plain.items()}
+            about["options"].update((parameter.stagewright_name, options) for parameter in group["params"])
+        for name, kind, value in _optimizer_values(versions):
+            if isinstance(value, int | float | bool):
+                about["numbers"].setdefault(name, {})[kind] = value
+    if here.weights.scheduler is not None and not about["scheduler"]:
+        state = here.weights.scheduler.state_dict().items()
+        about["scheduler"] = {key: value for key, value in state if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value, itself or as a list of numbers."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _random_tensors(worker: int, device: torch.device) -> Tensors:
+    """The state of this process's generators."""
+    plain = {"python": random.getstate(), "numpy": [np.asarray(part).tolist() for part in np.random.get_state()]}
+    texts = {kind: bytearray(json.dumps(state).encode()) for kind, state in plain.items()}
+    found = {kind: torch.frombuffer(text, dtype=torch.uint8) for kind, text in texts.items()}
+    found["torch"] = torch.get_rng_state()
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"random/{worker}/{kind}": state for kind, state in found.items()}

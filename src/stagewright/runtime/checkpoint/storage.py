@@ -1,6 +1,6 @@
 """Checkpoint files: each worker's tensors as safetensors, hashed, whole or not at all.
 
-    step-00000300/
+    checkpoints/step-00000300/
         part-0.safetensors …   the tensors that worker 0 … wrote
         manifest.json          which tensor is in which file, and the state that is no tensor
         SHA256SUMS             the hash of every file above, as sha256sum -c reads it
@@ -12,11 +12,14 @@ SHA256SUMS lists is as it was written. Nothing in it is a pickle: JSON and raw n
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,95 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stagewright.errors import CheckpointError
-from stagewright.runtime.run_folder import MANIFEST, open_plain
+from stagewright.runtime.run_folder import CHECKPOINTS, read_identity
+from stagewright.runtime.world import World, gather_json
 
 Tensors = dict[str, Tensor]
-_SUMS = "SHA256SUMS"
+MANIFEST, _SUMS = "manifest.json", "SHA256SUMS"
 _FORMAT, _VERSION = "stagewright.checkpoint", 2
 _FILE = re.compile(r"part-\d{1,6}\.safetensors")
 _LINE = re.compile(rf"([0-9a-f]{{64}})  ({re.escape(MANIFEST)}|{_FILE.pattern})")
+_FOLDER = re.compile(r"step-(\d{8,18})")
+
+
+# In the folder of a run
+
+
+def path_of(run_folder: Path, step: int) -> Path:
+    """The folder of the checkpoint after so many steps."""
+    return run_folder / CHECKPOINTS / f"step-{step:08d}"
+
+
+def checkpoints_in(folder: Path, *, own: bool = False) -> list[Path]:
+    """The checkpoints in a folder, or in the folder of a run, newest first, good or not; one of them is itself.
+
+    With `own` those that say they are of another run are left out.
+    """
+    if _FOLDER.fullmatch(folder.name):
+        return [folder]
+    inside = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    entries = list(inside.iterdir()) if inside.is_dir() else []
+    found = [(int(match[1]), entry) for entry in entries if (match := _FOLDER.fullmatch(entry.name))]
+    return [entry for _, entry in sorted(found, reverse=True) if not own or _is_of_run(entry, folder)]
+
+
+def _is_of_run(path: Path, folder: Path) -> bool:
+    """Whether a checkpoint is of the run in a folder; those of older versions do not say, and any is of no run."""
+    run, said = (read_identity(folder) or {}).get("id"), None
+    with suppress(OSError, ValueError, AttributeError):
+        said = json.loads(_read_plain(path / MANIFEST)).get("run")
+    return run is None or said is None or said == run
+
+
+def find_checkpoint(
+    folder: Path, tell: Callable[[str], None], world: World | None = None
+) -> tuple[Path, dict[str, Any]] | None:
+    """The newest good checkpoint and its manifest; `folder` is that of a run, which must be its run, or a checkpoint.
+
+    Of those that are torn, damaged or of another run `tell` hears why they are passed over. With a world all of its
+    workers must ask: each looks at its share of the files, and all find the same.
+    """
+    worker, size, group = (world.worker, world.size, world.control) if world else (0, 1, None)
+    for path in map(Path, gather_json([str(path) for path in checkpoints_in(folder)], group, size)[0]):
+        manifest, fault = None, f"checkpoint {path} is of another run"
+        if _is_of_run(path, folder):
+            try:
+                manifest, fault = read_manifest(path, worker, size), ""
+            except CheckpointError as found:
+                fault = found.what
+        faults = gather_json(fault, group, size)
+        if manifest is not None and not any(faults):
+            return path, manifest
+        tell(f"{next(filter(None, faults))}; it is passed over")
+    return None
+
+
+def sweep(run_folder: Path) -> None:
+    """Removes what a killed run left half written."""
+    for entry in (run_folder / CHECKPOINTS).glob(".step-*.part"):
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def prune(run_folder: Path, keep: int, good: set[str]) -> None:
+    """Removes the run's own checkpoints that are older than the newest good ones, of which it keeps some.
+
+    `good` has the names of those that are known to be good, and gets those that are found to be.
+    """
+    kept = 0
+    for path in checkpoints_in(run_folder, own=True):
+        if kept >= keep:
+            doomed = unfinished(path)  # half removed, it must not be taken for one
+            shutil.rmtree(doomed, ignore_errors=True)
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            continue
+        try:
+            if path.name not in good:
+                read_manifest(path)
+        except CheckpointError:
+            continue
+        good.add(path.name)
+        kept += 1
 
 
 # Writing
@@ -40,12 +125,6 @@ _LINE = re.compile(rf"([0-9a-f]{{64}})  ({re.escape(MANIFEST)}|{_FILE.pattern})"
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Writes a safetensors file to the disk, and returns its SHA-256."""
     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, path)
-    return _hash_on_disk(path)
-
-
-def _write_text(path: Path, text: str) -> str:
-    """Writes a text file to the disk, and returns its SHA-256."""
-    path.write_text(text, encoding="utf-8")
     return _hash_on_disk(path)
 
 
@@ -92,8 +171,10 @@ def finish(folder: Path, about: Mapping[str, Any], parts: Sequence[Mapping[str, 
     tensors = {key: entry for each in parts for key, entry in each["tensors"].items()}
     hashes = {name: digest for each in parts for name, digest in each["hashes"].items()}
     manifest = {"format": _FORMAT, "version": _VERSION, **about, "tensors": tensors}
-    hashes[MANIFEST] = _write_text(part / MANIFEST, json.dumps(manifest, indent=1))
-    _write_text(part / _SUMS, _sums_text(hashes))
+    (part / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    hashes[MANIFEST] = _hash_on_disk(part / MANIFEST)
+    (part / _SUMS).write_text(_sums_text(hashes), encoding="utf-8")
+    _hash_on_disk(part / _SUMS)
     for entry in part.iterdir():  # of an attempt with more workers
         if _FILE.fullmatch(entry.name) and entry.name not in hashes:
             entry.unlink()
@@ -107,19 +188,34 @@ def finish(folder: Path, about: Mapping[str, Any], parts: Sequence[Mapping[str, 
 # Reading
 
 
+def _open_plain(path: Path) -> io.BufferedReader:
+    """Opens a file that is one: not a link, a pipe or a device, which might never end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "it is no plain file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def _read_plain(path: Path) -> bytes:
+    with _open_plain(path) as file:
+        return file.read()
+
+
 def read_manifest(folder: Path, worker: int = 0, num_workers: int = 1) -> dict[str, Any]:
     """The manifest of a checkpoint whose files are as they were written; a CheckpointError says what is not.
 
     Of several workers each looks at its share of the files; the checkpoint is good when it is for all of them.
     """
     try:
-        with open_plain(folder / _SUMS) as file:
-            hashes = _listed(folder, file.read())
-        with open_plain(folder / MANIFEST) as file:
-            text = file.read()
+        sums, text = _read_plain(folder / _SUMS), _read_plain(folder / MANIFEST)
+        lines = map(_LINE.fullmatch, sums.decode("utf-8", errors="replace").splitlines())
+        hashes = {match[2]: match[1] for match in lines if match is not None}
+        if _sums_text(hashes).encode() != sums:
+            raise CheckpointError(f"checkpoint {folder} is damaged: {_SUMS} is not as it was written")
         _check_hash(folder, MANIFEST, hashlib.sha256(text).hexdigest(), hashes)
         for name in sorted(hashes)[worker::num_workers]:
-            with open_plain(folder / name) as file:
+            with _open_plain(folder / name) as file:
                 _check_hash(folder, name, hashlib.file_digest(file, "sha256").hexdigest(), hashes)
         return _checked(folder, json.loads(text), hashes)
     except OSError as fault:
@@ -127,15 +223,6 @@ def read_manifest(folder: Path, worker: int = 0, num_workers: int = 1) -> dict[s
         raise CheckpointError(f"checkpoint {folder} is torn: {why}") from None
     except ValueError as fault:
         raise CheckpointError(f"checkpoint {folder} has a manifest that cannot be read: {fault}") from None
-
-
-def _listed(folder: Path, sums: bytes) -> dict[str, str]:
-    """For each file of a checkpoint its hash, as SHA256SUMS lists them."""
-    found = [_LINE.fullmatch(line) for line in sums.decode("utf-8", errors="replace").splitlines()]
-    hashes = {match[2]: match[1] for match in found if match is not None}
-    if _sums_text(hashes).encode() != sums:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {_SUMS} is not as it was written")
-    return hashes
 
 
 def _check_hash(folder: Path, name: str, digest: str, hashes: Mapping[str, str]) -> None:

@@ -17,9 +17,10 @@ from typing import NamedTuple, Protocol
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
+from stagewright.runtime.checkpoint.storage import checkpoints_in
 from stagewright.runtime.launch.environment import STORE
 from stagewright.runtime.launch.process import check_server, is_stopped, server_pid, start_process
-from stagewright.runtime.run_folder import LOGS, PRIVATE, RunFolder, checkpoints_in
+from stagewright.runtime.run_folder import LOGS, PRIVATE, RunFolder
 from stagewright.runtime.safety.diagnosis import MemoryWatch, blame, keep_statuses, name_of
 from stagewright.runtime.safety.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_text
 from stagewright.runtime.settings import Settings
