@@ -44,7 +44,8 @@ from stagewright.record import Record
 from stagewright.rehearsal import EmulatedHosts, emulated_hosts
 from stagewright.rehearsal.measuring import measure_hosts
 from stagewright.rehearsal.slices import slice_cluster
-from stagewright.runtime.launch.local import PORT, seats_in, wait_for_workers, workers
+from stagewright.runtime.launch.local import seats_in, wait_for_workers, workers
+from stagewright.runtime.launch.ssh import PORT
 from stagewright.scheduling import make_schedule
 from stagewright.schema import check_head, read_plain
 from stagewright.simulation import simulate
@@ -233,7 +234,7 @@ class Contender:
 def running_in(folder: Path, hosts: EmulatedHosts | Slices, used: Sequence[int], port: int = PORT) -> Any:
     """Runs what FOLDER/contender.json says in the used hosts while the context lasts."""
     command = [sys.executable, "-m", CONTENDER, str(folder)]
-    return workers(command, seats_in(hosts, used, port), folder / "logs", {"OMP_NUM_THREADS": "1"})
+    return workers(seats_in(command, hosts, used, port), folder / "logs", {"OMP_NUM_THREADS": "1"})
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def run_here(
     command: list[str], size: int, logs: Path, environment: Mapping[str, str], timeout_s: float
 ) -> dict[int, int]:
     """Runs a command as so many workers; the exit status of those that failed."""
-    with workers(command, _seats_here(size, str(logs / "store")), logs, environment) as started:
+    with workers(_seats_here(command, size, str(logs / "store")), logs, environment) as started:
         return wait_for_workers(started, timeout_s)
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from stagewright.cli import main
-from stagewright.runtime.launch.local import explain
-from stagewright.runtime.run_folder import _IDENTITY
+from stagewright.runtime.launch.local import _explain
+from stagewright.runtime.run_folder import _IDENTITY, SCHEDULE_FILE
 from stagewright.runtime.safety.diagnosis import blame
 from stagewright.runtime.safety.flight import (
     _ENTRY,
     _HEAD,
     _NUM_ENTRIES,
-    SCHEDULE_FILE,
     Flight,
     _path_of,
     read_flight,
-    write_json,
 )
 from stagewright.schedule import Action, Schedule
 from stagewright.scheduling import make_schedule
@@ -26,6 +25,10 @@ from tests.runtime.cases import Case, plan_of
 
 SIZE = _HEAD.size + _ENTRY.size * _NUM_ENTRIES
 NAMES = tuple(f"l{number}" for number in range(6))
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))
 
 
 def schedule_of(case: Case) -> Schedule:
@@ -104,7 +107,7 @@ def test_what_a_worker_only_heard_of_is_no_fault_of_its_device(said: str, tmp_pa
     write_json(tmp_path / "worker-0.error.json", {"what": said})
     found = blame(schedule, tmp_path, {0: 1})
     assert not found.is_own
-    assert explain(schedule.plan, tmp_path, {0: 1}).worker is None
+    assert _explain(schedule.plan, tmp_path, {0: 1}).worker is None
 
 
 def test_one_that_gave_no_sign_of_life_while_the_others_waited(tmp_path: Path) -> None:

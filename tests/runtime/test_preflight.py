@@ -18,7 +18,7 @@ from stagewright.cluster import DeviceId, parse_placement
 from stagewright.errors import UsageError
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.launch.ssh import OverSsh, host_commands
+from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.safety import preflight
 from stagewright.runtime.safety.preflight import (
     Machine,
@@ -199,7 +199,7 @@ def test_what_the_user_typed_arrives_as_it_is(fake_ssh: Path, tmp_path: Path, mo
     python.write_text(f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv]))\n")
     python.chmod(0o755)
     before = ["env", "KEY=a'b c"]
-    first, _ = host_commands(NASTY, OverSsh(("me@one", "two"), str(python)), [1, 1], port=1, before=before)
+    first, _ = OverSsh(("me@one", "two"), str(python)).commands(NASTY, [1, 1], before=before, port=1)
     done = subprocess.run(first, capture_output=True, text=True, check=True, timeout=30)
     cwd, *words = json.loads(done.stdout)
     assert cwd == str(folder)

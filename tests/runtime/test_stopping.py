@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed import HashStore
 
-from stagewright.runtime.safety.flight import STOP_FILE
+from stagewright.runtime.run_folder import STOP_FILE
 from stagewright.runtime.safety.stopping import Gate, Stopper
 from stagewright.runtime.world import Words, World
 from stagewright.scheduling import make_schedule

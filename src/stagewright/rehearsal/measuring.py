@@ -34,7 +34,7 @@ def measure_hosts(
     }  # fmt: skip
     (folder / "inside.json").write_text(json.dumps(asked), encoding="utf-8")
     command = [sys.executable, "-m", "stagewright.profiling.inside", str(folder)]
-    with workers(command, seats_in(hosts, every), folder / LOGS, {"OMP_NUM_THREADS": "1"}) as started:
+    with workers(seats_in(command, hosts, every), folder / LOGS, {"OMP_NUM_THREADS": "1"}) as started:
         failed = wait_for_workers(started)
     for host, status in failed.items():
         said = (folder / LOGS / f"worker-{host}.log").read_text(errors="replace").strip().splitlines()[-3:]

@@ -29,11 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UsageError
-from stagewright.runtime.safety.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_json
 
 _IDENTITY, _LOCK, _SECRET = "run.json", "run.lock", "secret"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 _EVENTS, RECORD = "events.jsonl", "record.json"
+SCHEDULE_FILE = "schedule.json"
+"""What its workers do, for those who read their recorders."""
+STATUSES = "statuses.json"
+"""How its workers ended."""
+STOP_FILE = "stop"
+"""The word by which the launcher asks workers to save and stop."""
 _FILES = (
     _IDENTITY, _SECRET, _EVENTS, RECORD, "summary.csv", "config.yaml", SCHEDULE_FILE, STATUSES, STOP_FILE,
     "worker-*.flight", "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
@@ -56,7 +61,8 @@ class RunFolder:
 
     def release(self, state: str) -> None:
         """Writes down how the run ended and lets the folder go; one that nobody named and needs is removed."""
-        write_json(self.path / _IDENTITY, {**(read_identity(self.path) or {}), "state": state, "ended": time.time()})
+        known = read_identity(self.path) or {}
+        write_text(self.path / _IDENTITY, json.dumps({**known, "state": state, "ended": time.time()}))
         if not self._is_named and state == "finished" and not any(self.path.glob(f"{CHECKPOINTS}/step-*")):
             shutil.rmtree(self.path, ignore_errors=True)
             with suppress(OSError):
@@ -94,7 +100,7 @@ def held(
         (path / _SECRET).unlink(missing_ok=True)
         (path / _SECRET).touch(mode=0o600, exist_ok=False)  # only this user can read it
         (path / _SECRET).write_text(secrets.token_hex(32))
-        write_json(path / _IDENTITY, {**head, **about, "changes": changes})
+        write_text(path / _IDENTITY, json.dumps({**head, **about, "changes": changes}))
         (path / CHECKPOINTS).mkdir(mode=PRIVATE, exist_ok=True)
     except FileExistsError:
         os.close(lock)
@@ -111,6 +117,13 @@ def held(
         raise
     finally:
         run.release(state)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def new_folder(name: str) -> Path:

@@ -23,8 +23,8 @@ from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import expand_hosts, is_main, is_worker
-from stagewright.runtime.launch.local import PORT, Hosts
-from stagewright.runtime.launch.ssh import OverSsh, host_commands
+from stagewright.runtime.launch.local import Hosts
+from stagewright.runtime.launch.ssh import PORT, OverSsh
 from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.safety.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
 from stagewright.runtime.settings import Settings
@@ -287,7 +287,7 @@ def _show_dry_run(config: Config, plan: Plan, job: Job, settings: Settings, cons
     commands = [["stagewright", *words]]
     if config.where.nodes:
         hosts = _hosts_of(config, plan)
-        commands = host_commands(["-m", "stagewright", *words], hosts, hosts.workers(plan), PORT)
+        commands = hosts.commands(["-m", "stagewright", *words], hosts.workers(plan))
     images = f"{config.data.data} data, {settings.precision}, on {settings.device}"
     lines = [*plan_lines(plan), f"{count(job.steps, 'step')}, {images}", "not started:", *map(shlex.join, commands)]
     for line in lines:

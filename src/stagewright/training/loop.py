@@ -21,8 +21,8 @@ from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFee
 from stagewright.runtime.launch.environment import RUN_FOLDER
 from stagewright.runtime.launch.joining import Take, joined
 from stagewright.runtime.replica import fed_inputs, with_dtypes
-from stagewright.runtime.run_folder import RECORD, read_secret
-from stagewright.runtime.safety.flight import SCHEDULE_FILE, Flight
+from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, read_secret
+from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.safety.watchdog import LastWords, watchdog
 from stagewright.runtime.settings import Settings

@@ -17,9 +17,8 @@ from stagewright.record import Record
 from stagewright.runtime.launch.environment import RESTARTED, SCHEDULE, this_command, worker_environment
 from stagewright.runtime.launch.local import Hosts, launch
 from stagewright.runtime.launch.mps import shared_cards
-from stagewright.runtime.launch.ssh import OverSsh, launch_over_ssh
-from stagewright.runtime.run_folder import RECORD
-from stagewright.runtime.safety.flight import SCHEDULE_FILE
+from stagewright.runtime.launch.ssh import OverSsh
+from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
@@ -43,11 +42,7 @@ class Starter:
         limit_s, cards = self.settings.timeout_s, _workers_a_card(plan, self.settings, self.share)
         command = self.command or this_command()
         with shared_cards(1 if is_remote(self.hosts) else cards, self.settings.transport) as shared:
-            own = {**environment, **shared}
-            if isinstance(self.hosts, OverSsh):
-                launch_over_ssh(self.hosts, command[1:], plan, folder, own, limit_s)
-            else:
-                launch(command, plan, folder, own, hosts=self.hosts, timeout_s=limit_s)
+            launch(command, plan, folder, {**environment, **shared}, hosts=self.hosts, timeout_s=limit_s)
 
 
 def is_remote(hosts: Hosts | OverSsh | None) -> bool:

@@ -21,6 +21,22 @@ from contextlib import suppress
 from stagewright.runtime.launch.process import follow_parent
 
 
+def hold_leash() -> None:
+    """Gives this process a line a second to read, for as long as it is there."""
+    ears, mouth = os.pipe()
+    process = os.getpid()
+    if os.fork() == 0:
+        follow_parent(process)
+        os.close(ears)
+        with suppress(OSError):
+            while os.write(mouth, b"\n"):
+                time.sleep(1.0)
+        os._exit(0)
+    os.dup2(ears, 0)
+    os.close(ears)
+    os.close(mouth)
+
+
 def _main(patience_s: float, command: list[str]) -> int:
     """Runs the command, and returns its exit status; ends it when nothing has been heard for so many seconds."""
     running = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=follow_parent)
@@ -35,18 +51,13 @@ def _main(patience_s: float, command: list[str]) -> int:
                     break
                 heard = time.monotonic()
     finally:
-        _end(running)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(5.0)
+                break
     return running.returncode if running.returncode >= 0 else 128 - running.returncode
-
-
-def _end(running: subprocess.Popen[bytes]) -> None:
-    """Ends the command and its process group, kindly first."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(running.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            running.wait(5.0)
-            return
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Starting workers of this machine, and waiting for them."""
+"""Starting the workers of a run, here, in emulated hosts or over ssh, waiting for them, and saying why they ended."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -19,18 +20,16 @@ from stagewright.errors import RunError
 from stagewright.plan import Plan
 from stagewright.runtime.checkpoint.storage import checkpoints_in
 from stagewright.runtime.launch.environment import STORE
+from stagewright.runtime.launch.leash import hold_leash
 from stagewright.runtime.launch.process import check_server, is_stopped, server_pid, start_process
-from stagewright.runtime.run_folder import LOGS, PRIVATE, RunFolder
-from stagewright.runtime.safety.diagnosis import MemoryWatch, blame, keep_statuses, name_of
-from stagewright.runtime.safety.flight import SCHEDULE_FILE, STATUSES, STOP_FILE, write_text
+from stagewright.runtime.launch.ssh import PORT, OverSsh
+from stagewright.runtime.run_folder import LOGS, PRIVATE, SCHEDULE_FILE, STATUSES, STOP_FILE, RunFolder, write_text
+from stagewright.runtime.safety.diagnosis import blame, name_of
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 
-PORT = 29_400
-"""Where the workers of several hosts meet."""
-LEAVE_S = 10
+_LEAVE_S = 10
 """How long workers may take to end when they are asked to."""
-_Look = Callable[[Iterable[int]], None]
 
 
 class Hosts(Protocol):
@@ -51,63 +50,88 @@ class Hosts(Protocol):
 
 
 class _Seat(NamedTuple):
-    """What makes a process a certain one of the workers."""
+    """What makes a process a certain one of the workers, or the way to those of a host."""
 
+    name: str
+    command: Sequence[str]
     variables: Mapping[str, str]
     enter: Callable[[], None] | None = None
 
 
-def _seats_here(num_workers: int, store: str) -> list[_Seat]:
+def _seats_here(command: Sequence[str], num_workers: int, store: str) -> list[_Seat]:
     """The workers of this host, as torchrun would number them; they meet in a file."""
     common = {"WORLD_SIZE": str(num_workers), "LOCAL_WORLD_SIZE": str(num_workers), "GROUP_RANK": "0", STORE: store}
-    numbers = map(str, range(num_workers))
-    return [_Seat({**common, "RANK": number, "LOCAL_RANK": number}) for number in numbers]
+    return [
+        _Seat(f"worker-{rank}", command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(num_workers)
+    ]
 
 
-def seats_in(hosts: Hosts, used: Sequence[int], port: int = PORT) -> list[_Seat]:
+def seats_in(command: Sequence[str], hosts: Hosts, used: Sequence[int], port: int = PORT) -> list[_Seat]:
     """A worker in each of the used hosts; they meet at the first one's address."""
     common = {
         **hosts.environment(), "WORLD_SIZE": str(len(used)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": hosts.addresses[used[0]], "MASTER_PORT": str(port),
     }  # fmt: skip
     return [
-        _Seat({**common, "RANK": str(rank), "GROUP_RANK": str(host)}, partial(hosts.enter, host))
+        _Seat(f"worker-{rank}", command, {**common, "RANK": str(rank), "GROUP_RANK": str(host)}, enter)
         for rank, host in enumerate(used)
+        for enter in [partial(hosts.enter, host)]
     ]
 
 
+def _seats_over_ssh(
+    command: Sequence[str], hosts: OverSsh, plan: Plan, environment: Mapping[str, str], timeout_s: float
+) -> list[_Seat]:
+    """The ssh to each host in use: what it starts has its own environment, and outlives ssh unless it is on a leash."""
+    given = [f"{key}={value}" for key, value in environment.items() if key.startswith("STAGEWRIGHT_")]
+    before = [hosts.python, "-m", "stagewright.runtime.launch.leash", str(timeout_s), "env", *given]
+    commands = hosts.commands(command[1:], hosts.workers(plan), before=before)
+    return [_Seat(f"host-{number}", each, {}, hold_leash) for number, each in enumerate(commands)]
+
+
 def launch(
-    command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], *, hosts: Hosts | None = None,
-    timeout_s: float = Settings().timeout_s,
+    command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], *,
+    hosts: Hosts | OverSsh | None = None, timeout_s: float = Settings().timeout_s,
 ) -> None:  # fmt: skip
     """Starts a worker for each device of the plan and waits for all; raises with the first cause.
 
-    They run on this host, or in hosts that it emulates. Each worker's output is in logs/worker-3.log and the like.
+    They run on this host, in hosts that it emulates, or over ssh on hosts that see the run's folder. Each worker's
+    output, or each such host's, is in logs/worker-3.log, logs/host-1.log and the like.
     """
-    clear_words(folder)
-    memory = MemoryWatch()
+    for path in (*folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight"), folder / STATUSES):
+        path.unlink(missing_ok=True)  # what workers that ran before said about their end
+    memory = _MemoryWatch()
     # The store lies in memory of this process, which no other user can open.
     with os.fdopen(os.memfd_create("stagewright-store"), "wb") as store:
-        here = f"/proc/{os.getpid()}/fd/{store.fileno()}"
-        seats = _seats_here(len(plan.devices), here) if hosts is None else seats_in(hosts, hosts.used(plan))
-        with workers(command, seats, folder / LOGS, environment) as started:
+        if isinstance(hosts, OverSsh):
+            seats = _seats_over_ssh(command, hosts, plan, environment, timeout_s)
+        elif hosts is not None:
+            seats = seats_in(command, hosts, hosts.used(plan))
+        else:
+            seats = _seats_here(command, len(plan.devices), f"/proc/{os.getpid()}/fd/{store.fileno()}")
+        with workers(seats, folder / LOGS, environment) as started:
             codes = wait_for_workers(started, timeout_s, memory.look)
+    if codes and isinstance(hosts, OverSsh):
+        number, status = next(iter(codes.items()))
+        tail = (folder / LOGS / f"host-{number}.log").read_text(errors="replace").strip().splitlines()[-3:]
+        what = f"1 host of {len(seats)} failed: host {number} ended with status {status}"
+        failure = RunError(what, "\n".join(tail) or f"its output is in {folder / LOGS}")
+        raise _explain(plan, folder, {}, failure, {host: hosts.addresses[host] for host in hosts.lost()})
     if codes:
-        keep_statuses(folder, codes, memory.says())
-        raise explain(plan, folder, codes)
+        statuses = {str(worker): code for worker, code in codes.items()}
+        write_text(folder / STATUSES, json.dumps({"statuses": statuses, "memory": memory.says()}))
+        raise _explain(plan, folder, codes)
 
 
 @contextmanager
-def workers(
-    command: Sequence[str], seats: Sequence[_Seat], logs: Path, environment: Mapping[str, str]
-) -> Iterator[list[BaseProcess]]:
-    """Runs a command as every one of the workers; all end with the context."""
+def workers(seats: Sequence[_Seat], logs: Path, environment: Mapping[str, str]) -> Iterator[list[BaseProcess]]:
+    """Runs what stands in each of the seats; all end with the context."""
     logs.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **environment}
     started: list[BaseProcess] = []
     try:
-        for number, (variables, enter) in enumerate(seats):
-            name = f"worker-{number}"
+        for name, command, variables, enter in seats:
             started.append(start_process(name, command, {**own, **variables}, logs / f"{name}.log", enter))
         yield started
     finally:
@@ -115,8 +139,9 @@ def workers(
 
 
 def wait_for_workers(
-    started: Sequence[BaseProcess], timeout_s: float = Settings().timeout_s, look: _Look = lambda processes: None
-) -> dict[int, int]:
+    started: Sequence[BaseProcess], timeout_s: float = Settings().timeout_s,
+    look: Callable[[Iterable[int]], None] = lambda processes: None,
+) -> dict[int, int]:  # fmt: skip
     """The exit status of the workers that failed, once one has; nothing when all have ended well.
 
     One that is stopped (SIGSTOP) then is among them, as -SIGSTOP: it cannot have been the others' victim. It may be for
@@ -161,15 +186,9 @@ def _end(started: Sequence[BaseProcess]) -> None:
             except ProcessLookupError:  # one just forked may not lead a group yet
                 with suppress(ProcessLookupError):
                     os.kill(process, sent)
-        until = time.monotonic() + LEAVE_S
+        until = time.monotonic() + _LEAVE_S
         for worker in started:
             worker.join(max(0.0, until - time.monotonic()))
-
-
-def clear_words(folder: Path) -> None:
-    """Removes what workers that ran before said about their end."""
-    for path in (*folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight"), folder / STATUSES):
-        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -206,7 +225,7 @@ def stop_on_signals(run: RunFolder) -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT)
 
 
-def explain(
+def _explain(
     plan: Plan, folder: Path, exit_codes: Mapping[int, int], failure: RunError | None = None,
     lost: Mapping[int, str] | None = None,
 ) -> RunError:  # fmt: skip
@@ -231,3 +250,45 @@ def explain(
     fault = RunError(what, todo, cause=cause)
     fault.worker, fault.hosts = found.worker if found.is_own else None, tuple(lost or ())
     return fault
+
+
+class _MemoryWatch:
+    """Looks at what the workers of this host occupy while they run."""
+
+    def __init__(self) -> None:
+        self._kills_before, self._most_bytes = _number_after("/proc/vmstat", "oom_kill"), 0
+
+    def look(self, processes: Iterable[int]) -> None:
+        """Takes note of what the workers occupy now; pages that forks share count once for each, as for the kernel."""
+        kibibytes = sum(_number_after(f"/proc/{process}/status", "VmRSS:") for process in processes)
+        self._most_bytes = max(self._most_bytes, kibibytes * 1024)
+
+    def says(self) -> str | None:
+        """A sentence where the kernel has ended a process for lack of memory since this began."""
+        if _number_after("/proc/vmstat", "oom_kill") <= self._kills_before:
+            return None
+        held = f"workers held up to {self._most_bytes / 2**30:.1f} of " if self._most_bytes else "this host has "
+        return (
+            f"the kernel ended it, since memory was full: {held}{_total_bytes() / 2**30:.1f} GiB; "
+            "use a smaller batch, more microbatches or fewer devices"
+        )
+
+
+def _total_bytes() -> int:
+    """What this host has, or what the control group of this process may have of it."""
+    limits = [_number_after("/proc/meminfo", "MemTotal:") * 1024]
+    with suppress(OSError):
+        for _, kinds, path in (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()):
+            if kinds in ("", "memory"):
+                for file in (f"{path}/memory.max", f"memory{path}/memory.limit_in_bytes"):
+                    with suppress(OSError, ValueError):
+                        limits.append(int(Path("/sys/fs/cgroup", file.lstrip("/")).read_text()))
+    return min(limits)
+
+
+def _number_after(file: str, word: str) -> int:
+    with suppress(OSError, ValueError):
+        for line in Path(file).read_text().splitlines():
+            if line.split()[:1] == [word]:
+                return int(line.split()[1])
+    return 0

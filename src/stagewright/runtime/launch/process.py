@@ -4,12 +4,15 @@
 
 Loading torch takes a core three seconds and a fork none: a run of four workers that is started again is back after
 1.2 s instead of 7.4 s. Forks end with the fork server, and that with the process that started it, however that ends.
+The fork server imports this file before it forks anything; what its end does is done there, and nowhere else.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -28,8 +31,10 @@ from stagewright.errors import RunError
 
 _FORK = "STAGEWRIGHT_FORK"
 """With `no` in this variable every process loads torch for itself, for scripts whose libraries cannot be forked."""
-LOADED = "STAGEWRIGHT_LOADED"
+_LOADED = "STAGEWRIGHT_LOADED"
 """The variable that names to the fork server the modules that it loads."""
+_SERVER = os.getpid() if _LOADED in os.environ else None
+"""The fork server, where this was loaded there: one that the user's own script has started before has not loaded it."""
 _Enter = Callable[[], None]
 
 
@@ -41,9 +46,9 @@ def start_process(
     The process calls `enter` before anything else.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stagewright.runtime.launch.preload"])
+    context.set_forkserver_preload([__name__])
     process = context.Process(target=_run, name=name, args=(name, list(command), dict(environment), log, enter))
-    with _as_fork_server(environment):
+    with _as_fork_server(environment, loads=command[0] == sys.executable and environment.get(_FORK) != "no"):
         forkserver.ensure_running()
         try:
             process.start()
@@ -53,7 +58,7 @@ def start_process(
 
 
 @contextmanager
-def _as_fork_server(environment: Mapping[str, str]) -> Iterator[None]:
+def _as_fork_server(environment: Mapping[str, str], *, loads: bool) -> Iterator[None]:
     """While the block runs, this process has the environment in which the fork server starts, and no script.
 
     It is that of the workers, for libraries read variables such as OMP_NUM_THREADS when they are loaded, and modules
@@ -62,10 +67,10 @@ def _as_fork_server(environment: Mapping[str, str]) -> Iterator[None]:
     own = {name for name in sys.modules if name.split(".")[0] == "stagewright" and "__main__" not in name}
     # What every worker loads sooner or later, though the launcher may not; optimizers load torch._dynamo.
     late = "torch torch._dynamo torch.fx.experimental.symbolic_shapes torch._meta_registrations"
-    loaded = [] if environment.get(_FORK) == "no" else [late, "stagewright.runtime.checkpoint.saving", *sorted(own)]
+    loaded = [late, "stagewright.runtime.checkpoint.saving", *sorted(own)] if loads else []
     before, main = dict(os.environ), sys.modules["__main__"]
     _set_environment({
-        **environment, LOADED: " ".join(loaded), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        **environment, _LOADED: " ".join(loaded), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONSAFEPATH": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whoever asks for cards must not open one: it could not be forked then
     })  # fmt: skip
@@ -116,9 +121,7 @@ def _server_gone(how: str | None) -> RunError:
 
 def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, enter: _Enter | None) -> None:
     """Makes a fork what a process would be that was started for this command alone, and runs it."""
-    # A fork server that the user's own script has started before has not loaded it.
-    preload: Any = sys.modules.get("stagewright.runtime.launch.preload")
-    follow_parent(preload.SERVER if preload else None)
+    follow_parent(_SERVER)
     os.setsid()
     if sys.platform == "linux":  # of forks, Linux shows neither their command nor their variables
         ctypes.CDLL(None).prctl(15, name.encode())
@@ -134,7 +137,7 @@ def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log:
     if "torch" in loaded and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
         loaded["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        _run_command(command, anew=not preload or not preload.CAN_FORK or environment.get(_FORK) == "no")
+        _run_command(command, anew=not _CAN_FORK or environment.get(_FORK) == "no")
     finally:
         atexit._run_exitfuncs()
 
@@ -166,3 +169,23 @@ def is_stopped(process: int) -> bool:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False
+
+
+def _has_opened_a_card() -> bool:
+    """Whether something that was loaded opened CUDA's driver, which forks could not use then; asking opens nothing."""
+    with suppress(OSError, AttributeError):
+        count = ctypes.c_int()
+        status = int(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)))
+        return status != 3  # CUDA_ERROR_NOT_INITIALIZED
+    return False
+
+
+if _SERVER is not None:
+    os.setsid()  # a signal to the launcher's group is for the launcher
+    follow_parent()
+    for _name in os.environ[_LOADED].split():
+        with suppress(ImportError):  # workers will say what is missing, if they miss it
+            importlib.import_module(_name)
+    gc.collect()
+    gc.freeze()  # objects that stay are not touched again, and their memory stays shared
+_CAN_FORK = _SERVER is not None and not _has_opened_a_card()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from stagewright.plan import Plan
-from stagewright.runtime.safety.flight import STATUSES, Confession, read_beat, read_confessions, read_flight, write_json
+from stagewright.runtime.run_folder import STATUSES
+from stagewright.runtime.safety.flight import Confession, read_beat, read_confessions, read_flight
 from stagewright.schedule import RECEIVES, Action, Kind, Schedule
 
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -170,11 +170,6 @@ def blame(schedule: Schedule, folder: Path, exit_codes: Mapping[int, int] | None
     )
 
 
-def keep_statuses(folder: Path, codes: Mapping[int, int], memory: str | None) -> None:
-    """Writes down how workers ended, for those who ask later."""
-    write_json(folder / STATUSES, {"statuses": {str(worker): code for worker, code in codes.items()}, "memory": memory})
-
-
 def _read_statuses(folder: Path) -> tuple[dict[int, int], str | None]:
     """How workers ended, and what is known of the memory then."""
     try:
@@ -269,48 +264,3 @@ class _Scene:
     def at(self, worker: int) -> str:
         """Where a worker stood, as the end of a sentence."""
         return f" at {position(self.stands[worker].action)}" if worker in self.stands else ""
-
-
-# Memory
-
-
-class MemoryWatch:
-    """Looks at what the workers of this host occupy while they run."""
-
-    def __init__(self) -> None:
-        self._kills_before, self._most_bytes = _number_after("/proc/vmstat", "oom_kill"), 0
-
-    def look(self, processes: Iterable[int]) -> None:
-        """Takes note of what the workers occupy now; pages that forks share count once for each, as for the kernel."""
-        kibibytes = sum(_number_after(f"/proc/{process}/status", "VmRSS:") for process in processes)
-        self._most_bytes = max(self._most_bytes, kibibytes * 1024)
-
-    def says(self) -> str | None:
-        """A sentence where the kernel has ended a process for lack of memory since this began."""
-        if _number_after("/proc/vmstat", "oom_kill") <= self._kills_before:
-            return None
-        held = f"workers held up to {self._most_bytes / 2**30:.1f} of " if self._most_bytes else "this host has "
-        return (
-            f"the kernel ended it, since memory was full: {held}{_total_bytes() / 2**30:.1f} GiB; "
-            "use a smaller batch, more microbatches or fewer devices"
-        )
-
-
-def _total_bytes() -> int:
-    """What this host has, or what the control group of this process may have of it."""
-    limits = [_number_after("/proc/meminfo", "MemTotal:") * 1024]
-    with suppress(OSError):
-        for _, kinds, path in (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()):
-            if kinds in ("", "memory"):
-                for file in (f"{path}/memory.max", f"memory{path}/memory.limit_in_bytes"):
-                    with suppress(OSError, ValueError):
-                        limits.append(int(Path("/sys/fs/cgroup", file.lstrip("/")).read_text()))
-    return min(limits)
-
-
-def _number_after(file: str, word: str) -> int:
-    with suppress(OSError, ValueError):
-        for line in Path(file).read_text().splitlines():
-            if line.split()[:1] == [word]:
-                return int(line.split()[1])
-    return 0

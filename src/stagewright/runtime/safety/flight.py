@@ -16,6 +16,7 @@ from pathlib import Path
 
 import stagewright
 from stagewright.errors import StagewrightError
+from stagewright.runtime.run_folder import write_text
 from stagewright.schedule import Action, Kind
 
 _HEAD = struct.Struct("<qqdd")
@@ -24,11 +25,6 @@ _BEAT = struct.Struct("<d")
 _ENTRY = struct.Struct("<dBhiih")
 """time, kind, stage, batch, microbatch, peer"""
 _NUM_ENTRIES = 64
-SCHEDULE_FILE = "schedule.json"
-STATUSES = "statuses.json"
-"""The file in a run's folder that holds what its workers do, for those who read their recorders."""
-STOP_FILE = "stop"
-"""The file in a run's folder by which the launcher asks workers to save and stop."""
 _KINDS = list(Kind)
 
 
@@ -98,18 +94,6 @@ def read_flight(folder: Path, worker: int) -> list[tuple[float, Action]]:
     return entries
 
 
-def write_json(path: Path, value: object) -> None:
-    """Writes a small JSON file whole or not at all."""
-    write_text(path, json.dumps(value))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
 # Last words
 
 _ECHOES = (
@@ -162,7 +146,7 @@ def write_confession(
     """Writes a worker's last words."""
     with suppress(OSError):  # its output says it too
         told = {"what": what, "todo": todo, "own": is_own, "lost": list(lost), "time": time.time()}
-        write_json(folder / f"worker-{worker}.error.json", told)
+        write_text(folder / f"worker-{worker}.error.json", json.dumps(told))
 
 
 def _users_place(fault: BaseException) -> str | None:

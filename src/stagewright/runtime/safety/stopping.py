@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from stagewright.runtime.safety.flight import STOP_FILE
+from stagewright.runtime.run_folder import STOP_FILE
 from stagewright.runtime.world import Words, World
 from stagewright.schedule import Action
 
