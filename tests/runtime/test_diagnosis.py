@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from stagewright.cli import main
+from stagewright.errors import RunError
 from stagewright.runtime.launch.local import _explain
 from stagewright.runtime.run_folder import _IDENTITY, SCHEDULE_FILE
 from stagewright.runtime.safety.diagnosis import blame
 from stagewright.runtime.safety.flight import (
-    _ENTRY,
     _HEAD,
-    _NUM_ENTRIES,
+    _SIZE,
     Flight,
     _path_of,
     read_flight,
 )
+from stagewright.runtime.safety.watchdog import LastWords
 from stagewright.schedule import Action, Schedule
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, plan_of
 
-SIZE = _HEAD.size + _ENTRY.size * _NUM_ENTRIES
 NAMES = tuple(f"l{number}" for number in range(6))
 
 
@@ -48,6 +48,11 @@ def fly(folder: Path, schedule: Schedule, until: dict[int, str], batches: int = 
         else:
             raise AssertionError(f"{text} is not in the order of worker {worker}")
         flight.close()
+
+
+def end(folder: Path, schedule: Schedule, worker: int, fault: Exception) -> None:
+    """Has a worker leave its last words."""
+    LastWords(schedule, 5.0, worker, folder).of(fault)
 
 
 def test_the_one_that_all_wait_for_is_named(tmp_path: Path) -> None:
@@ -86,8 +91,8 @@ def test_a_worker_that_never_flew(tmp_path: Path) -> None:
 def test_a_fault_of_its_own_comes_before_echoes(tmp_path: Path) -> None:
     schedule = schedule_of(Case("3-1"))
     fly(tmp_path, schedule, {0: "B0.0", 1: "F0.1", 2: "B0.0", 3: "F1.0"})
-    write_json(tmp_path / "worker-0.error.json", {"what": "RuntimeError: Connection closed by peer [127.0.0.1]:1"})
-    write_json(tmp_path / "worker-1.error.json", {"what": "ValueError: bad label", "todo": None})
+    end(tmp_path, schedule, 0, RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+    end(tmp_path, schedule, 1, ValueError("bad label"))
     assert (blame(schedule, tmp_path).worker, blame(schedule, tmp_path).evidence) == (1, ("ValueError: bad label",))
 
 
@@ -98,13 +103,13 @@ def test_a_killed_one_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["no rows came within 5 s", "RuntimeError: Timed out waiting 5000ms for recv operation"]
+    "said", [RunError("no rows came within 5 s"), RuntimeError("Timed out waiting 5000ms for recv operation")]
 )
-def test_what_a_worker_only_heard_of_is_no_fault_of_its_device(said: str, tmp_path: Path) -> None:
+def test_what_a_worker_only_heard_of_is_no_fault_of_its_device(said: Exception, tmp_path: Path) -> None:
     """All had begun the reduction, and one says that nothing came: who hung in it nobody knows, so no device goes."""
     schedule = schedule_of(Case("4"))
     fly(tmp_path, schedule, dict.fromkeys(range(4), "U0"))
-    write_json(tmp_path / "worker-0.error.json", {"what": said})
+    end(tmp_path, schedule, 0, said)
     found = blame(schedule, tmp_path, {0: 1})
     assert not found.is_own
     assert _explain(schedule.plan, tmp_path, {0: 1}).worker is None
@@ -133,15 +138,16 @@ def test_the_users_own_exception_comes_before_what_others_abort_with(tmp_path: P
     assert (found.worker, found.evidence[0]) == (2, "TimeoutError: timed out (train.py, line 3)")
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 5, b"\xff" * SIZE, bytes(SIZE)])
+@pytest.mark.parametrize("damage", [b"", b"x" * 5, b"\xff" * _SIZE, bytes(_SIZE)])
 def test_a_damaged_recorder_is_no_trace(damage: bytes, tmp_path: Path) -> None:
     (tmp_path / "worker-0.flight").write_bytes(damage)
-    assert read_flight(tmp_path, 0) == []
+    assert read_flight(tmp_path, 0) is None
 
 
 def test_the_doctor_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fly(tmp_path, schedule_of(Case("3-1")), {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
-    write_json(tmp_path / "worker-0.error.json", {"what": "RuntimeError: [/closed.cc:78] Timed out"})
+    schedule = schedule_of(Case("3-1"))
+    fly(tmp_path, schedule, {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
+    end(tmp_path, schedule, 0, RuntimeError("[/closed.cc:78] Timed out"))
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(tmp_path)])
     out = capsys.readouterr().out

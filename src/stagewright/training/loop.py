@@ -24,7 +24,7 @@ from stagewright.runtime.replica import fed_inputs, with_dtypes
 from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, read_secret
 from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
-from stagewright.runtime.safety.watchdog import LastWords, watchdog
+from stagewright.runtime.safety.watchdog import LastWords, Watchdog
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
@@ -52,7 +52,7 @@ def work(
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     launched = os.environ.get(RUN_FOLDER)
     last = LastWords(schedule, settings.timeout_s, rank, Path(launched) if launched else None)
-    watching = watchdog(settings.timeout_s, settings.start_timeout_s, last.when_stuck, is_on=size > 1)
+    watching = Watchdog(settings.timeout_s, settings.start_timeout_s, last.when_stuck, is_on=size > 1)
     try:
         with watching as dog, open_world(settings) as world, joined(world, take) as own:
             last.folder, last.places = own.folder, world.places

@@ -16,17 +16,13 @@ from typing import NamedTuple
 
 from stagewright.plan import Plan
 from stagewright.runtime.run_folder import STATUSES
-from stagewright.runtime.safety.flight import Confession, read_beat, read_confessions, read_flight
+from stagewright.runtime.safety.flight import Confession, read_confessions, read_flight
 from stagewright.schedule import RECEIVES, Action, Kind, Schedule
 
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
-
-@dataclass(frozen=True)
-class _Stand:
+class _Stand(NamedTuple):
     """Where a worker was at last."""
 
-    worker: int
     time_s: float
     action: Action
     seen: frozenset[Action]
@@ -45,10 +41,11 @@ def where_all_stand(folder: Path, num_workers: int) -> dict[int, _Stand]:
     """The last action of each worker that has left a recorder; receipts are drawn ahead and say little."""
     found = {}
     for worker in range(num_workers):
-        entries = read_flight(folder, worker)
+        trace = read_flight(folder, worker)
+        entries = trace.entries if trace is not None else []
         telling = [entry for entry in entries if entry[1].kind not in RECEIVES] or entries
         if telling:
-            found[worker] = _Stand(worker, telling[-1][0], telling[-1][1], frozenset(action for _, action in entries))
+            found[worker] = _Stand(*telling[-1], frozenset(action for _, action in entries))
     return found
 
 
@@ -56,47 +53,45 @@ def _needs_of(schedule: Schedule, worker: int, action: Action) -> list[_Wait]:
     """What others must have done before an action can end."""
     kind, stage, batch, microbatch, _ = action
     plan = schedule.plan
-    if kind is Kind.FORWARD or kind in _BACKWARDS:
-        forward = kind is Kind.FORWARD
-        receive, send = (
-            (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD) if forward else (Kind.RECEIVE_BACKWARD, Kind.SEND_BACKWARD)
-        )
-        source = stage + (-1 if forward else 1)
+    if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        receive, send, source = Kind.RECEIVE_BACKWARD, Kind.SEND_BACKWARD, stage + 1
+        if kind is Kind.FORWARD:
+            receive, send, source = Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD, stage - 1
         key = (receive, source, microbatch)
         peers = [one.peer for one in schedule.orders[worker] if (one.kind, one.stage, one.microbatch) == key]
-        return [_Wait(worker, peer, Action(send, source, batch, microbatch, worker)) for peer in peers]
-    if kind is Kind.AGREE:
-        others = (other for other in range(len(plan.devices)) if other != worker)
-        return [_Wait(worker, other, action) for other in others]
-    if kind is Kind.UPDATE:
-        last = Action(Kind.REDUCE, stage, batch, -1, plan.stages[stage].num_buckets - 1)
-        return [_Wait(worker, other, last) for other in plan.workers[stage] if other != worker]
-    return []
+        needs, others = Action(send, source, batch, microbatch, worker), peers
+    elif kind is Kind.AGREE:
+        needs, others = action, list(range(len(plan.devices)))
+    elif kind is Kind.UPDATE:
+        needs = Action(Kind.REDUCE, stage, batch, -1, plan.stages[stage].num_buckets - 1)
+        others = list(plan.workers[stage])
+    else:
+        return []
+    return [_Wait(worker, other, needs) for other in others if other != worker]
 
 
-def _place_of(schedule: Schedule, worker: int, action: Action) -> int | None:
-    """How far into its endless order a worker is with an action."""
-    order = schedule.orders[worker]
-    for index, one in enumerate(order):
-        if one._replace(batch=0) == action._replace(batch=0):
-            return (action.batch - one.batch) * len(order) + index
-    return None
-
-
-def _has_begun(schedule: Schedule, stand: _Stand | None, needs: Action) -> bool:
+def _has_begun(schedule: Schedule, worker: int, stand: _Stand | None, needs: Action) -> bool:
     """Whether a worker has come to an action; where it stands is all that is known."""
-    if stand is None:
-        return False
-    if needs in stand.seen:
-        return True
-    here, there = (_place_of(schedule, stand.worker, action) for action in (stand.action, needs))
+    if stand is None or needs in stand.seen:
+        return stand is not None
+    order = [one._replace(batch=0) for one in schedule.orders[worker]]
+
+    def place_of(action: Action) -> int | None:
+        """How far into its endless order the worker is with an action."""
+        key = action._replace(batch=0)
+        if key not in order:
+            return None
+        index = order.index(key)
+        return (action.batch - schedule.orders[worker][index].batch) * len(order) + index
+
+    here, there = place_of(stand.action), place_of(needs)
     return here is not None and there is not None and here >= there
 
 
 def _waits(schedule: Schedule, stands: Mapping[int, _Stand]) -> list[_Wait]:
     """Everyone who waits for somebody that has not come to it yet."""
-    needed = (wait for stand in stands.values() for wait in _needs_of(schedule, stand.worker, stand.action))
-    return [wait for wait in needed if not _has_begun(schedule, stands.get(wait.peer), wait.needs)]
+    needed = (wait for worker, stand in stands.items() for wait in _needs_of(schedule, worker, stand.action))
+    return [wait for wait in needed if not _has_begun(schedule, wait.peer, stands.get(wait.peer), wait.needs)]
 
 
 def name_of(plan: Plan, worker: int) -> str:
@@ -151,12 +146,10 @@ class Blame:
 
 def blame(schedule: Schedule, folder: Path, exit_codes: Mapping[int, int] | None = None) -> Blame:
     """The first cause: a worker's own fault, else one that was killed or stopped, else one that others waited for."""
-    kept, memory = _read_statuses(folder)
+    codes, memory = _read_statuses(folder)
     number = len(schedule.plan.devices)
-    scene = _Scene(
-        schedule, folder, where_all_stand(folder, number), read_confessions(folder, number),
-        kept if exit_codes is None else exit_codes, memory,
-    )  # fmt: skip
+    stands, told = where_all_stand(folder, number), read_confessions(folder, number)
+    scene = _Scene(schedule, folder, stands, told, codes if exit_codes is None else exit_codes, memory)
     failed = {worker: code for worker, code in scene.codes.items() if code > 0}
     return (
         scene.confessed()
@@ -192,7 +185,7 @@ class _Scene:
 
     def confessed(self) -> Blame | None:
         """The first worker that ended by a fault of its own."""
-        own = sorted((each.time_s, worker) for worker, each in self.told.items() if each.is_own)
+        own = sorted((each.time, worker) for worker, each in self.told.items() if each.own)
         if not own:
             return None
         worker = own[0][1]
@@ -228,13 +221,13 @@ class _Scene:
 
     def fell_silent(self) -> Blame | None:
         """Workers that were not alive any more long before the last of the others: stopped, or cut off."""
-        found = {worker: read_beat(self.folder, worker) for worker in range(len(self.schedule.plan.devices))}
-        beats = {worker: beat for worker, beat in found.items() if beat is not None}
-        said = {worker: each.time_s for worker, each in self.told.items()}
-        last = {worker: max(when, said.get(worker, 0.0)) for worker, (when, _) in beats.items()}
+        found = {worker: read_flight(self.folder, worker) for worker in range(len(self.schedule.plan.devices))}
+        traces = {worker: trace for worker, trace in found.items() if trace is not None}
+        said = {worker: each.time for worker, each in self.told.items()}
+        last = {worker: max(trace.beat_s, said.get(worker, 0.0)) for worker, trace in traces.items()}
         newest = max(last.values(), default=0.0)
         # One that is heard of less often than every 2 s may just have been slow.
-        silent = [worker for worker, when in last.items() if newest - when > max(2.0, beats[worker][1] / 2)]
+        silent = [worker for worker, when in last.items() if newest - when > max(2.0, traces[worker].silence_s / 2)]
         if len(silent) == 1:
             return Blame(silent[0], f"gave no sign of life any more{self.at(silent[0])}: it was stopped or cut off")
         names = ", ".join(map(str, silent))

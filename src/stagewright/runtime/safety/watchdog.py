@@ -11,22 +11,33 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stagewright.errors import RunError
+import stagewright
+from stagewright.errors import RunError, StagewrightError
 from stagewright.runtime.launch.meeting import Place, lost_hosts
 from stagewright.runtime.safety.diagnosis import verdict
-from stagewright.runtime.safety.flight import Flight, confess, write_confession
+from stagewright.runtime.safety.flight import Confession, Flight
 from stagewright.runtime.world import Words
 from stagewright.schedule import Schedule
 
 _T = TypeVar("_T")
+_ECHOES = (
+    "closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused", "gloo", "nccl",
+    "waited", "sent rows were not taken", "no rows came within", "did not start within", "socket", "process group",
+)  # fmt: skip
+"""Words in the fault of a worker that only suffered from another one's."""
+_OWN_FOLDER = str(Path(stagewright.__file__).parent)
+_OTHERS_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Where Python's modules and installed packages are: what is nowhere there is the user's."""
 
 
 class Watchdog:
@@ -63,15 +74,17 @@ class Watchdog:
             self._busy -= 1
             self.get_on(before)
 
-    def end_soon(self) -> None:
-        """Gives this process, which has failed, a last while to end by itself."""
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        """Watches no longer, or after a failure until the process has ended, which gets a last while for that."""
+        if fault == (None, None, None):
+            self._is_over.set()
+            return
         self._busy, self._last_words = 0, lambda: ""
         self.get_on(self._timeout_s / 4)
         self.words = self.flight = None
-
-    def close(self) -> None:
-        """Watches no longer."""
-        self._is_over.set()
 
     def _watch(self) -> None:
         count = 0
@@ -111,18 +124,6 @@ class Watchdog:
         return True
 
 
-@contextmanager
-def watchdog(timeout_s: float, start_s: float, last_words: Callable[[], str], *, is_on: bool) -> Iterator[Watchdog]:
-    """A watchdog while the block runs, and after a failure until the process ends."""
-    dog = Watchdog(timeout_s, start_s, last_words, is_on=is_on)
-    try:
-        yield dog
-    except BaseException:
-        dog.end_soon()
-        raise
-    dog.close()
-
-
 def _in_time(do: Callable[[], _T], limit_s: float) -> _T | None:
     """What a function gives within so many seconds; it goes on alone when it takes longer."""
     made: list[Any] = []
@@ -153,19 +154,41 @@ class LastWords:
         if self.is_said or self.folder is None:
             return fault
         self.is_said = True
-        told = confess(self.folder, self.worker, fault, self._waited)
-        return fault if told is None else RunError(*told)
+        place = _users_place(fault)
+        if isinstance(fault, StagewrightError):
+            what, todo = fault.what, fault.todo or ""
+        else:
+            lines = str(fault).strip().splitlines() or [""]
+            what, todo = f"{type(fault).__name__}: {lines[0]}", ""
+        if place is not None or not any(word in what.lower() for word in _ECHOES):
+            Confession(f"{what} ({place})" if place else what, todo).write(self.folder, self.worker)
+            return fault
+        said, lost = self._waited()
+        Confession(said, what, own=False, lost=lost).write(self.folder, self.worker)
+        return RunError(said, what)
 
     def when_stuck(self) -> str:
         """Writes down and returns what there is to say when nothing gets on."""
         what, lost = self._waited()
         if self.folder is not None and not self.is_said:
-            write_confession(self.folder, self.worker, what, is_own=False, lost=lost)
+            Confession(what, own=False, lost=lost).write(self.folder, self.worker)
         return f"error: {what}"
 
-    def _waited(self) -> tuple[str, list[str]]:
+    def _waited(self) -> tuple[str, tuple[str, ...]]:
         """For whom this worker waited, and which hosts do not answer."""
         lost = lost_hosts(self.places, self.worker, min(0.5, self.timeout_s / 20)) if self.places else []
         folder = self.folder
         said = verdict(self.schedule, folder, self.worker, self.timeout_s) if folder else "the workers did not start"
-        return (f"host {', '.join(lost)} does not answer; {said}" if lost else said), lost
+        return (f"host {', '.join(lost)} does not answer; {said}" if lost else said), tuple(lost)
+
+
+def _users_place(fault: BaseException) -> str | None:
+    """The line of the user's own code, called by ours, in which a fault was raised; None where it was not there."""
+    frames = traceback.extract_tb(fault.__traceback__)
+    ours = [number for number, frame in enumerate(frames) if frame.filename.startswith(_OWN_FOLDER)]
+    inside = frames[ours[-1] + 1 :] if ours else []
+    packages = (*_OTHERS_FOLDERS, "<")
+    theirs = [
+        each for each in inside if not each.filename.startswith(packages) and "site-packages" not in each.filename
+    ]
+    return f"{theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name}" if theirs else None
