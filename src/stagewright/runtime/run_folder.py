@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +50,18 @@ _TRACES = (_IDENTITY, _EVENTS, RECORD, f"{CHECKPOINTS}/step-*")
 PRIVATE = 0o700
 
 
+@dataclass
 class RunFolder:
-    """The folder of a run, held by this process until it is let go."""
+    """A run's folder, for those who work in it."""
 
-    def __init__(self, path: Path, id: str, lock: int, *, is_named: bool, changes: tuple[str, ...] = ()) -> None:
-        self.path, self.id, self.changes = path, id, changes
-        """`changes`: what is not as it was when the run last stopped, a sentence each."""
-        self.state = "finished"
-        """How the run ends when nothing goes wrong."""
-        self._lock, self._is_named = lock, is_named
-
-    def release(self, state: str) -> None:
-        """Writes down how the run ended and lets the folder go; one that nobody named and needs is removed."""
-        known = read_identity(self.path) or {}
-        write_text(self.path / _IDENTITY, json.dumps({**known, "state": state, "ended": time.time()}))
-        if not self._is_named and state == "finished" and not any(self.path.glob(f"{CHECKPOINTS}/step-*")):
-            shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):
-                self.path.parent.rmdir()  # others may have runs there
-        elif not self._is_named:
-            print(f"this run is in {self.path}", file=sys.stderr)
-        with suppress(OSError):
-            (self.path / _SECRET).unlink(missing_ok=True)
-        os.close(self._lock)
+    path: Path
+    id: str
+    changes: tuple[str, ...] = ()
+    """What is not as it was when the run last stopped, a sentence each."""
+    is_restarted: bool = False
+    """Whether workers of this run ran before, of this process's launcher or of any other's."""
+    state: str = "finished"
+    """How the run ends when nothing goes wrong."""
 
 
 @contextmanager
@@ -86,37 +76,52 @@ def held(
     """
     path = Path(folder).absolute() if folder is not None else new_folder(name)
     _make_private(path)
-    lock = _locked(path, patience_s if goes_on else 0.0)
-    try:
+    with _locked(path, patience_s if goes_on else 0.0):
         if overwrite:
             _remove_run(path)
         known = read_identity(path)
         if not goes_on:
             _check_vacant(path, known, resume)
         changes = _check_same_run(path, known, about) if known else ()
-        run_id = str(known["id"]) if known else uuid.uuid4().hex
-        (path / STOP_FILE).unlink(missing_ok=True)
-        head = {"format": "stagewright.run", "version": 1, "id": run_id, "state": "running", "started": time.time()}
-        (path / _SECRET).unlink(missing_ok=True)
-        (path / _SECRET).touch(mode=0o600, exist_ok=False)  # only this user can read it
-        (path / _SECRET).write_text(secrets.token_hex(32))
-        write_text(path / _IDENTITY, json.dumps({**head, **about, "changes": changes}))
+        run, state = RunFolder(path, str(known["id"]) if known else uuid.uuid4().hex, changes), "failed"
+        _begin(run, about)
+        try:
+            yield run
+            state = run.state
+        except (KeyboardInterrupt, SystemExit):
+            state = "stopped"
+            raise
+        finally:
+            _end(path, state, is_named=folder is not None)
+
+
+def _begin(run: RunFolder, about: Mapping[str, Any]) -> None:
+    """Leaves in the folder what a run has from its first moment: its identity, its secret, a place for checkpoints."""
+    path = run.path
+    (path / STOP_FILE).unlink(missing_ok=True)
+    (path / _SECRET).unlink(missing_ok=True)
+    (path / _SECRET).touch(mode=0o600, exist_ok=False)  # only this user can read it
+    (path / _SECRET).write_text(secrets.token_hex(32))
+    head = {"format": "stagewright.run", "version": 1, "id": run.id, "state": "running", "started": time.time()}
+    write_text(path / _IDENTITY, json.dumps({**head, **about, "changes": run.changes}))
+    try:
         (path / CHECKPOINTS).mkdir(mode=PRIVATE, exist_ok=True)
     except FileExistsError:
-        os.close(lock)
         raise UsageError(f"{path / CHECKPOINTS} is a file, where checkpoints would go", "remove it") from None
-    except BaseException:
-        os.close(lock)
-        raise
-    run, state = RunFolder(path, run_id, lock, is_named=folder is not None, changes=changes), "failed"
-    try:
-        yield run
-        state = run.state
-    except (KeyboardInterrupt, SystemExit):
-        state = "stopped"
-        raise
-    finally:
-        run.release(state)
+
+
+def _end(path: Path, state: str, *, is_named: bool) -> None:
+    """Writes down how a run ended; its folder is removed where nobody named and needs it."""
+    known = read_identity(path) or {}
+    write_text(path / _IDENTITY, json.dumps({**known, "state": state, "ended": time.time()}))
+    if not is_named and state == "finished" and not any(path.glob(f"{CHECKPOINTS}/step-*")):
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.parent.rmdir()  # others may have runs there
+    elif not is_named:
+        print(f"this run is in {path}", file=sys.stderr)
+    with suppress(OSError):
+        (path / _SECRET).unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -159,43 +164,46 @@ def _make_private(path: Path) -> None:
         )
 
 
-def _locked(path: Path, patience_s: float) -> int:
-    """The open lock file of a folder, locked; refuses a folder that a living run holds."""
+@contextmanager
+def _locked(path: Path, patience_s: float) -> Iterator[None]:
+    """Holds a folder while the block runs; refuses one that a living run holds."""
     try:
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as fault:
         raise UsageError(f"--out {path}: {fault.strerror}", "name a folder that can be written to") from None
     deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
-            os.close(lock)
-            raise UsageError(
-                f"{path} belongs to a run that is under way ({holder})", "wait for it, or name another --out"
-            ) from None
-        except OSError:
-            break  # some file systems know no locks
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return lock
+    try:
+        while not _lock(lock):
+            if time.monotonic() >= deadline:
+                holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+                what = f"{path} belongs to a run that is under way ({holder})"
+                raise UsageError(what, "wait for it, or name another --out")
+            time.sleep(0.2)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Locks an open file unless another process has; on file systems that know no locks nobody has."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def is_held(path: Path) -> bool:
     """Whether a living run holds a folder."""
     try:
-        with (path / _LOCK).open("r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        with (path / _LOCK).open("r+b") as file:
+            return not _lock(file.fileno(), fcntl.LOCK_SH)
     except OSError:
         return False
-    return False
 
 
 def read_secret(path: Path) -> bytes:

@@ -19,7 +19,7 @@ from stagewright.models import Layered
 from stagewright.record import DeviceUse, Point, Record, Source, Span
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import this_command
-from stagewright.runtime.launch.joining import Joined
+from stagewright.runtime.run_folder import RunFolder
 from stagewright.runtime.safety.watchdog import Watchdog
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.weights import OptimizerMaker
@@ -48,7 +48,7 @@ class Run:
     source: Source
     folder: Path
     world: World
-    own: Joined | None = None
+    own: RunFolder | None = None
     """Which run this is."""
     dog: Watchdog = field(default_factory=lambda: Watchdog(math.inf, math.inf, str, is_on=False))
 

@@ -55,11 +55,11 @@ def work(
     watching = Watchdog(settings.timeout_s, settings.start_timeout_s, last.when_stuck, is_on=size > 1)
     try:
         with watching as dog, open_world(settings) as world, joined(world, take) as own:
-            last.folder, last.places = own.folder, world.places
+            last.folder, last.places = own.path, world.places
             run = Run(
-                schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own.folder, world, own, dog
+                schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own.path, world, own, dog
             )
-            with closing(Flight(own.folder, rank, settings.timeout_s)) as flight:
+            with closing(Flight(own.path, rank, settings.timeout_s)) as flight:
                 try:
                     return _run_worker(run, flight, console)
                 except BaseException as fault:
@@ -111,8 +111,8 @@ def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words |
             _save_last(run, checkpointer or _checkpointer_of(run, worker), listener, step, f"stopped by {cause}")
             where = f"go on with --resume auto --out {run.folder}"
             listener.announce("stopped", f"by {cause} after step {step}; {where}")
-            if run.own is not None and run.own.held is not None:
-                run.own.held.state = "stopped"
+            if run.own is not None:
+                run.own.state = "stopped"
         elif checkpointer is not None or run.job.save_final:
             _save_last(run, checkpointer or _checkpointer_of(run, worker), listener, step, "all steps are done")
         if RUN_FOLDER not in os.environ:  # else the one who started this worker does it
