@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,18 +17,19 @@ import torch
 import stagewright as sw
 from stagewright.cluster import DeviceId, parse_placement
 from stagewright.errors import UsageError
-from stagewright.models import build_model
+from stagewright.models import Layered, build_model
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.safety import preflight
 from stagewright.runtime.safety.preflight import (
-    Machine,
+    _facts,
+    _Machine,
+    _needed_bytes,
     _saved_bytes,
+    _stage_bytes,
+    _too_little_memory,
     check_before_launch,
     check_hosts,
-    facts,
-    needed_bytes,
-    too_little_memory,
 )
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
@@ -84,18 +86,24 @@ def test_each_card_is_judged_by_its_own_memory_and_the_workers_on_it(
 ) -> None:
     plan = Plan(model="any", stages=(Stage(layers=("l",), devices=parse_placement(placement)[0]),), batch=64)
     known = {
-        name: (Machine(GIB, tuple(GIB * card for card in cards)), hosts) for name, (cards, hosts) in machines.items()
+        name: (_Machine(GIB, tuple(GIB * card for card in cards)), hosts) for name, (cards, hosts) in machines.items()
     }
-    found = too_little_memory(plan, [10 * GIB] * len(plan.devices), ON_CARDS, known)
+    found = _too_little_memory(plan, [10 * GIB] * len(plan.devices), ON_CARDS, known)
     assert len(found) == bool(short)
     assert all(words in found[0] for words in short)
+
+
+def needed(plan: Plan, layered: Layered, states: Callable[[str], float]) -> list[int]:
+    """What each worker of a plan holds."""
+    return _needed_bytes(plan, layered, Settings(), _stage_bytes(plan, layered, Settings(), states))
 
 
 def test_on_cpus_each_host_holds_its_own_workers() -> None:
     plan = Plan(model="any", stages=(Stage(layers=("l",), devices=parse_placement("0:0-1,1:0-1")[0]),), batch=8)
     needed = [3 * GIB] * 4
-    assert not too_little_memory(plan, needed, Settings(), {h: (Machine(7 * GIB, ()), [n]) for n, h in enumerate("ab")})
-    (word,) = too_little_memory(plan, needed, Settings(), {"here": (Machine(7 * GIB, ()), [0, 1])})
+    apart = {host: (_Machine(7 * GIB, ()), [number]) for number, host in enumerate("ab")}
+    assert not _too_little_memory(plan, needed, Settings(), apart)
+    (word,) = _too_little_memory(plan, needed, Settings(), {"here": (_Machine(7 * GIB, ()), [0, 1])})
     assert "together need 12.0 GiB" in word
     assert "here has 7.0 GiB" in word
 
@@ -104,9 +112,7 @@ def test_on_cpus_each_host_holds_its_own_workers() -> None:
 def test_activations_count(recompute: bool, held: int) -> None:
     layered = layered_tower()
     few, many = (
-        needed_bytes(
-            plan_of(Case("2-2", batch=rows, recompute=recompute), layered.names), layered, Settings(), lambda role: 1
-        )
+        needed(plan_of(Case("2-2", batch=rows, recompute=recompute), layered.names), layered, lambda role: 1)
         for rows in (8, 808)
     )
     saved = _saved_bytes(plan_of(Case("2-2"), layered.names), layered, Settings())
@@ -146,31 +152,47 @@ def test_the_disk_must_hold_the_checkpoints(tmp_path: Path, monkeypatch: pytest.
 def asked(port: int, *paths: str, **other: object) -> list[str]:
     """Commands that answer as hosts do; `other` changes what the second one says."""
     code = (
-        "import json, sys; from stagewright.runtime.safety.preflight import facts; "
-        f"print(json.dumps({{**facts(sys.argv[2:], int(sys.argv[1]) or None), **{other!r}}}))"
+        "import json, sys; from stagewright.runtime.safety.preflight import _facts; "
+        f"print(json.dumps({{**_facts(sys.argv[2:], int(sys.argv[1]) or None), **{other!r}}}))"
     )
     return [sys.executable, "-c", code]
 
 
+class Asked(OverSsh):
+    """Hosts that answer here; what the second one says is changed, and the third cannot be reached."""
+
+    def reach(self, host: int, command: Sequence[str]) -> list[str]:
+        if self.names[host] == "three":
+            return ["sh", "-c", "echo 'No route to host' >&2; exit 255"]
+        return [*asked(0, **({} if host == 0 else {"torch": "1.0", "time": 0.0})), *command[3:]]
+
+
+class Agreeing(OverSsh):
+    """Hosts that answer here, and alike."""
+
+    def reach(self, host: int, command: Sequence[str]) -> list[str]:
+        return [*asked(0), *command[3:]]
+
+
+def check(hosts: OverSsh, paths: list[str], port: int, states: float = 1) -> None:
+    """Checks hosts of which each but the third has a worker."""
+    layered = layered_tower()
+    stage = Stage(layers=layered.names, devices=parse_placement("0:0,1:0")[0])
+    check_hosts(
+        hosts, paths, Plan(model="any", stages=(stage,), batch=8), layered, Settings(), states=lambda role: states,
+        port=port,
+    )  # fmt: skip
+
+
 def test_hosts_that_agree_may_start(tmp_path: Path) -> None:
-    check_hosts(["one", "two"], [str(tmp_path)], 29_417, lambda host, words: [*asked(0), *words[1:]])
+    check(Agreeing(("one", "two")), [str(tmp_path)], 29_417)
 
 
 def test_what_hosts_disagree_on_is_told_at_once(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-
-        def ask(host: str, words: list[str]) -> list[str]:
-            if host == "three":
-                return ["sh", "-c", "echo 'No route to host' >&2; exit 255"]
-            return [*(asked(0) if host == "one" else asked(0, torch="1.0", time=0.0)), *words[1:]]
-
         with pytest.raises(UsageError) as told:
-            check_hosts(
-                ["one", "two", "three"], [str(tmp_path), "/no/such/data"], port, ask,
-                lambda machines: [f"{name} is {where} and has memory: {it.memory_bytes > 0}"
-                                  for name, (it, where) in machines.items()],
-            )  # fmt: skip
+            check(Asked(("one", "two", "three")), [str(tmp_path), "/no/such/data"], port, states=1e12)
     text = str(told.value)
     assert "host three cannot be asked: No route to host" in text
     assert "torch is not the same everywhere" in text
@@ -178,12 +200,12 @@ def test_what_hosts_disagree_on_is_told_at_once(tmp_path: Path) -> None:
     assert "the clocks are apart" in text
     assert "host two has no /no/such/data" in text
     assert f"port {port} of host one is taken" in text
-    assert "one is [0] and has memory: True" in text
-    assert "two is [1] and has memory: True" in text
+    assert "for weights, gradients, optimizer and activations, one has" in text
+    assert "for weights, gradients, optimizer and activations, two has" in text
 
 
 def test_facts_are_plain() -> None:
-    told = json.loads(json.dumps(facts(["/", "/no/such/folder"], None)))
+    told = json.loads(json.dumps(_facts(["/", "/no/such/folder"], None)))
     assert told["missing"] == ["/no/such/folder"]
     assert told["port_is_free"]
 
@@ -224,11 +246,11 @@ def test_states_count_by_role_and_frozen_parameters_have_none() -> None:
     layered = layered_tower()
     plan = plan_of(Case("1", batch=8), layered.names)
     matrices = sum(each.numel() for each in layered.model.parameters() if each.dim() == 2)
-    one, more = (needed_bytes(plan, layered, Settings(), count) for count in (lambda role: 1, lambda role: 2))
+    one, more = (needed(plan, layered, count) for count in (lambda role: 1, lambda role: 2))
     whole = 4 * sum(each.numel() for each in layered.model.parameters())
     assert more[0] - one[0] == whole
-    less = needed_bytes(plan, layered, Settings(), lambda role: 0 if role == "matrix" else 1)
+    less = needed(plan, layered, lambda role: 0 if role == "matrix" else 1)
     assert one[0] - less[0] == 4 * (matrices - 6 * 4)  # the last one, of six inputs and four scores, is the head
     for each in layered.model.parameters():
         each.requires_grad_(False)
-    assert one[0] - needed_bytes(plan, layered, Settings(), lambda role: 1)[0] >= 2 * whole
+    assert one[0] - needed(plan, layered, lambda role: 1)[0] >= 2 * whole

@@ -24,9 +24,9 @@ from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import expand_hosts, is_main, is_worker
 from stagewright.runtime.launch.local import Hosts
-from stagewright.runtime.launch.ssh import PORT, OverSsh
+from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.run_folder import is_held
-from stagewright.runtime.safety.preflight import JudgeMemory, check_hosts, needed_bytes, too_little_memory
+from stagewright.runtime.safety.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.adapters import lora_of
@@ -78,8 +78,7 @@ def run_command(
     recipe = _recipe_of(config, plan, job)
     if where.nodes and not is_worker():
         hosts = over_ssh = _hosts_of(config, plan)
-        needed = needed_bytes(plan, model, settings, states_of(recipe))
-        _ask_hosts(config, over_ssh, lambda machines: too_little_memory(plan, needed, settings, machines))
+        check_hosts(over_ssh, [os.getcwd(), *config.data.folders], plan, model, settings, states=states_of(recipe))
     done = _steps_done(job, where.out)
     if done >= job.steps:
         console.print(nothing_left(done, job.steps), highlight=False, markup=False, soft_wrap=True)
@@ -305,13 +304,3 @@ def _hosts_of(config: Config, plan: Plan) -> OverSsh:
             f"name {count(needed, 'host')}, or change --placement",
         )
     return hosts
-
-
-def _ask_hosts(config: Config, hosts: OverSsh, too_small: JudgeMemory) -> None:
-    """Refuses hosts that do not fit together, or have not the data or the memory."""
-    names = hosts.names
-    check_hosts(
-        names, [os.getcwd(), *config.data.folders], PORT,
-        lambda host, words: hosts.reach(names.index(host), [hosts.python, "-m", *words]),
-        too_small,
-    )  # fmt: skip

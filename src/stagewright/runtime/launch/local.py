@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from stagewright.errors import RunError
 from stagewright.plan import Plan
+from stagewright.profiling.detect import memory_bytes
 from stagewright.runtime.checkpoint.storage import checkpoints_in
 from stagewright.runtime.launch.environment import STORE
 from stagewright.runtime.launch.leash import hold_leash
@@ -73,11 +74,11 @@ def seats_in(command: Sequence[str], hosts: Hosts, used: Sequence[int], port: in
         **hosts.environment(), "WORLD_SIZE": str(len(used)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": hosts.addresses[used[0]], "MASTER_PORT": str(port),
     }  # fmt: skip
-    return [
-        _Seat(f"worker-{rank}", command, {**common, "RANK": str(rank), "GROUP_RANK": str(host)}, enter)
-        for rank, host in enumerate(used)
-        for enter in [partial(hosts.enter, host)]
-    ]
+    made = []
+    for rank, host in enumerate(used):
+        variables = {**common, "RANK": str(rank), "GROUP_RANK": str(host)}
+        made.append(_Seat(f"worker-{rank}", command, variables, partial(hosts.enter, host)))
+    return made
 
 
 def _seats_over_ssh(
@@ -269,21 +270,9 @@ class _MemoryWatch:
             return None
         held = f"workers held up to {self._most_bytes / 2**30:.1f} of " if self._most_bytes else "this host has "
         return (
-            f"the kernel ended it, since memory was full: {held}{_total_bytes() / 2**30:.1f} GiB; "
+            f"the kernel ended it, since memory was full: {held}{memory_bytes() / 2**30:.1f} GiB; "
             "use a smaller batch, more microbatches or fewer devices"
         )
-
-
-def _total_bytes() -> int:
-    """What this host has, or what the control group of this process may have of it."""
-    limits = [_number_after("/proc/meminfo", "MemTotal:") * 1024]
-    with suppress(OSError):
-        for _, kinds, path in (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()):
-            if kinds in ("", "memory"):
-                for file in (f"{path}/memory.max", f"memory{path}/memory.limit_in_bytes"):
-                    with suppress(OSError, ValueError):
-                        limits.append(int(Path("/sys/fs/cgroup", file.lstrip("/")).read_text()))
-    return min(limits)
 
 
 def _number_after(file: str, word: str) -> int:

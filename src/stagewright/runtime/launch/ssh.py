@@ -7,8 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from stagewright.errors import UsageError
@@ -66,21 +66,17 @@ class OverSsh:
 
     def lost(self) -> list[int]:
         """The hosts that cannot be reached any more, asked side by side."""
-        quiet = subprocess.DEVNULL
-        asked = [
-            subprocess.Popen(self.reach(host, ["true"]), stdin=quiet, stdout=quiet, stderr=quiet)
-            for host in range(len(self.names))
-        ]
-        until, lost = time.monotonic() + 15.0, []
-        for host, process in enumerate(asked):
+
+        def answers(host: int) -> bool:
             try:
-                is_there = process.wait(max(0.0, until - time.monotonic())) == 0
+                asked = subprocess.run(self.reach(host, ["true"]), input=b"", capture_output=True, timeout=15.0)
             except subprocess.TimeoutExpired:
-                process.kill()
-                is_there = process.wait() == 0
-            if not is_there:
-                lost.append(host)
-        return lost
+                return False
+            return asked.returncode == 0
+
+        every = range(len(self.names))
+        with ThreadPoolExecutor(len(every)) as pool:
+            return [host for host, is_there in zip(every, pool.map(answers, every)) if not is_there]
 
     def without(self, lost: Collection[int]) -> OverSsh:
         """The hosts that are left."""

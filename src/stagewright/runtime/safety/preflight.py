@@ -25,12 +25,12 @@ from stagewright.models.roles import parameter_roles
 from stagewright.plan import Plan
 from stagewright.policy import outstanding
 from stagewright.profiling.facts import saved_by_row
+from stagewright.runtime.launch.ssh import PORT, OverSsh
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule
 
 _States = Callable[[str], float]
-"""How many numbers an optimizer keeps for each number of a parameter, by its role in the model."""
 
 
 def check_before_launch(
@@ -38,22 +38,19 @@ def check_before_launch(
 ) -> None:
     """Refuses a run that cannot work, with everything that is wrong with it.
 
-    `states` is as in `needed_bytes`, `keep` how many checkpoints there will be.
+    `states` says how many numbers the optimizer keeps for each number of a parameter, by its role; `keep` is how many
+    checkpoints there will be.
     """
-    sizes = _stage_bytes(schedule.plan, layered, settings, states)
-    needed = needed_bytes(schedule.plan, layered, settings, states)
-    hosts, wrong = sorted({id.host for id in schedule.plan.devices}), list[str]()
+    plan, found = schedule.plan, list[str]()
     try:
         check_schedule(schedule)
     except StagewrightError as fault:
-        wrong.append(fault.what)
-    found = [
-        *wrong,
-        *too_little_memory(schedule.plan, needed, settings, {"this host": (_this_machine(), hosts)}),
-        *_unwritable(folder),
-        *(_too_little_disk(schedule.plan, sizes, folder, keep) if keep else ()),
-    ]
-    _refuse(found)
+        found.append(fault.what)
+    sizes = _stage_bytes(plan, layered, settings, states)
+    here = {"this host": (_this_machine(), sorted({id.host for id in plan.devices}))}
+    found += _too_little_memory(plan, _needed_bytes(plan, layered, settings, sizes), settings, here)
+    found += _unwritable(folder)
+    _refuse([*found, *(_too_little_disk(plan, sizes, folder, keep) if keep else ())])
 
 
 def _refuse(found: Sequence[str]) -> None:
@@ -89,12 +86,9 @@ def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: _Stat
     return found
 
 
-def needed_bytes(plan: Plan, layered: Layered, settings: Settings, states: _States) -> list[int]:
-    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage.
-
-    `states` says how many numbers the optimizer keeps for each number of a parameter, by its role.
-    """
-    sizes, saved = _stage_bytes(plan, layered, settings, states), _saved_bytes(plan, layered, settings)
+def _needed_bytes(plan: Plan, layered: Layered, settings: Settings, sizes: Sequence[_Bytes]) -> list[int]:
+    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage."""
+    saved = _saved_bytes(plan, layered, settings)
     needed, held, fullest = [0] * len(plan.devices), outstanding(plan), [0.0] * len(plan.devices)
     for number, (stage, members, size) in enumerate(zip(plan.stages, plan.workers, sizes)):
         reduced = stage.versions if len(members) > 1 else 0
@@ -117,25 +111,24 @@ def _saved_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[float
             return [0.0] * len(plan.stages)
 
 
-class Machine(NamedTuple):
+class _Machine(NamedTuple):
     """The bytes that a host's memory can give, and those of each of its cards."""
 
     memory_bytes: int
     card_bytes: tuple[int, ...]
 
 
-_Machines = Mapping[str, tuple[Machine, Sequence[int]]]
+_Machines = Mapping[str, tuple[_Machine, Sequence[int]]]
 """By name, each with the numbers of the plan's hosts that it is."""
-JudgeMemory = Callable[[_Machines], list[str]]
 
 
-def _this_machine() -> Machine:
+def _this_machine() -> _Machine:
     """The one that this process runs on."""
     cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return Machine(_available_memory(), tuple(torch.cuda.get_device_properties(card).total_memory for card in cards))
+    return _Machine(_available_memory(), tuple(torch.cuda.get_device_properties(card).total_memory for card in cards))
 
 
-def too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, machines: _Machines) -> list[str]:
+def _too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, machines: _Machines) -> list[str]:
     """Hosts and cards whose memory cannot hold what their workers need.
 
     A worker has the card of its place among its host's workers; where there are more workers than cards, they share.
@@ -202,7 +195,7 @@ def _too_little_disk(plan: Plan, sizes: Sequence[_Bytes], folder: Path, keep: in
 # Other hosts
 
 
-def facts(paths: Sequence[str], port: int | None) -> dict[str, Any]:
+def _facts(paths: Sequence[str], port: int | None) -> dict[str, Any]:
     """What hosts must agree on: versions, the clock, which files they see, and whether a port is free."""
     is_free = True
     try:
@@ -219,24 +212,22 @@ def facts(paths: Sequence[str], port: int | None) -> dict[str, Any]:
 
 
 def check_hosts(
-    hosts: Sequence[str],
-    paths: Sequence[str],
-    port: int,
-    ask: Callable[[str, Sequence[str]], list[str]],
-    too_small: JudgeMemory = lambda machines: [],
-) -> None:
-    """Asks every host for its facts, side by side, and refuses what does not fit together.
-
-    `ask` makes the command that runs a Python module with arguments on a host; `too_small` says whose memory is.
-    """
+    hosts: OverSsh, paths: Sequence[str], plan: Plan, layered: Layered, settings: Settings, *, states: _States,
+    port: int = PORT,
+) -> None:  # fmt: skip
+    """Asks every host for its facts, side by side, and refuses what does not fit together or is too small."""
     running = []
-    for host in hosts:
-        command = ask(host, ["stagewright.runtime.safety.preflight", str(port if host == hosts[0] else 0), *paths])
+    for host in range(len(hosts.names)):
+        words = ["-m", "stagewright.runtime.safety.preflight", str(port if host == 0 else 0), *paths]
+        command = hosts.reach(host, [hosts.python, *words])
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    told = [_answer(process) for process in running]
-    memory = ((each["machine"], place) for place, each in enumerate(told) if isinstance(each, dict))
-    machines = {hosts[place]: (Machine(first, tuple(cards)), [place]) for (first, cards), place in memory}
-    _refuse([*_differences(hosts, told, port), *too_small(machines)])
+    told = dict(zip(hosts.names, map(_answer, running)))
+    known = {host: each for host, each in told.items() if isinstance(each, dict)}
+    numbers = {name: [number] for number, name in enumerate(hosts.names)}
+    machines = {host: (_Machine(*each["machine"]), numbers[host]) for host, each in known.items()}
+    needed = _needed_bytes(plan, layered, settings, _stage_bytes(plan, layered, settings, states))
+    silent = [f"host {host} cannot be asked: {each}" for host, each in told.items() if isinstance(each, str)]
+    _refuse([*silent, *_differences(known, port), *_too_little_memory(plan, needed, settings, machines)])
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any] | str:
@@ -254,12 +245,8 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any] | str:
         return (err.strip().splitlines() or [f"it ended with status {process.returncode}"])[-1]
 
 
-def _differences(hosts: Sequence[str], told: Sequence[dict[str, Any] | str], port: int) -> Iterable[str]:
+def _differences(known: Mapping[str, Mapping[str, Any]], port: int) -> Iterable[str]:
     """What is wrong with the hosts' facts, one line each."""
-    known = {host: each for host, each in zip(hosts, told) if isinstance(each, dict)}
-    for host, each in zip(hosts, told):
-        if isinstance(each, str):
-            yield f"host {host} cannot be asked: {each}"
     for what in ("stagewright", "torch", "python"):
         found = {host: each[what] for host, each in known.items()}
         if len(set(found.values())) > 1:
@@ -268,16 +255,14 @@ def _differences(hosts: Sequence[str], told: Sequence[dict[str, Any] | str], por
     if clocks and max(clocks.values()) - min(clocks.values()) > 5.0:  # asking takes a while too
         yield f"the clocks are apart: {_named({host: f'{value:+.0f} s' for host, value in clocks.items()})}"
     for host, each in known.items():
-        for path in each["missing"]:
-            yield f"host {host} has no {path}"
+        yield from (f"host {host} has no {path}" for path in each["missing"])
         if not each["port_is_free"]:
             yield f"port {port} of host {host} is taken"
 
 
 def _named(found: Mapping[str, object]) -> str:
-    """Values with their hosts."""
     return ", ".join(f"{value} on {host}" for host, value in found.items())
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts(sys.argv[2:], int(sys.argv[1]) or None)))
+    print(json.dumps(_facts(sys.argv[2:], int(sys.argv[1]) or None)))
