@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from stagewright.plan import Plan
 from stagewright.rehearsal.slices import check_card
 from stagewright.runtime.common_memory import APART
-from stagewright.runtime.launch.meeting import LOOPBACK
 from stagewright.runtime.launch.mps import shared_cards
 
 
@@ -27,7 +26,7 @@ class Slices:
 
     @property
     def addresses(self) -> Sequence[str]:
-        return (LOOPBACK,) * self.number
+        return ("127.0.0.1",) * self.number
 
     def used(self, plan: Plan) -> Sequence[int]:
         return range(len(plan.devices))

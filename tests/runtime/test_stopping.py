@@ -66,7 +66,7 @@ def test_workers_agree_on_the_one_that_is_furthest(tmp_path: Path) -> None:
     for worker in range(2):
         (tmp_path / str(worker)).mkdir()
     words = Words(store, b"secret")
-    stoppers = [Stopper(gates[worker], world(worker, store), tmp_path / str(worker), (), words) for worker in range(2)]
+    stoppers = [Stopper(gates[worker], world(worker, store), tmp_path / str(worker), words, ()) for worker in range(2)]
     with stoppers[0].listening(), stoppers[1].listening():
         (tmp_path / "1" / STOP_FILE).touch()
         deadline = time.monotonic() + 60
@@ -78,7 +78,7 @@ def test_workers_agree_on_the_one_that_is_furthest(tmp_path: Path) -> None:
 
 def test_a_signal_is_heard_and_its_old_meaning_comes_back(tmp_path: Path) -> None:
     before, gate = signal.getsignal(signal.SIGUSR1), Gate()
-    with Stopper(gate, world(0, None, 1), tmp_path, (signal.SIGUSR1,), None).listening() as stopper:
+    with Stopper(gate, world(0, None, 1), tmp_path, None, (signal.SIGUSR1,)).listening() as stopper:
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 60
         while gate.last is None and time.monotonic() < deadline:

@@ -63,6 +63,11 @@ class RunFolder:
     state: str = "finished"
     """How the run ends when nothing goes wrong."""
 
+    @property
+    def secret(self) -> bytes:
+        """What the run's workers sign with."""
+        return (self.path / _SECRET).read_bytes()
+
 
 @contextmanager
 def held(
@@ -204,11 +209,6 @@ def is_held(path: Path) -> bool:
             return not _lock(file.fileno(), fcntl.LOCK_SH)
     except OSError:
         return False
-
-
-def read_secret(path: Path) -> bytes:
-    """The secret of the run in a folder."""
-    return (path / _SECRET).read_bytes()
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:

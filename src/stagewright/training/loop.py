@@ -21,7 +21,7 @@ from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFee
 from stagewright.runtime.launch.environment import RUN_FOLDER
 from stagewright.runtime.launch.joining import Take, joined
 from stagewright.runtime.replica import fed_inputs, with_dtypes
-from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, read_secret
+from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE
 from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.safety.watchdog import LastWords, Watchdog
@@ -75,7 +75,7 @@ def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
     assert run.own is not None
     if run.world.worker == 0 and RUN_FOLDER not in os.environ:
         run.schedule.save(run.folder / SCHEDULE_FILE)  # for those who read the recorders
-    words = Words(run.world.store, read_secret(run.folder)) if run.world.store is not None else None
+    words = Words(run.world.store, run.own.secret) if run.world.store is not None else None
     run.dog.begin(flight, words, run.world.worker, run.world.size)
     worker = Worker(
         run.schedule, run.layered, run.world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run),
@@ -101,8 +101,7 @@ def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words |
     """Trains until the last step, or until all agree to stop; saves then, and gathers the record."""
     gate, checkpointer = Gate(run.job.first_step), listener.checkpointer
     worker.gate = gate
-    signals = signals_heard(is_launched=RUN_FOLDER in os.environ)
-    with Stopper(gate, run.world, run.folder, signals, words).listening() as stopper:
+    with Stopper(gate, run.world, run.folder, words, signals_heard()).listening() as stopper:
         step = _run_all(run, worker, listener)
         worker.close()
         run.dog.get_on()

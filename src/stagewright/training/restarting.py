@@ -14,7 +14,7 @@ from stagewright.cluster import DeviceId, format_placement
 from stagewright.errors import PlanError, RunError
 from stagewright.plan import Plan, Stage
 from stagewright.record import Record
-from stagewright.runtime.launch.environment import RESTARTED, SCHEDULE, this_command, worker_environment
+from stagewright.runtime.launch.environment import RESTARTED, this_command, worker_environment
 from stagewright.runtime.launch.local import Hosts, launch
 from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.launch.ssh import OverSsh
@@ -79,7 +79,6 @@ def _run_and_restart(schedule: Schedule, job: Job, folder: Path, watching: Displ
                 if isinstance(starter.hosts, OverSsh):
                     starter.hosts = starter.hosts.without(fault.hosts)
                 schedule, restarts = make_schedule(after, agree=schedule.agree), 0
-                environment[SCHEDULE] = str(folder / SCHEDULE_FILE)
                 watching.rename(_title_of(after))
             else:
                 raise

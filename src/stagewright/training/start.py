@@ -17,11 +17,11 @@ from stagewright.plan import Plan
 from stagewright.record import Record, Source
 from stagewright.runtime.checkpoint.resuming import give_back
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.launch.environment import RUN_FOLDER, SCHEDULE, is_worker
+from stagewright.runtime.launch.environment import RESTARTED, RUN_FOLDER, is_worker
 from stagewright.runtime.launch.local import Hosts, stop_on_signals
 from stagewright.runtime.launch.process import follow_parent
 from stagewright.runtime.launch.ssh import OverSsh
-from stagewright.runtime.run_folder import RunFolder, fingerprint, held
+from stagewright.runtime.run_folder import SCHEDULE_FILE, RunFolder, fingerprint, held
 from stagewright.runtime.safety.preflight import check_before_launch
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
@@ -133,9 +133,10 @@ def states_of(recipe: Recipe | MakeOptimizer | None) -> Callable[[str], float]:
 
 
 def _schedule_now(schedule: Schedule) -> Schedule:
-    """The schedule that workers were told to use instead of their own, after a device was lost."""
-    path = os.environ.get(SCHEDULE)
-    return Schedule.load(path) if path and is_worker() else schedule
+    """The schedule of a run that was started again, which may have lost a device since; else the caller's own."""
+    if RESTARTED in os.environ and RUN_FOLDER in os.environ and is_worker():
+        return Schedule.load(Path(os.environ[RUN_FOLDER]) / SCHEDULE_FILE)
+    return schedule
 
 
 def _check_agreement(schedule: Schedule, settings: Settings) -> None:

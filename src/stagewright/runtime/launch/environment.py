@@ -18,12 +18,10 @@ from stagewright.profiling.heap import KEPT_LONGER
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 """The variable that tells workers where the run keeps its files."""
-SCHEDULE = "STAGEWRIGHT_SCHEDULE"
-"""The variable that names a file whose schedule workers use instead of their own."""
 STORE = "STAGEWRIGHT_STORE"
 """The variable that names the file in which the workers of one host meet."""
 RESTARTED = "STAGEWRIGHT_RESTARTED"
-"""The variable that tells workers that others ran before them in the same run."""
+"""The variable that tells workers that others ran before them in the same run: its folder has the schedule now."""
 
 
 def is_worker() -> bool:

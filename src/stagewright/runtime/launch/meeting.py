@@ -32,7 +32,6 @@ from stagewright.runtime.launch.environment import RESTARTED, STORE
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that names the interface over which gloo connects workers."""
-LOOPBACK = "127.0.0.1"
 
 
 class Place(NamedTuple):
@@ -119,7 +118,7 @@ def choose_interface(places: list[Place], rank: int) -> None:
     """
     others = [place.address for place in places if place.host != places[rank].host]
     outside = [address for address in others if address and not address.startswith("127.")]
-    own = _address_towards(outside[0]) if outside else places[rank].address if others else LOOPBACK
+    own = _address_towards(outside[0]) if outside else places[rank].address if others else "127.0.0.1"
     if _INTERFACE not in os.environ and (name := _interface_with(own)) is not None:
         os.environ[_INTERFACE] = name
 

@@ -10,9 +10,7 @@ A worker may be blocked in a transfer for a long time, so the agreement is made 
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,11 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from stagewright.runtime.launch.environment import RUN_FOLDER
 from stagewright.runtime.run_folder import STOP_FILE
 from stagewright.runtime.world import Words, World
 from stagewright.schedule import Action
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Gate:
@@ -75,40 +72,34 @@ class Stopper:
     """Listens for the wish to stop, and agrees with the other workers on the last batch."""
 
     def __init__(
-        self, gate: Gate, world: World, folder: Path, signals: Sequence[signal.Signals], words: Words | None
+        self, gate: Gate, world: World, folder: Path, words: Words | None, signals: Sequence[signal.Signals]
     ) -> None:
         self.gate, self.world, self.folder, self.words = gate, world, folder, words
         self.cause: str | None = None
         """Why the run ends early, once somebody wants that."""
-        self._signals = signals
-        self._ears, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
+        self._signals, self._heard = signals, list[str]()
         self._thread = threading.Thread(target=self._listen, name="stopping", daemon=True)
-        self._closed = False
+        self._closed = threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator[Stopper]:
         """Listens while the block runs."""
-        before = {number: signal.getsignal(number) for number in self._signals}
-        fd = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False) if self._signals else -1
-        for number in self._signals:
-            signal.signal(number, _heard)
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            self._heard.append(signal.Signals(number).name)
+
+        before = {number: signal.signal(number, hear) for number in self._signals}
         self._thread.start()
         try:
             yield self
         finally:
-            self._closed = True
+            self._closed.set()
             self._thread.join(2.0)  # it may be stuck in a store that is cut off
-            if self._signals:
-                signal.set_wakeup_fd(fd)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if not self._thread.is_alive():
-                self._ears.close()
-                self._mouth.close()
 
     def _listen(self) -> None:
-        while not self._closed:
+        while not self._closed.wait(0.2):
             wish = self._wish()
             if wish is not None:
                 self.cause = wish
@@ -117,10 +108,8 @@ class Stopper:
 
     def _wish(self) -> str | None:
         """Why the run should end, as soon as there is a reason."""
-        ready, _, _ = select.select([self._ears], [], [], 0.2)
-        for number in self._ears.recv(64) if ready else b"":
-            if number in self._signals:
-                return signal.Signals(number).name
+        if self._heard:
+            return self._heard[0]
         try:
             return (self.folder / STOP_FILE).read_text(encoding="utf-8") or "a signal to the launcher"
         except OSError:
@@ -135,20 +124,16 @@ class Stopper:
         words.put(f"stop/{self.world.worker}", str(own))
         promises: list[str | None] = [None]
         deadline = time.monotonic() + 20.0  # one that is gone never answers
-        while None in promises and not self._closed:
+        while None in promises and not self._closed.is_set():
             if time.monotonic() > deadline:
                 os._exit(128 + signal.SIGTERM)
             time.sleep(0.02)
             promises = [words.get(f"stop/{worker}") for worker in range(self.world.size)]
-        if not self._closed:
+        if not self._closed.is_set():
             self.gate.agree(max(int(promise or 0) for promise in promises))
 
 
-def _heard(number: int, frame: FrameType | None) -> None:
-    """The listening thread hears signals from the file that Python writes them to; this keeps them from killing."""
-
-
-def signals_heard(is_launched: bool) -> tuple[signal.Signals, ...]:
+def signals_heard() -> tuple[signal.Signals, ...]:
     """The signals that mean "save and stop" to this process.
 
     A worker of our own launcher dies of SIGTERM as it always did: that is how the launcher ends the others when one has
@@ -156,4 +141,6 @@ def signals_heard(is_launched: bool) -> tuple[signal.Signals, ...]:
     """
     if threading.current_thread() is not threading.main_thread() or "RANK" not in os.environ:
         return ()
-    return (signal.SIGUSR1,) if is_launched else _SIGNALS
+    if RUN_FOLDER in os.environ:
+        return (signal.SIGUSR1,)
+    return (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
