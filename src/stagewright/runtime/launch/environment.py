@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 from stagewright.errors import RunError
@@ -57,24 +58,22 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Every host that a list names: `gpu[03-05,9],other` is gpu03, gpu04, gpu05, gpu9 and other."""
-    words = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
-    return tuple(name for word in words for name in _expand_host(word))
+    """Every host that a list names: `gpu[03-05,9],rack[1-2]-ib` is gpu03, gpu04, gpu05, gpu9, rack1-ib and rack2-ib."""
+    names = list[str]()
+    for word in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        parts = re.split(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]", word)  # every second one stood in brackets
+        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        names += map("".join, product(*choices))
+    return tuple(names)
 
 
-def _expand_host(word: str) -> list[str]:
-    """The hosts of one word, whatever stands before, between and after its brackets: `rack[1-2]node[01-04]-ib`."""
-    match = re.search(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]", word)
-    if match is None:
-        return [word]
-    spans = (part.partition("-") for part in match[1].split(","))
-    numbers = [
-        str(number).zfill(len(first))
-        for first, _, last in spans
-        for number in range(int(first), int(last or first) + 1)
-    ]
+def _numbers(spans: str) -> list[str]:
+    """The numbers of `03-05,9`, as wide as they are written."""
+    pairs = (span.partition("-") for span in spans.split(","))
     return [
-        f"{word[: match.start()]}{number}{rest}" for number in numbers for rest in _expand_host(word[match.end() :])
+        str(number).zfill(len(first))
+        for first, _, last in pairs
+        for number in range(int(first), int(last or first) + 1)
     ]
 
 
