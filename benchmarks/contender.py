@@ -25,7 +25,7 @@ from stagewright.models import Layered, build_model
 from stagewright.plan import Plan
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.transport.staged import STRANDS
+from stagewright.runtime.transport import STRANDS
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule

@@ -27,9 +27,7 @@ from stagewright.runtime.launch.environment import worker_environment
 from stagewright.runtime.launch.local import launch
 from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.transport import Channel, Transport
-from stagewright.runtime.transport.nccl import NcclTransport
-from stagewright.runtime.transport.staged import StagedTransport
+from stagewright.runtime.transport import TRANSPORTS, Channel, Transport
 from stagewright.runtime.world import World, open_world
 
 WORKERS = 8
@@ -84,7 +82,7 @@ def work(megabytes: int) -> None:
             return
         plan, collective = uneven_plan(), CollectiveAllReduce(group)
         ways: dict[str, Callable[[], None]] = {}
-        for transport in (StagedTransport(world, plan), NcclTransport(world, plan)):
+        for transport in (TRANSPORTS[name](world, plan) for name in ("staged", "nccl")):
             for is_forward, what in ((True, "7 → 1"), (False, "1 → 7")):
                 ways[f"{what} {transport.name}"] = move(transport, is_forward, numel, world)
         ways["all-reduce NCCL"] = lambda: void(collective.start(flat).wait())

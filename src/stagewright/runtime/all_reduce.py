@@ -11,6 +11,7 @@ a card that they share            by their hosts, so that no multiprocessor is k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -18,20 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.errors import RunError
+from stagewright.runtime.background import BackgroundThread, Pending, Promise, new_event, new_stream
 from stagewright.runtime.common_memory import Common, CommonAllReduce, is_common
-from stagewright.runtime.transport.channel import BackgroundThread, Promise
-from stagewright.runtime.transport.staged import Copied, new_event, new_stream
 from stagewright.runtime.world import World
 
 _PIECE_BYTES = 16 << 20
 """What a strand adds up at a time."""
-
-
-class Pending(Protocol):
-    """A sum on its way."""
-
-    def wait(self) -> object:
-        """Returns when what follows on this worker (or on its stream) may read the sum."""
 
 
 class AllReduce(Protocol):
@@ -84,7 +77,7 @@ class _Pinned(Common):
 class _Travelling:
     """The same where hosts have nothing in common, and add up over their sockets."""
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
         self.own = self.sum = torch.zeros(numel, dtype=dtype, pin_memory=True)
 
     def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
@@ -94,41 +87,52 @@ class _Travelling:
         return None
 
 
-_Mirror = _Pinned | _Travelling
-
-
 class _StagedAllReduce:
-    """Adds up tensors of cards by way of the hosts' memory, several pieces at once."""
+    """Adds up tensors of cards by way of the hosts' memory, piece by piece, several at once."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], timeout_s: float, *, in_common: bool) -> None:
         self._group, self.in_common = groups[0], in_common
-        self._strands = [_Strand(group, number, timeout_s) for number, group in enumerate(groups)]
-        self._started = 0
-        self._mirrors: dict[int, tuple[Tensor, _Mirror]] = {}
-        """Each tensor, by its address, and its mirror."""
+        self._threads = [BackgroundThread(f"sum {number}", timeout_s) for number in range(len(groups))]
+        self._strands = cycle([(*each, new_stream(), new_stream()) for each in zip(groups, self._threads)])
+        """Sockets, a thread and streams for each of the pieces that are added up at once."""
+        self._mirrors: dict[int, tuple[Tensor, _Pinned | _Travelling]] = {}
+        """Each tensor, by its address, and its memory in the host."""
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
         tensor = torch.zeros(numel, dtype=like.dtype, device=like.device)
         if numel:
-            common = self.in_common
-            mirror: _Mirror = _Pinned(numel, like.dtype, self._group) if common else _Travelling(numel, like.dtype)
+            mirror = (_Pinned if self.in_common else _Travelling)(numel, like.dtype, self._group)
             self._mirrors[tensor.data_ptr()] = (tensor, mirror)
         return tensor
 
     def start(self, tensor: Tensor) -> Pending:
         made = new_event()
         made.record()
-        (_, mirror), numel = self._mirrors[tensor.data_ptr()], _PIECE_BYTES // tensor.element_size()
-        return _All([self._start(tensor, mirror, at, numel, made) for at in range(0, tensor.numel(), numel)])
+        numel, size = tensor.numel(), _PIECE_BYTES // tensor.element_size()
+        return _All([self._start(tensor, at, min(at + size, numel), made) for at in range(0, numel, size)])
 
-    def _start(self, tensor: Tensor, mirror: _Mirror, at: int, numel: int, made: torch.cuda.Event) -> Copied:
-        """Starts the sum of one piece, in the strand whose turn it is."""
-        strand, self._started = self._strands[self._started % len(self._strands)], self._started + 1
-        return strand.start(tensor, mirror, at, min(at + numel, tensor.numel()), made)
+    def _start(self, tensor: Tensor, start: int, stop: int, made: torch.cuda.Event) -> Promise:
+        """Copies a piece to the host once it is made, and leaves the rest to the thread whose turn it is."""
+        group, thread, outward, back = next(self._strands)
+        _, mirror = self._mirrors[tensor.data_ptr()]
+        piece, copied, here = tensor[start:stop], new_event(), new_event()
+        with torch.cuda.stream(outward):
+            outward.wait_event(made)
+            mirror.own[start:stop].copy_(piece, non_blocking=True)
+            copied.record()
+
+        def add_up() -> None:
+            copied.synchronize()
+            mirror.add_up(start, stop, group)
+            with torch.cuda.stream(back):
+                piece.copy_(mirror.sum[start:stop], non_blocking=True)
+                here.record()
+
+        return thread.promise(add_up, here)
 
     def close(self) -> None:
-        for strand in self._strands:
-            strand.close()
+        for thread in self._threads:
+            thread.close()
         torch.cuda.synchronize()
         for _, mirror in self._mirrors.values():
             mirror.close()
@@ -138,42 +142,12 @@ class _StagedAllReduce:
 class _All:
     """Several pieces on their way."""
 
-    def __init__(self, pieces: Sequence[Copied]) -> None:
+    def __init__(self, pieces: Sequence[Pending]) -> None:
         self._pieces = pieces
 
     def wait(self) -> None:
         for piece in self._pieces:
             piece.wait()
-
-
-class _Strand:
-    """Adds up one piece after the other, on sockets and streams of its own."""
-
-    def __init__(self, group: dist.ProcessGroup, number: int, timeout_s: float) -> None:
-        self._group, self._timeout_s = group, timeout_s
-        self._out, self._in = new_stream(), new_stream()
-        self._thread = BackgroundThread(f"sum {number}")
-
-    def start(self, tensor: Tensor, mirror: _Mirror, start: int, stop: int, made: torch.cuda.Event) -> Copied:
-        """Copies a piece to the host once it is made, and leaves the rest to a thread."""
-        piece, copied, here = tensor[start:stop], new_event(), new_event()
-        with torch.cuda.stream(self._out):
-            self._out.wait_event(made)
-            mirror.own[start:stop].copy_(piece, non_blocking=True)
-            copied.record()
-
-        def add_up() -> None:
-            copied.synchronize()
-            mirror.add_up(start, stop, self._group)
-            with torch.cuda.stream(self._in):
-                piece.copy_(mirror.sum[start:stop], non_blocking=True)
-                here.record()
-
-        return Copied(Promise(self._thread, add_up, self._timeout_s), here)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._thread.close(self._timeout_s)
 
 
 def make_all_reduce(world: World, purpose: str, members: tuple[int, ...], *, staged: bool) -> AllReduce | None:

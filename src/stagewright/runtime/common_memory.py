@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.runtime.transport.channel import BackgroundThread, Promise
+from stagewright.runtime.background import BackgroundThread, Promise
 from stagewright.runtime.world import gather_json
 
 APART = "STAGEWRIGHT_APART"
@@ -55,8 +55,7 @@ class CommonAllReduce:
     """Adds up tensors of the CPUs of one host."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self._group, self._timeout_s = group, timeout_s
-        self._thread = BackgroundThread("sums")
+        self._group, self._thread = group, BackgroundThread("sums", timeout_s)
         self._common: dict[int, Common] = {}
         """By the address of a tensor."""
 
@@ -72,10 +71,10 @@ class CommonAllReduce:
             common.add_up(0, tensor.numel(), self._group)
             tensor.copy_(common.sum)  # whoever comes to the next sum has copied this one
 
-        return Promise(self._thread, add_up, self._timeout_s)
+        return self._thread.promise(add_up)
 
     def close(self) -> None:
-        self._thread.close(self._timeout_s)
+        self._thread.close()
 
 
 def is_common(group: dist.ProcessGroup, size: int) -> bool:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.runtime.all_reduce import AllReduce, Pending
+from stagewright.runtime.all_reduce import AllReduce
+from stagewright.runtime.background import Pending
 
 _Inspect = Callable[[int, Sequence[int], Sequence[Tensor | None]], None]
 """(slot, indices of parameters, their gradients)"""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from stagewright.models import Layered
 from stagewright.plan import Plan
-from stagewright.runtime.all_reduce import AllReduce, Pending, make_all_reduce
+from stagewright.runtime.all_reduce import AllReduce, make_all_reduce
+from stagewright.runtime.background import Pending
 from stagewright.runtime.precision import Verdict
 from stagewright.runtime.reduce import copy_from, shaped_like
 from stagewright.runtime.settings import Settings
