@@ -159,7 +159,7 @@ def difference(case: Case, layered: Layered, worker: Worker) -> float:
     losses, expected = reference(case, layered, worker.plan)
     worst = 0.0
     for here in worker.replicas.values():
-        assert not {**here.runner.held, **here.activations, **here.gradients}, "something is still held"
+        assert not {**here.runner.held, **worker.exchange.arriving, **worker.exchange.kept}, "something is still held"
         for name, found in here.weights.newest().state_dict().items():
             found, wanted = found.cpu(), expected[name]
             worst = max(worst, float((found - wanted).double().norm() / wanted.double().norm().clamp(min=1e-9)))

@@ -90,7 +90,7 @@ def trained(
     for batch, size in enumerate(gradients):
         scaled: list[Tensor] = [torch.full_like(each, size) * scale.value for each in weights.parameters[0]]
         verdict = Verdict(sum_of_squares(scaled, CPU), scale.current, clip_norm)
-        weights.update(batch, scaled, skip=verdict.overflowed, divisor=verdict.divisor)
+        weights.update(batch, scaled, verdict)
         scale.note(batch, verdict.overflowed)
         seen.append(weights.newest().weight[0, 0].item())
     return seen

@@ -36,7 +36,7 @@ def test_a_reducer_that_was_closed_keeps_no_weights() -> None:
     after the other would keep all of them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     parameters = list(model.parameters())
-    reducer = Reducer([parameters], 2, None, OfOne())
+    reducer = Reducer([parameters], 2, OfOne())
     reducer.arm(0)
     model(torch.randn(3, 4)).sum().backward()
     summed = reducer.finish(0)

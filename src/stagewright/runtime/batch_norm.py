@@ -72,12 +72,11 @@ def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return told
 
 
-def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> Any:
-    """The module with every batch norm taking its statistics over all replicas of the group."""
+def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Lets every batch norm inside take its statistics over all replicas of the group."""
     for part in module.modules():
-        if isinstance(part, _BatchNorm) and group is not None:
+        if isinstance(part, _BatchNorm):
             part.forward = _SharedForward(part, group)  # type: ignore[method-assign, assignment]
-    return module
 
 
 def check_batch_norm(plan: Plan) -> None:

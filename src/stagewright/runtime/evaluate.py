@@ -35,9 +35,10 @@ def _forward_schedule(plan: Plan, rows: int) -> Schedule:
 def evaluate(worker: Worker, feed: Feed, num_rows: int, batch: int) -> Tensor:
     """Loss and metric over all rows, as means; every worker gets them."""
     for here in worker.replicas.values():  # running statistics follow each replica's own rows: the first one's hold
-        if here.reducer.group is not None:
-            buffers = here.weights.modules[0].buffers()
-            copy_from(worker.plan.workers[here.stage][0], buffers, here.reducer.group)
+        members = worker.plan.workers[here.stage]
+        group = worker.world.group("reduce", members)
+        if group is not None:
+            copy_from(members[0], here.weights.modules[0].buffers(), group)
     total: Tensor | None = None
     for module in worker.current_modules():
         module.eval()

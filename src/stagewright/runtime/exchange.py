@@ -7,15 +7,33 @@ on this very worker ────────▶ ┘                             
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from stagewright.errors import RunError
-from stagewright.runtime.replica import Outbox, Replica
+from stagewright.runtime.replica import Replica
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stage import InFlight, Key
-from stagewright.runtime.transport import Channel, Transport
+from stagewright.runtime.stage import Key
+from stagewright.runtime.transport import Channel, Receipt, Transport
 from stagewright.schedule import Action, Kind
+
+
+@dataclass
+class _Arriving:
+    """Tensors for one microbatch that are being put together from several senders."""
+
+    tensors: list[Tensor]
+    receipts: list[Receipt]
+
+    def wait(self) -> list[Tensor]:
+        for receipt in self.receipts:
+            receipt.wait()
+        return self.tensors
+
+
+_Rows = tuple[int, bool, Key]
+"""A stage, whether its rows go forward or back, and their microbatch."""
 
 
 class Exchange:
@@ -27,6 +45,10 @@ class Exchange:
     ) -> None:  # fmt: skip
         self.worker, self.replicas, self.transport, self._settings = worker, replicas, transport, settings
         self._length_of = length_of
+        self.arriving: dict[_Rows, _Arriving] = {}
+        """What is on its way to a stage."""
+        self.kept: dict[_Rows, tuple[list[Tensor], int]] = {}
+        """What a stage has made, and how many neighbours have yet to take their rows of it."""
 
     def is_ready(self, action: Action) -> bool:
         """Whether a forward or backward has all its rows."""
@@ -35,37 +57,26 @@ class Exchange:
         other = action.stage + (-1 if is_forward else 1)
         if not 0 <= other < len(here.plan.stages):
             return True
-        partners, near = here.partners(other, action.microbatch), self.replicas.get(other)
-        is_near = near is not None and self.worker in partners
-        if near is not None and is_near and key not in (near.made if is_forward else near.returned):
+        partners = here.partners(other, action.microbatch)
+        is_near = self.worker in partners
+        if is_near and (other, is_forward, key) not in self.kept:
             return False
-        arriving = (here.activations if is_forward else here.gradients).get(key)
-        return len(partners) == is_near or (arriving is not None and arriving.is_done())
+        arriving = self.arriving.get((action.stage, is_forward, key))
+        return len(partners) == is_near or (
+            arriving is not None and all(receipt.is_done() for receipt in arriving.receipts)
+        )
 
-    def inputs(self, here: Replica, key: Key) -> list[Tensor]:
-        """A microbatch's inputs from the stage before."""
-        before = self.replicas.get(here.stage - 1)
-        return self._gather(here, here.stage - 1, key, here.activations, before.made if before else None)
-
-    def output_gradients(self, here: Replica, key: Key) -> list[Tensor] | None:
-        """The gradients of a microbatch's outputs from the stage after; None where the loss is."""
-        if here.runner.has_loss:
-            return None
-        after = self.replicas.get(here.stage + 1)
-        return self._gather(here, here.stage + 1, key, here.gradients, after.returned if after else None)
-
-    def _gather(
-        self, here: Replica, other: int, key: Key, in_flight: dict[Key, InFlight], near: Outbox | None
-    ) -> list[Tensor]:
-        """Rows that came over the wire, and those that the other stage has on this very worker."""
-        arriving = in_flight.pop(key, None)
+    def get(self, here: Replica, key: Key, *, is_forward: bool) -> list[Tensor]:
+        """A microbatch's inputs, or the gradients of its outputs: from other workers and from this very one."""
+        other = here.stage + (-1 if is_forward else 1)
+        arriving = self.arriving.pop((here.stage, is_forward, key), None)
         rows = here.partners(other, key[1]).get(self.worker)
-        if near is None or rows is None:
+        if rows is None:
             if arriving is None:
                 raise RunError(f"stage {here.stage} found no rows of microbatch {key[1]}: the schedule lacks a receipt")
             return arriving.wait()
         theirs = self.replicas[other].partners(here.stage, key[1])[self.worker]
-        own = _rows_of(near.take(key), *theirs)
+        own = _rows_of(self._take((other, is_forward, key), 1), *theirs)
         if arriving is None:
             return own
         whole = arriving.wait()
@@ -73,44 +84,47 @@ class Exchange:
             target[rows[0] : rows[1]].copy_(part)
         return whole
 
-    def keep_outputs(self, here: Replica, key: Key, outputs: Sequence[Tensor]) -> None:
-        """Keeps a microbatch's outputs until the stage after has taken them."""
-        here.made.put(key, [tensor.detach() for tensor in outputs], len(here.partners(here.stage + 1, key[1])))
+    def keep(self, here: Replica, key: Key, tensors: list[Tensor], *, is_forward: bool) -> None:
+        """Keeps a microbatch's outputs, or the gradients of its inputs, until every neighbour has taken its rows."""
+        other = here.stage + (1 if is_forward else -1)
+        takers = here.partners(other, key[1]) if other >= 0 else ()
+        if takers:
+            self.kept[here.stage, is_forward, key] = (tensors, len(takers))
 
-    def keep_gradients(self, here: Replica, key: Key, gradients: list[Tensor]) -> None:
-        """Keeps the gradients of a microbatch's inputs until the stage before has taken them."""
-        takers = here.partners(here.stage - 1, key[1]) if here.stage else {}
-        here.returned.put(key, gradients, len(takers))
+    def _take(self, rows: _Rows, num_takers: int) -> list[Tensor]:
+        """What is kept for some takers; forgotten once the last one has it."""
+        tensors, left = self.kept.pop(rows)
+        if left > num_takers:
+            self.kept[rows] = (tensors, left - num_takers)
+        return tensors
 
     def receive(self, actions: Sequence[Action]) -> None:
         """Starts to receive the rows of a microbatch from several workers."""
-        first = actions[0]
+        first, key = actions[0], (actions[0].batch, actions[0].microbatch)
         is_forward = first.kind is Kind.RECEIVE_FORWARD
-        other, stage = first.stage, first.stage + (1 if is_forward else -1)
-        here = self.replicas[stage]
-        arriving = self._in_flight(here, (first.batch, first.microbatch), is_forward)
-        parts = self._parts(here, other, arriving.tensors, actions)
-        arriving.receipts.append(self.transport.receive(Channel(min(stage, other), is_forward), parts))
+        here = self.replicas[first.stage + (1 if is_forward else -1)]
+        rows = (here.stage, is_forward, key)
+        if rows not in self.arriving:
+            self.arriving[rows] = _Arriving(self._empty(here, key, is_forward), [])
+        parts = self._parts(here, first.stage, self.arriving[rows].tensors, actions)
+        receipt = self.transport.receive(Channel(min(here.stage, first.stage), is_forward), parts)
+        self.arriving[rows].receipts.append(receipt)
 
     def send(self, actions: Sequence[Action]) -> None:
         """Sends the rows of a microbatch to several workers."""
-        first = actions[0]
+        first, key = actions[0], (actions[0].batch, actions[0].microbatch)
         is_forward = first.kind is Kind.SEND_FORWARD
-        stage, other = first.stage, first.stage + (1 if is_forward else -1)
-        here, key = self.replicas[stage], (first.batch, first.microbatch)
-        tensors = (here.made if is_forward else here.returned).take(key, len(actions))
+        here, other = self.replicas[first.stage], first.stage + (1 if is_forward else -1)
+        tensors = self._take((here.stage, is_forward, key), len(actions))
         parts = self._parts(here, other, tensors, actions)
-        self.transport.send(Channel(min(stage, other), is_forward), parts)
+        self.transport.send(Channel(min(here.stage, other), is_forward), parts)
 
-    def _in_flight(self, here: Replica, key: Key, is_forward: bool) -> InFlight:
-        """What the rows of a microbatch arrive in, made when the first of them is due."""
-        in_flight, share = here.activations if is_forward else here.gradients, here.share(key[1])
-        if key not in in_flight and share is not None:
-            specs = here.arriving(self._length_of(key[0]), is_forward=is_forward)
-            shapes = [((share.stop - share.start, *spec.shape_per_row), spec.dtype) for spec in specs]
-            layout = self._settings.channels_last
-            in_flight[key] = InFlight([self.transport.empty(shape, dtype, layout) for shape, dtype in shapes], [])
-        return in_flight[key]
+    def _empty(self, here: Replica, key: Key, is_forward: bool) -> list[Tensor]:
+        """What a microbatch's inputs, or the gradients of its outputs, arrive in."""
+        shape, share = here.shapes[self._length_of(key[0])], here.share(key[1])
+        specs = shape.inputs if is_forward else [spec for spec in shape.outputs if spec.needs_grad]
+        rows, layout = (share.stop - share.start if share is not None else 0), self._settings.channels_last
+        return [self.transport.empty((rows, *spec.shape_per_row), spec.dtype, layout) for spec in specs]
 
     def _parts(
         self, here: Replica, other: int, tensors: Sequence[Tensor], actions: Sequence[Action]

@@ -76,11 +76,13 @@ class LossScale:
 class Verdict:
     """What all workers agreed on for one batch; it stays on the device."""
 
-    def __init__(self, squares: Tensor, scale: Tensor, clip_norm: float | None) -> None:
+    def __init__(self, squares: Tensor, scale: Tensor, clip_norm: float | None = None, *, skips: bool = True) -> None:
         self.norm = squares.sqrt() / scale
         """The norm of the gradients of all stages, unscaled."""
         self.overflowed = (self.norm - self.norm).ne(0).float()  # ∞ − ∞ is NaN; isfinite takes twice the kernels
         """1 where any gradient of any stage was infinite or NaN, else 0."""
+        self.skip = self.overflowed if skips else None
+        """Where it is 1, no stage makes the step."""
         # As torch.nn.utils.clip_grad_norm_, which multiplies with min(1, clip / (norm + 1e-6)).
         self.divisor = scale if clip_norm is None else scale * ((self.norm + 1e-6) / clip_norm).clamp(min=1.0)
         """What the gradients are divided by before the step: unscaling and clipping in one."""

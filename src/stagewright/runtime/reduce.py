@@ -30,7 +30,7 @@ class _Bucket:
     """Indices into the stage's parameters."""
     flat: Tensor
     views: list[Tensor]
-    """The piece of `flat` that belongs to each member, in its shape."""
+    """The piece of `flat` that belongs to each member, in its shape and memory layout."""
     waiting: set[int] = field(default_factory=set)
     """Members whose gradient the running backward has yet to finish."""
     work: Pending | None = None
@@ -55,14 +55,11 @@ class Reducer:
     """Sums one stage's gradients over its replicas, one set of buckets a slot."""
 
     def __init__(
-        self,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        num_buckets: int,
-        group: dist.ProcessGroup | None,
-        add_up: AllReduce | None,
+        self, parameters: Sequence[Sequence[nn.Parameter]], num_buckets: int, add_up: AllReduce | None
     ) -> None:
+        """`parameters` are those of each slot; `add_up` is None for one replica."""
         self.parameters = parameters
-        self.group = group
+        self.adds_up = add_up is not None
         self.inspect: _Inspect | None = None
         """Called with a slot's gradients, some or all, before they are reduced."""
         self._add_up = add_up
@@ -104,7 +101,7 @@ class Reducer:
             bucket.waiting = set(bucket.members)
 
     def _start_finished(self, slot: int) -> None:
-        # Buckets start in their order on every replica, whatever order the hooks come in.
+        # In their order on every replica, whatever order the hooks come in.
         buckets = self.buckets[slot]
         while self._next[slot] < len(buckets) and not buckets[self._next[slot]].waiting:
             self._start(slot, buckets[self._next[slot]])
@@ -112,17 +109,16 @@ class Reducer:
     def _start(self, slot: int, bucket: _Bucket) -> None:
         parameters = [self.parameters[slot][index] for index in bucket.members]
         gradients = [parameter.grad for parameter in parameters]
-        with torch.no_grad():
-            for view, gradient in zip(bucket.views, gradients):
-                if gradient is None:
-                    view.zero_()
-            pairs = [
-                (view, gradient)
-                for view, gradient in zip(bucket.views, gradients)
-                if gradient is not None and gradient.data_ptr() != view.data_ptr()  # else it was made there
-            ]
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        targets, sources = list[Tensor](), list[Tensor]()
+        for view, gradient in zip(bucket.views, gradients):
+            if gradient is None:
+                view.zero_()
+            elif gradient.data_ptr() != view.data_ptr():  # else it was made there
+                targets.append(view)
+                sources.append(gradient)
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
         for parameter in parameters:
             parameter.grad = None
         if self.inspect is not None:
@@ -134,8 +130,8 @@ class Reducer:
     def start(self, slot: int, number: int) -> None:
         """Starts the buckets up to a number that have not started by themselves."""
         self._armed = None
-        while self._next[slot] <= number:
-            self._start(slot, self.buckets[slot][self._next[slot]])
+        for bucket in self.buckets[slot][self._next[slot] : number + 1]:
+            self._start(slot, bucket)
 
     def finish(self, slot: int) -> list[Tensor | None]:
         """The gradients of a slot, summed over the replicas, one for each parameter."""
@@ -179,14 +175,13 @@ def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: 
         like = parameters[members[0]] if members else (parameters[0] if parameters else torch.zeros(0))
         flat = add_up.memory(numel, like)
         pieces = torch.split(flat, [parameters[index].numel() for index in members]) if members else ()
-        views = [shaped_like(piece, parameters[index]) for piece, index in zip(pieces, members)]
+        # Laid out as the parameter is, so that copies and steps run straight through.
+        views = [
+            piece.as_strided(parameters[index].size(), parameters[index].stride(), piece.storage_offset())
+            for piece, index in zip(pieces, members)
+        ]
         made.append(_Bucket(members, flat, views))
     return made
-
-
-def shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
-    """A flat piece in a parameter's shape and memory layout, so that copies and steps run straight through."""
-    return piece.as_strided(parameter.size(), parameter.stride(), piece.storage_offset())
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,42 +26,19 @@ from stagewright.runtime.deferred import DeferredGradients
 from stagewright.runtime.precision import AUTOCAST, autocast
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stage import InFlight, Key, StageRunner, mix
-from stagewright.runtime.tied import Tied, copies_in, make_tied
+from stagewright.runtime.stage import StageRunner, mix
 from stagewright.runtime.transport import is_staged
-from stagewright.runtime.weights import OptimizerMaker, Weights
+from stagewright.runtime.weights import OptimizerMaker, Tied, Weights, make_tied
 from stagewright.runtime.world import World, gather_json
 
 
-class AtLength(NamedTuple):
-    """A stage for rows of another length: its modules, one for each slot of the weights, and its shapes."""
+class Shape(NamedTuple):
+    """A stage for rows of some length: its modules, one for each slot of the weights, and what goes in and out."""
 
     modules: list[nn.Module]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     targets: tuple[TensorSpec, ...]
-
-
-class Outbox:
-    """Tensors by microbatch, each kept until everyone who needs rows of it has taken them."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Key, tuple[list[Tensor], int]] = {}
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._kept
-
-    def put(self, key: Key, tensors: list[Tensor], num_takers: int) -> None:
-        """Keeps tensors for a number of takers."""
-        if num_takers:
-            self._kept[key] = (tensors, num_takers)
-
-    def take(self, key: Key, num_takers: int = 1) -> list[Tensor]:
-        """The tensors; forgotten once the last taker has them."""
-        tensors, left = self._kept.pop(key)
-        if left > num_takers:
-            self._kept[key] = (tensors, left - num_takers)
-        return tensors
 
 
 @dataclass
@@ -74,22 +51,14 @@ class Replica:
     runner: StageRunner
     weights: Weights
     reducer: Reducer
+    shapes: dict[int | None, Shape]
+    """The stage by the length of rows, where that changes from batch to batch; None is that of the model's sample."""
     tied: list[Tied] = field(default_factory=list)
     """Parameters that other stages use too."""
     names: dict[str, str] = field(default_factory=dict)
     """What the model calls the tensors that its stage knows by another name."""
     deferred: list[DeferredGradients] = field(default_factory=list)
     """For each of its modules the linear layers whose weight gradients are made for several microbatches at once."""
-    at: dict[int, AtLength] = field(default_factory=dict)
-    """The stage by the length of rows, where that changes from batch to batch."""
-    activations: dict[Key, InFlight] = field(default_factory=dict)
-    """Inputs on their way, by microbatch."""
-    gradients: dict[Key, InFlight] = field(default_factory=dict)
-    """Gradients of the outputs on their way."""
-    made: Outbox = field(default_factory=lambda: Outbox())
-    """Outputs that the stage after has yet to take."""
-    returned: Outbox = field(default_factory=lambda: Outbox())
-    """Gradients of the inputs that the stage before has yet to take."""
     reduced: dict[int, list[Tensor | None]] = field(default_factory=dict)
     """Reduced gradients of batches that wait for their update."""
     waiting: dict[int, int] = field(default_factory=dict)
@@ -100,22 +69,7 @@ class Replica:
     def module(self, batch: int, length: int | None = None, *, newest: bool = False) -> nn.Module:
         """The stage with the weights that a batch uses, or the newest ones, for rows of a length."""
         index = self.weights.index(self.weights.num_updates - 1 if newest else batch)
-        return self.weights.modules[index] if length is None else self.at[length].modules[index]
-
-    def inputs(self, length: int | None) -> tuple[TensorSpec, ...]:
-        """The inputs for rows of a length."""
-        return self.runner.inputs if length is None else _reshaped(self.runner.inputs, self.at[length].inputs)
-
-    def targets(self, length: int | None) -> tuple[TensorSpec, ...]:
-        """The targets for rows of a length."""
-        return self.runner.targets if length is None else _reshaped(self.runner.targets, self.at[length].targets)
-
-    def arriving(self, length: int | None, *, is_forward: bool) -> tuple[TensorSpec, ...]:
-        """What comes from the stage before, or from the one after: the gradients of the outputs that need them."""
-        if is_forward:
-            return self.inputs(length)
-        outputs = self.runner.outputs if length is None else _reshaped(self.runner.outputs, self.at[length].outputs)
-        return tuple(spec for spec in outputs if spec.needs_grad)
+        return self.shapes[length].modules[index]
 
     @property
     def trained(self) -> list[str]:
@@ -133,7 +87,7 @@ class Replica:
         """What a backward of the batch runs in: its linear layers may keep rows for later."""
         if not self.deferred:
             return nullcontext()
-        at_once = is_last and self.reducer.group is not None
+        at_once = is_last and self.reducer.adds_up
         return self.deferred[self.weights.index(batch)].backward(at_once=at_once)
 
     def finish(self, batch: int) -> list[Tensor | None]:
@@ -189,6 +143,7 @@ def make_replicas(
     for number in own:
         layered.load(edges[number], edges[number + 1], world.device)
     modules = {number: _place(layered.stage(*edges[number : number + 2]), settings, world.device) for number in own}
+    _set_formats(modules, plan, layered, world, settings)
     shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, members in enumerate(plan.workers):
         group = world.group("reduce", members)
@@ -196,59 +151,61 @@ def make_replicas(
         norms = world.group("batch norm", members) if settings.sync_batch_norm else None
         if number not in modules:
             continue
-        module: StageModule = synchronize_batch_norm(modules[number], norms)
-        tied = [each for each in shared if number in each.stages]
+        module = modules[number]
+        if norms is not None:
+            synchronize_batch_norm(module, norms)
         if group is not None:
             # A model that was built without a seed differs from worker to worker; a stage has one beginning.
             copy_from(members[0], [*module.parameters(), *module.buffers()], group)
-        copies, names = copies_in(module, tied), _other_names(module, layered)
+        tied, replica = [each for each in shared if number in each.stages], members.index(world.worker)
+        copies, names = _copies_in(module, tied), _other_names(module, layered)
         weights = Weights(module, plan.versions[number], make_optimizer, layered.unreached, copies, names)
-        deferred = _deferred(weights, copies) if not lengths and _defers(plan, number, settings) else []
-        reducer = Reducer(weights.parameters, plan.stages[number].num_buckets, group, add_up)
+        deferred: list[DeferredGradients] = []
+        if not lengths and _defers(plan, number, settings):  # before a reducer listens to the weights
+            apart = {id(each) for slots in copies.values() for each in slots}
+            deferred = [DeferredGradients(each, apart) for each in weights.modules]
+        reducer = Reducer(weights.parameters, plan.stages[number].num_buckets, add_up)
         for batch, each in enumerate(deferred):
             each.put(reducer.places(weights.slot(batch)))
-        replica = members.index(world.worker)
-        seed, recompute = mix(settings.seed, number, replica), plan.stages[number].recompute
+        recompute, seed = plan.stages[number].recompute, mix(settings.seed, number, replica)
         runner = StageRunner(number, module, settings, recompute=recompute, seed=seed)
-        at = {
-            length: _at_length(other, (edges[number], edges[number + 1]), weights, settings, world.device)
-            for length, other in others.items()
-        }
-        replicas[number] = Replica(number, replica, plan, runner, weights, reducer, tied, names, deferred, at)
         if settings.compile:
             weights.modules = [compiled(slot, plan, world.device) for slot in weights.modules]
-    _infer_dtypes(replicas, plan, layered, world, settings)
+        shapes: dict[int | None, Shape] = {None: Shape(weights.modules, module.inputs, module.outputs, module.targets)}
+        for length, other in others.items():
+            stage = other.stage(edges[number], edges[number + 1])
+            shapes[length] = _at_length(stage, other, shapes[None], settings, world.device)
+        replicas[number] = Replica(number, replica, plan, runner, weights, reducer, shapes, tied, names, deferred)
     return replicas
 
 
-def _deferred(weights: Weights, copies: Mapping[str, Sequence[nn.Parameter]]) -> list[DeferredGradients]:
-    """The linear layers of each of a stage's modules, before a reducer listens to their weights."""
-    apart = {id(each) for slots in copies.values() for each in slots}
-    return [DeferredGradients(each, apart) for each in weights.modules]
-
-
-def _at_length(
-    layered: Layered, edges: tuple[int, int], weights: Weights, settings: Settings, device: torch.device
-) -> AtLength:
+def _at_length(stage: StageModule, layered: Layered, sample: Shape, settings: Settings, device: torch.device) -> Shape:
     """A stage found for rows of another length, with the weights and buffers of every slot."""
-    own, stage = {name for name, _ in layered.model.named_buffers()}, layered.stage(*edges)
+    own = {name for name, _ in layered.model.named_buffers()}
+    named = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
     modules: list[nn.Module] = []
-    for slot in weights.modules:
+    for slot in sample.modules:
         buffers = {name: each for name, each in slot.named_buffers(remove_duplicate=False) if name in own}
         known: dict[str, Tensor] = {**buffers, **dict(slot.named_parameters(remove_duplicate=False))}
-        named = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
-        shared = {id(each): known[name] for name, each in named if name in known}
-        made = copy.deepcopy(stage, memo=dict(shared))
+        made = copy.deepcopy(stage, memo={id(each): known[name] for name, each in named if name in known})
         if {id(each) for each in made.parameters()} != {id(each) for each in slot.parameters()}:
             raise ModelError("a stage has other parameters when its rows have another length", "use one length")
         modules.append(_place(made, settings, device))
-    placed = _place(stage, settings, device)
-    return AtLength(modules, placed.inputs, placed.outputs, placed.targets)
+
+    def reshaped(specs: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        pairs = zip(specs, others, strict=True)
+        return tuple(replace(spec, shape_per_row=other.shape_per_row) for spec, other in pairs)
+
+    return Shape(
+        modules, reshaped(sample.inputs, stage.inputs), reshaped(sample.outputs, stage.outputs),
+        reshaped(sample.targets, stage.targets),
+    )  # fmt: skip
 
 
-def _reshaped(specs: Sequence[TensorSpec], shapes: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """The specs with the shapes of others."""
-    return tuple(replace(spec, shape_per_row=other.shape_per_row) for spec, other in zip(specs, shapes, strict=True))
+def _copies_in(module: nn.Module, tied: Sequence[Tied]) -> dict[str, list[nn.Parameter]]:
+    """For each parameter of a stage that others use too its copies, by the name that it has in the stage."""
+    copies = {id(slots[0]): list(slots) for each in tied for slots in zip(*each.parameters)}
+    return {name: copies[id(parameter)] for name, parameter in module.named_parameters() if id(parameter) in copies}
 
 
 def _other_names(module: nn.Module, layered: Layered) -> dict[str, str]:
@@ -269,22 +226,20 @@ def _defers(plan: Plan, stage: int, settings: Settings) -> bool:
 
 def _place(module: StageModule, settings: Settings, device: torch.device) -> StageModule:
     """The module on its device, in its number format and layout, in training mode."""
-    module = module.to(device, torch.float64) if settings.precision == "fp64" else module.to(device)
+    module = module.to(device)
+    if settings.precision == "fp64":
+        module = module.to(torch.float64)
+        module.inputs, module.outputs, module.targets = map(_in_fp64, (module.inputs, module.outputs, module.targets))
     if settings.channels_last:
         for parameter in module.parameters():
             if parameter.dim() == 4:
                 parameter.data = parameter.data.to(memory_format=torch.channels_last)
-    change = {torch.float32: torch.float64} if settings.precision == "fp64" else {}
-    module.inputs = with_dtypes(module.inputs, change)
-    module.outputs = with_dtypes(module.outputs, change)
-    module.targets = with_dtypes(module.targets, change)
     module.train()
     return module
 
 
-def with_dtypes(specs: Iterable[TensorSpec], change: dict[torch.dtype, torch.dtype]) -> tuple[TensorSpec, ...]:
-    """The specs with some number formats exchanged."""
-    return tuple(replace(spec, dtype=change.get(spec.dtype, spec.dtype)) for spec in specs)
+def _in_fp64(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    return tuple(replace(spec, dtype=torch.float64) if spec.dtype == torch.float32 else spec for spec in specs)
 
 
 def fed_inputs(layered: Layered, settings: Settings) -> tuple[TensorSpec, ...]:
@@ -293,6 +248,8 @@ def fed_inputs(layered: Layered, settings: Settings) -> tuple[TensorSpec, ...]:
     Those that only products read are rounded to autocast's format before they come: the products would do the same,
     and half as many bytes move until then.
     """
+    if settings.precision == "fp64":
+        return _in_fp64(layered.inputs)
     rounded = AUTOCAST.get(settings.precision)
     return tuple(
         replace(spec, dtype=rounded) if rounded and only_multiplied and spec.dtype == torch.float32 else spec
@@ -300,7 +257,9 @@ def fed_inputs(layered: Layered, settings: Settings) -> tuple[TensorSpec, ...]:
     )
 
 
-def _infer_dtypes(replicas: dict[int, Replica], plan: Plan, layered: Layered, world: World, settings: Settings) -> None:
+def _set_formats(
+    modules: Mapping[int, StageModule], plan: Plan, layered: Layered, world: World, settings: Settings
+) -> None:
     """Sets the formats of what goes into the stages of this worker and comes out of them; all workers must call it.
 
     Under autocast a stage's outputs have the formats that its operators choose. The first replica of each stage runs
@@ -308,24 +267,24 @@ def _infer_dtypes(replicas: dict[int, Replica], plan: Plan, layered: Layered, wo
     """
     if settings.precision not in AUTOCAST:
         return
-    if 0 in replicas:
-        replicas[0].runner.inputs = fed_inputs(layered, settings)
+    if 0 in modules:
+        modules[0].inputs = fed_inputs(layered, settings)
     for stage in range(len(plan.stages) - 1):
-        here, after, first = replicas.get(stage), replicas.get(stage + 1), plan.workers[stage][0]
+        here, after, first = modules.get(stage), modules.get(stage + 1), plan.workers[stage][0]
         made: Sequence[Tensor] = ()
         if here is not None and world.worker == first:
-            module, specs = here.weights.modules[0], here.runner.inputs
-            zeros = [torch.zeros((2, *spec.shape_per_row), dtype=spec.dtype, device=world.device) for spec in specs]
-            with undisturbed(module), torch.no_grad(), autocast(settings):
-                made = module(*zeros)
+            zeros = [
+                torch.zeros((2, *spec.shape_per_row), dtype=spec.dtype, device=world.device) for spec in here.inputs
+            ]
+            with undisturbed(here), torch.no_grad(), autocast(settings):
+                made = here(*zeros)
         names = [str(tensor.dtype).removeprefix("torch.") for tensor in made]
         formats = [getattr(torch, name) for name in gather_json(names, world.control, world.size)[first]]
         if here is not None:
-            here.runner.outputs = _with_formats(here.runner.outputs, formats)
+            here.outputs = _with_formats(here.outputs, formats)
         if after is not None:
-            after.runner.inputs = _with_formats(after.runner.inputs, formats)
+            after.inputs = _with_formats(after.inputs, formats)
 
 
 def _with_formats(specs: Sequence[TensorSpec], formats: Sequence[torch.dtype]) -> tuple[TensorSpec, ...]:
-    """The specs with these formats, one each."""
     return tuple(replace(spec, dtype=dtype) for spec, dtype in zip(specs, formats, strict=True))

@@ -15,29 +15,9 @@ from stagewright.models import StageModule, TensorSpec
 from stagewright.models.drawing import row_keys, rows_drawn
 from stagewright.runtime.precision import autocast
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.transport import Receipt
 
 Key = tuple[int, int]
 """(batch, microbatch)"""
-
-
-@dataclass
-class InFlight:
-    """Tensors for one microbatch that are being put together from several senders."""
-
-    tensors: list[Tensor]
-    receipts: list[Receipt]
-
-    def wait(self) -> list[Tensor]:
-        """The tensors, once all rows are in them."""
-        for receipt in self.receipts:
-            receipt.wait()
-        self.receipts.clear()
-        return self.tensors
-
-    def is_done(self) -> bool:
-        """Whether all rows are in."""
-        return all(receipt.is_done() for receipt in self.receipts)
 
 
 @dataclass
@@ -64,7 +44,6 @@ class StageRunner:
         self.settings = settings
         self.inputs: tuple[TensorSpec, ...] = module.inputs
         self.outputs: tuple[TensorSpec, ...] = module.outputs
-        self.targets: tuple[TensorSpec, ...] = module.targets
         self.has_loss, self.draws = module.has_loss, module.draws
         self.recompute = recompute
         self.seed = seed

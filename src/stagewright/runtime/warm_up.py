@@ -35,7 +35,7 @@ def _run_everything_once(worker: Worker) -> None:
             for rows in sorted(sizes) * 2:  # the second time adds to gradients and sums
                 run = partial(_run_once, worker, here, slot, rows)
                 run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
-                for length in here.at:
+                for length in filter(None, here.shapes):
                     _run_once(worker, here, slot, rows, length)
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
@@ -49,8 +49,8 @@ def _run_once(worker: Worker, here: Replica, slot: int, rows: int, length: int |
     if replays(here.plan):  # a gradient is never added to, and where graphs are replayed it must not be
         for parameter in here.weights.modules[slot].parameters():
             parameter.grad = None
-    inputs = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in here.inputs(length)]
-    targets = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in here.targets(length)]
+    inputs = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in here.shapes[length].inputs]
+    targets = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in here.shapes[length].targets]
     made = runner.forward(here.module(slot, length), key, inputs, targets)
     if runner.has_loss:
         worker.note(-1, rows, made, targets)

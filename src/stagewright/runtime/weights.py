@@ -8,6 +8,16 @@ slot; the batch that used the slot before is over by then, so K slots are enough
     batch 0 ends   version 1 = 0 + Δ0                         Δn: from the gradient of batch n
     batch 1 ends                          version 2 = 1 + Δ1
     batch 2 ends   version 3 = 2 + Δ2
+
+Parameters that several stages use are tied: each holder keeps copies of them, and all holders make the same update.
+
+    stage 0 (K = 3)   embedding ◀──┐  gradients of batch n are summed over the replicas of both stages,
+    stage 1 (K = 2)                │  then each holder updates its copy: they stay equal to the bit
+    stage 2 (K = 1)   head      ◀──┘
+
+They have as many versions as the stage with the most among their holders, in all of them. Backward comes to the first
+of these stages last, so its update of a batch is the one that makes theirs. The others are updated earlier, when
+gradients are still to come: they make that update when the first forward needs it.
 """
 
 from __future__ import annotations
@@ -24,6 +34,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stagewright.errors import UsageError
+from stagewright.models import Layered
+from stagewright.plan import Plan
+from stagewright.runtime.all_reduce import AllReduce, make_all_reduce
+from stagewright.runtime.precision import Verdict
+from stagewright.runtime.reduce import Reducer, copy_from
+from stagewright.runtime.settings import Settings
+from stagewright.runtime.transport import is_staged
+from stagewright.runtime.world import World
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
 """From a stage's parameters to their optimizer, with a scheduler where there is one: it steps after every update."""
@@ -50,7 +68,6 @@ class Versions:
 
     @property
     def num_versions(self) -> int:
-        """K."""
         return len(self.parameters)
 
     def slot(self, batch: int) -> int:
@@ -65,17 +82,10 @@ class Versions:
             torch._foreach_copy_([*self.parameters[0]], [*newest])
 
     @torch.no_grad()
-    def update(
-        self,
-        batch: int,
-        gradients: Sequence[Tensor | None],
-        *,
-        skip: Tensor | None = None,
-        divisor: Tensor | None = None,
-    ) -> None:
-        """Makes version batch + 1 in the batch's slot, from version batch and the batch's gradient, divided.
+    def update(self, batch: int, gradients: Sequence[Tensor | None], verdict: Verdict | None = None) -> None:
+        """Makes version batch + 1 in the batch's slot, from version batch and the batch's gradient.
 
-        Where `skip` is 1, version batch + 1 is version batch.
+        The verdict divides the gradient; where it skips the batch, version batch + 1 is version batch.
         """
         target, newest = self.parameters[self.slot(batch)], self.parameters[self.slot(batch - 1)]
         if target is not newest and target:
@@ -89,7 +99,7 @@ class Versions:
                 rate = self.rate_of(batch)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
-            _step(self.optimizer, skip, divisor)
+            _step(self.optimizer, verdict)
         if self.scheduler is not None:
             with warnings.catch_warnings():  # the optimizer steps under another name, or may skip its first step
                 warnings.simplefilter("ignore", UserWarning)
@@ -158,12 +168,13 @@ def _made(
     return optimizer, scheduler
 
 
-def _step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> None:
-    """One step with the gradients divided, or none where `skip` is 1.
+def _step(optimizer: Optimizer, verdict: Verdict | None) -> None:
+    """One step with the gradients divided, or none where the verdict skips it.
 
     A fused optimizer takes both as they are on the device, as it does from torch's GradScaler, and no host waits. Its
     first step makes its state, which one that is skipped would leave undefined: that step is the host's to decide.
     """
+    skip, divisor = (None, None) if verdict is None else (verdict.skip, verdict.divisor)
     told: Any = optimizer
     if getattr(told, "_step_supports_amp_scaling", False) and optimizer.state:
         told.found_inf, told.grad_scale = skip, None if divisor is None else divisor.float()
@@ -181,21 +192,19 @@ def _step(optimizer: Optimizer, skip: Tensor | None, divisor: Tensor | None) -> 
 def _twin(module: nn.Module, known: Mapping[str, nn.Parameter]) -> nn.Module:
     """A copy with the known parameters and others of its own, but the very same buffers and frozen parameters."""
     shared: dict[int, Tensor] = {id(buffer): buffer for buffer in module.buffers()}
-    shared |= {
-        id(each): known.get(name, each) for name, each in module.named_parameters() if _is_given(name, each, known)
-    }
+    own = []
+    for name, parameter in module.named_parameters():
+        if name in known or not parameter.requires_grad:
+            shared[id(parameter)] = known.get(name, parameter)
+        else:
+            own.append((name, parameter))
     made = copy.deepcopy(module, memo=dict(shared))
-    for mine, (name, theirs) in zip(made.parameters(), module.named_parameters()):
-        if not _is_given(name, theirs, known):
-            _copy_all_hooks(theirs, mine)
+    for name, parameter in own:
+        _copy_all_hooks(parameter, made.get_parameter(name))
     return made
 
 
-def _is_given(name: str, parameter: nn.Parameter, known: Mapping[str, nn.Parameter]) -> bool:
-    return name in known or not parameter.requires_grad
-
-
-def copy_of(parameter: nn.Parameter) -> nn.Parameter:
+def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
     """Another parameter with the same numbers and hooks."""
     made = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
     _copy_all_hooks(parameter, made)
@@ -213,3 +222,82 @@ def copy_hooks(parameter: Tensor, other: Tensor) -> None:
     """Gives another tensor the hooks that change a parameter's gradient."""
     for hook in (parameter._backward_hooks or {}).values():
         other.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+class Tied(Versions):
+    """One worker's copies of parameters that it shares with workers of other stages."""
+
+    def __init__(
+        self, names: Sequence[str], stages: Sequence[int], plan: Plan, worker: int, parameters: list[nn.Parameter],
+        make_optimizer: OptimizerMaker, add_up: AllReduce | None,
+    ) -> None:  # fmt: skip
+        num_versions = max(plan.versions[stage] for stage in stages)
+        slots = [parameters, *([_copy_of(each) for each in parameters] for _ in range(num_versions - 1))]
+        super().__init__(names, slots, make_optimizer)
+        self.stages, self.owner = stages, stages[0]
+        """The stages that use them, and the one whose update of a batch makes theirs, and which saves them."""
+        self.is_counted = worker == plan.workers[self.owner][0]
+        """Whether this is the worker that counts them in the norm of all gradients."""
+        self.stages_here = {stage for stage in stages if worker in plan.workers[stage]}
+        self.reducer = Reducer(slots, 1, add_up)
+        self._done: dict[int, set[int]] = {}
+        """Of a batch those stages of this worker that have gone backward for the last time."""
+        self._summed: dict[int, list[Tensor | None] | None] = {}
+        """The gradients of batches whose update is still to come; None for a sum on its way."""
+
+    def finish(self, stage: int, batch: int) -> None:
+        """A stage of this worker has gone backward for the last time in a batch: the last one starts the sum."""
+        if batch in self._summed or batch < self.num_updates:
+            return
+        done = self._done.setdefault(batch, set())
+        done.add(stage)
+        if done == self.stages_here:
+            del self._done[batch]
+            self.reducer.start(self.slot(batch), 0)
+            self._summed[batch] = None
+
+    def gradients(self, batch: int) -> list[Tensor | None]:
+        """The summed gradients of a batch."""
+        found = self._summed[batch]
+        if found is None:
+            found = self._summed[batch] = self.reducer.finish(self.slot(batch))
+        return found
+
+    def catch_up(self, batch: int, verdicts: Mapping[int, Verdict]) -> None:
+        """Makes the updates of all batches up to one whose gradients are complete on this worker."""
+        while self.num_updates <= batch and self.num_updates in self._summed:
+            number = self.num_updates
+            self.update(number, self.gradients(number), verdicts.get(number))
+            del self._summed[number]
+
+
+def make_tied(
+    plan: Plan, layered: Layered, world: World, settings: Settings, make_optimizer: OptimizerMaker
+) -> list[Tied]:
+    """What this worker shares with workers of other stages, once its stages are in place. All workers must call it."""
+    parameters, found = dict(layered.model.named_parameters()), []
+    for number, (stages, names) in enumerate(_find_holders(plan, layered).items()):
+        members = tuple(sorted({worker for stage in stages for worker in plan.workers[stage]}))
+        group = world.group("tied", members)
+        trained = [name for name in names if parameters[name].requires_grad and name not in layered.unreached]
+        staged = is_staged(world, settings)
+        add_up = make_all_reduce(world, f"tied {number}", members, staged=staged) if trained else None
+        if world.worker not in members:
+            continue
+        if group is not None:  # a model that was built without a seed differs from worker to worker
+            copy_from(members[0], [parameters[name] for name in names], group)
+        if trained:
+            own = [parameters[name] for name in trained]
+            found.append(Tied(trained, stages, plan, world.worker, own, make_optimizer, add_up))
+    return found
+
+
+def _find_holders(plan: Plan, layered: Layered) -> dict[tuple[int, ...], list[str]]:
+    """The parameters that the plan's cuts separate, by the stages that use them."""
+    stage_of = [number for number, stage in enumerate(plan.stages) for _ in stage.layers]
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, layers in layered.tied:
+        stages = tuple(sorted({stage_of[layer] for layer in layers}))
+        if len(stages) > 1:
+            found.setdefault(stages, []).append(name)
+    return found

@@ -27,7 +27,7 @@ from stagewright.runtime.safety.stopping import Gate
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key
 from stagewright.runtime.transport import make_transport
-from stagewright.runtime.weights import OptimizerMaker
+from stagewright.runtime.weights import OptimizerMaker, Versions
 from stagewright.runtime.world import World
 from stagewright.schedule import COMPUTE, RECEIVES, TRANSFERS, Action, Kind, Schedule
 from stagewright.scheduling.windows import Chooser, windows
@@ -84,15 +84,18 @@ class Worker:
         self.handlers = self._table()
         self.self_check = SelfCheck(settings)
         for here in self.replicas.values():
-            here.reducer.inspect = partial(self._inspect, here)
+            here.reducer.inspect = partial(self._inspect, here, here.weights)
             for tied in here.tied:
-                tied.inspect = partial(self.self_check.compare, here)
+                if len(tied.stages_here) == 1:  # else plain autograd has them apart, stage by stage
+                    tied.reducer.inspect = partial(self._inspect, here, tied)
 
-    def _inspect(self, here: Replica, slot: int, members: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+    def _inspect(
+        self, here: Replica, versions: Versions, slot: int, members: Sequence[int], gradients: Sequence[Tensor | None]
+    ) -> None:
         """Looks at a stage's gradients before they are reduced; those of the batch whose end is running."""
         batch = self.at.batch if self.at is not None else 0
-        if here.weights.slot(batch) == slot:
-            self.self_check.compare(here, batch, [here.weights.names[index] for index in members], gradients)
+        if versions.slot(batch) == slot:
+            self.self_check.compare(here, batch, [versions.names[index] for index in members], gradients)
 
     def _table(self) -> dict[Kind, Callable[[Action], None]]:
         """What each kind of action does."""
@@ -114,7 +117,7 @@ class Worker:
         helper.is_training, helper._figures, helper.gate = False, {}, None
         helper.wants_metric = lambda batch: True
         helper.replicas = {
-            stage: Replica(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer, at=here.at)
+            stage: Replica(stage, here.replica, schedule.plan, here.runner, here.weights, here.reducer, here.shapes)
             for stage, here in self.replicas.items()
         }
         helper.exchange = Exchange(
@@ -125,7 +128,7 @@ class Worker:
 
     def current_modules(self) -> list[nn.Module]:
         """The stages with their newest weights."""
-        return [here.module(0, length, newest=True) for here in self.replicas.values() for length in (None, *here.at)]
+        return [here.module(0, length, newest=True) for here in self.replicas.values() for length in here.shapes]
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches: in its own sequence, or as rows arrive."""
@@ -173,7 +176,7 @@ class Worker:
         """Makes the updates of tied parameters that wait for other stages, at the end of a stretch."""
         for here in self.replicas.values():
             for tied in here.tied:
-                tied.catch_up(here.weights.num_updates - 1, skips=self.skips)
+                tied.catch_up(here.weights.num_updates - 1, self.verdicts)
 
     def order(self, num_batches: int, first_batch: int) -> Iterator[Action]:
         """This worker's actions over a number of batches, or until the gate closes."""
@@ -202,46 +205,43 @@ class Worker:
     def forward(self, action: Action) -> None:
         self._make_full()
         here, key, share = self._find(action)
+        length, last = self.feed.length(key[0]), here.runner.has_loss
         inputs = (
-            self.exchange.inputs(here, key)
+            self.exchange.get(here, key, is_forward=True)
             if here.stage
-            else self.feed.inputs(here.inputs(self.feed.length(key[0])), key[0], share.start, share.stop)
+            else self.feed.inputs(here.shapes[length].inputs, key[0], share.start, share.stop)
         )
-        last = here.runner.has_loss
         targets = self._targets(here, key[0], share.start, share.stop) if last else ()
         for tied in here.tied:
-            tied.catch_up(key[0] - tied.num_versions, skips=self.skips)
-        module = here.module(key[0], self.feed.length(key[0]), newest=not self.is_training)
+            tied.catch_up(key[0] - tied.num_versions, self.verdicts)
+        module = here.module(key[0], length, newest=not self.is_training)
         made = here.runner.forward(module, key, inputs, targets, start=share.start, hold=self.is_training)
         if self.watch is not None and self.is_training:
             self.watch.after_forward(here, module, key, inputs, targets, made)
         if last:
             self.note(key[0], share.stop - share.start, made, targets)
         else:
-            self.exchange.keep_outputs(here, key, made)
+            self.exchange.keep(here, key, [tensor.detach() for tensor in made], is_forward=True)
 
     def backward(self, action: Action) -> None:
         self._make_full()
         here, key, _ = self._find(action)
-        gradients = self.exchange.output_gradients(here, key)
-        scale = self.loss_gradient(here, key[0])
+        gradients, scale = self._given(here, key)
         again, is_last = self.self_check.keep(here, key), self._arm(here, key)
         with here.backward_of(key[0], is_last=is_last):
             returned = here.runner.backward(key, gradients, scale)
         self.self_check.add(here, key, again, gradients, scale, self.feed.length(key[0]))
         if is_last:
             here.finish_tied(key[0])
-        self.exchange.keep_gradients(here, key, returned)
+        self.exchange.keep(here, key, returned, is_forward=False)
 
     def backward_input(self, action: Action) -> None:
         here, key, _ = self._find(action)
-        module = here.weights.module(key[0])
-        gradients = self.exchange.output_gradients(here, key)
-        scale = self.loss_gradient(here, key[0])
+        gradients, scale = self._given(here, key)
         again = self.self_check.keep(here, key)
         self.self_check.add(here, key, again, gradients, scale, self.feed.length(key[0]))
-        returned = here.runner.backward_input(module, key, gradients, scale)
-        self.exchange.keep_gradients(here, key, returned)
+        returned = here.runner.backward_input(here.weights.module(key[0]), key, gradients, scale)
+        self.exchange.keep(here, key, returned, is_forward=False)
 
     def backward_weight(self, action: Action) -> None:
         here, key, _ = self._find(action)
@@ -263,14 +263,18 @@ class Worker:
         here.waiting[batch] = left
         if left == 0:
             del here.waiting[batch]
-            if here.reducer.group is not None:
+            if here.reducer.adds_up:
                 here.reducer.arm(here.weights.slot(batch))
         return left == 0
 
-    def loss_gradient(self, here: Replica, batch: int) -> Tensor:
+    def _given(self, here: Replica, key: Key) -> tuple[list[Tensor] | None, Tensor]:
+        """What a backward begins with: the gradients of its outputs, or where the loss is that of the summed loss."""
+        if here.runner.has_loss:
+            return None, self._loss_gradient(here, key[0])
+        return self.exchange.get(here, key, is_forward=False), self.scale.current  # which nobody asks for
+
+    def _loss_gradient(self, here: Replica, batch: int) -> Tensor:
         """The gradient of a batch's summed loss: the loss scale, divided by what the whole batch counts."""
-        if not here.runner.has_loss:
-            return self.scale.current  # nobody asks for it
         scale = self.scale.of_batch(batch)
         if self.count is None:
             return scale.double() / self.plan.batch
@@ -306,7 +310,7 @@ class Worker:
 
     def _targets(self, here: Replica, batch: int, start: int, stop: int) -> list[Tensor]:
         """The targets of some rows of a batch."""
-        return self.feed.targets(here.targets(self.feed.length(batch)), batch, start, stop)
+        return self.feed.targets(here.shapes[self.feed.length(batch)].targets, batch, start, stop)
 
     # The end of a batch
 
@@ -322,15 +326,15 @@ class Worker:
             here.reduced[action.batch] = gradients
             if here.replica == 0:
                 counted += [each for each in gradients if each is not None]
-        shared = list({id(tied): tied for here in self.replicas.values() for tied in here.tied}.values())
-        counted += [each for tied in shared if tied.is_counted for each in tied.gradients(action.batch)]
+        shared = {id(tied): tied for here in self.replicas.values() for tied in here.tied}.values()
+        found = [each for tied in shared if tied.is_counted for each in tied.gradients(action.batch)]
+        counted += [each for each in found if each is not None]
         squares, scale = sum_of_squares(counted, self.world.device), self.scale.of_batch(action.batch)
         if self.world.everyone is not None:
             dist.all_reduce(squares, group=self.world.everyone)
-        verdict = Verdict(squares, scale, self.settings.clip_norm)
+        verdict = Verdict(squares, scale, self.settings.clip_norm, skips=self.skips)
         self.verdicts[action.batch] = verdict
-        for tied in shared:
-            tied.judge(action.batch, verdict)
+        self.verdicts.pop(action.batch - 2 * max(self.plan.versions), None)  # every update of that batch is made
         self.scale.note(action.batch, verdict.overflowed)
 
     def update(self, action: Action) -> None:
@@ -338,29 +342,21 @@ class Worker:
         gradients = here.reduced.pop(batch, None)
         if gradients is None:
             gradients = here.finish(batch)
-        verdict = self.verdicts.get(batch)
         if self.watch is not None:
             self.watch.after_gradients(here, batch, gradients)
-        skip = verdict.overflowed if verdict is not None and self.skips else None
-        here.weights.update(batch, gradients, skip=skip, divisor=None if verdict is None else verdict.divisor)
+        here.weights.update(batch, gradients, self.verdicts.get(batch))
         for tied in here.tied:
             if tied.owner == here.stage:
-                tied.catch_up(batch, skips=self.skips)
+                tied.catch_up(batch, self.verdicts)
         if self.on_stage_update is not None:
             self.on_stage_update(action.stage, batch)
         # Stages with more versions are updated later: the batch is over when all of this worker's have been.
         self._updates[batch] = self._updates.get(batch, 0) + 1
         if self._updates[batch] == len(self.replicas):
-            self._close(batch, verdict)
-
-    def _close(self, batch: int, verdict: Verdict | None) -> None:
-        """What follows a worker's last update of a batch."""
-        del self._updates[batch]
-        self._counts.pop(batch, None)
-        if self.on_update is not None:
-            self.on_update(batch)
-        if verdict is not None:
-            del self.verdicts[batch]
+            del self._updates[batch]
+            self._counts.pop(batch, None)
+            if self.on_update is not None:
+                self.on_update(batch)
 
     def close(self) -> None:
         """Waits until everything sent has left, and ends what runs in the background."""
@@ -368,6 +364,6 @@ class Worker:
         for here in self.replicas.values():
             here.reducer.close()
             for tied in here.tied:
-                tied.close()
+                tied.reducer.close()
             for deferred in here.deferred:
                 deferred.close()

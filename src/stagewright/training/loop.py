@@ -20,7 +20,7 @@ from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
 from stagewright.runtime.launch.environment import RUN_FOLDER
 from stagewright.runtime.launch.joining import Take, joined
-from stagewright.runtime.replica import fed_inputs, with_dtypes
+from stagewright.runtime.replica import fed_inputs
 from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE
 from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
@@ -248,9 +248,7 @@ def synthetic_feed(layered: Layered, settings: Settings, device: torch.device, n
     """Made-up rows for any model; labels below `num_classes` or the width of its predictions."""
     last = layered.stage(layered.num_layers - 1, layered.num_layers) if layered.num_layers > 1 else None
     widths = [spec.shape_per_row[-1] for spec in (last.inputs if last else ()) if spec.shape_per_row]
-    change = {torch.float32: torch.float64} if settings.precision == "fp64" else {}
-    inputs = with_dtypes(fed_inputs(layered, settings), change)
     return SyntheticFeed(
-        inputs, layered.targets, num_classes=widths[0] if widths else num_classes, seed=settings.seed, device=device,
-        channels_last=settings.channels_last,
+        fed_inputs(layered, settings), layered.targets, num_classes=widths[0] if widths else num_classes,
+        seed=settings.seed, device=device, channels_last=settings.channels_last,
     )  # fmt: skip
