@@ -144,10 +144,10 @@ shown: list[Worker] = []
 
 def show_timeline(worker: Worker, step: Step) -> None:
     """Prints when each action of two steps ran on the first and the last worker."""
-    worker.clock.start()
+    worker.stopwatch.start()
     step(2)
-    spans = worker.clock.spans()
-    worker.clock.on = False
+    spans = worker.stopwatch.spans()
+    worker.stopwatch.on = False
     if worker.world.worker not in (0, WORKERS - 1):
         return
     zero = spans[0].start_s

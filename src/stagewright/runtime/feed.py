@@ -26,15 +26,15 @@ class Feed(Protocol):
         """The loss's targets for the same rows."""
 
 
-def lengths_of(feed: Feed) -> tuple[int, ...]:
+def _lengths_of(feed: Feed) -> tuple[int, ...]:
     """The lengths that the rows of a feed may have, batch by batch; none where all are as in the model's sample."""
     lengths = tuple(getattr(feed, "lengths", ()))
     return lengths if len(lengths) > 1 else ()
 
 
-def length_of(feed: Feed, batch: int) -> int | None:
+def _length_of(feed: Feed, batch: int) -> int | None:
     """The length of a batch's rows, which every worker knows; None where all are as in the model's sample."""
-    return int(getattr(feed, "length")(batch)) if lengths_of(feed) else None  # noqa: B009  only some feeds have it
+    return int(getattr(feed, "length")(batch)) if _lengths_of(feed) else None  # noqa: B009  only some feeds have it
 
 
 class FunctionFeed:
@@ -55,7 +55,7 @@ class ReadAhead:
 
     def __init__(self, feed: Feed, device: torch.device, *, batches: int = 2, threads: int = 2) -> None:
         self.feed, self._device, self._batches = feed, device, batches
-        self.lengths, self.length = lengths_of(feed), partial(length_of, feed)
+        self.lengths, self.length = _lengths_of(feed), partial(_length_of, feed)
         self._pool = ThreadPoolExecutor(threads, "stagewright-rows")
         self._coming: dict[tuple[str, int, int, int], Future[list[Tensor]]] = {}
 
@@ -89,19 +89,16 @@ class CheckedFeed:
     def __init__(self, feed: Feed, device: torch.device, *, all_labels_count: bool) -> None:
         """`all_labels_count` says that the loss is known as a mean over rows alone."""
         self._feed, self._device, self._all_labels_count = feed, device, all_labels_count
-        self.lengths, self.length = lengths_of(feed), partial(length_of, feed)
+        self.lengths, self.length = _lengths_of(feed), partial(_length_of, feed)
 
     def inputs(self, specs: Sequence[TensorSpec], batch: int, start: int, stop: int) -> list[Tensor]:
         """The model's inputs for some rows, in the formats in which the first stage takes them."""
-        given = self._feed.inputs(batch, start, stop)
-        self._check("inputs", given, specs, batch, start, stop)
-        return [_moved(tensor, self._device).to(spec.dtype) for tensor, spec in zip(given, specs)]
+        made = self._take("inputs", specs, batch, start, stop)
+        return [tensor.to(spec.dtype) for tensor, spec in zip(made, specs)]
 
     def targets(self, specs: Sequence[TensorSpec], batch: int, start: int, stop: int) -> list[Tensor]:
         """The loss's targets for some rows."""
-        given = self._feed.targets(batch, start, stop)
-        self._check("targets", given, specs, batch, start, stop)
-        made = [_moved(tensor, self._device) for tensor in given]
+        made = self._take("targets", specs, batch, start, stop)
         # Labels that most losses leave out would be counted.
         if self._all_labels_count and any(
             not each.is_floating_point() and bool(each.eq(IGNORED).any()) for each in made
@@ -113,10 +110,9 @@ class CheckedFeed:
             )
         return made
 
-    def _check(
-        self, what: str, given: Sequence[Tensor], specs: Sequence[TensorSpec], batch: int, start: int, stop: int
-    ) -> None:
-        """Refuses rows that are not what was asked for: too few would be divided by too many, others left out."""
+    def _take(self, what: str, specs: Sequence[TensorSpec], batch: int, start: int, stop: int) -> list[Tensor]:
+        """Rows on the device, as they were asked for: too few would be divided by too many, others left out."""
+        given: Sequence[Tensor] = getattr(self._feed, what)(batch, start, stop)
         where = f"{what} of batch {batch}, rows {start} to {stop - 1}"
         if len(given) != len(specs):
             names = ", ".join(spec.name for spec in specs) or "none"
@@ -134,6 +130,7 @@ class CheckedFeed:
                     f"the data gave '{spec.name}' as {tensor.dtype} for the {where}",
                     f"give {spec.dtype}, as in the sample that the model was made with",
                 )
+        return [_moved(tensor, self._device) for tensor in given]
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

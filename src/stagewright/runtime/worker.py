@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,8 @@ from stagewright.errors import RunError
 from stagewright.models import Layered, MeanLoss, count_of
 from stagewright.plan import Share
 from stagewright.policy import RULES
-from stagewright.runtime.clock import Clock
 from stagewright.runtime.exchange import Exchange
-from stagewright.runtime.feed import CheckedFeed, Feed, lengths_of
-from stagewright.runtime.order import receives_ahead, together
+from stagewright.runtime.feed import CheckedFeed, Feed
 from stagewright.runtime.precision import LossScale, Verdict, sum_of_squares
 from stagewright.runtime.replica import Replica, make_replicas
 from stagewright.runtime.safety.flight import Flight
@@ -26,6 +26,7 @@ from stagewright.runtime.safety.selfcheck import SelfCheck
 from stagewright.runtime.safety.stopping import Gate
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key
+from stagewright.runtime.timing import Stopwatch
 from stagewright.runtime.transport import make_transport
 from stagewright.runtime.weights import OptimizerMaker, Versions
 from stagewright.runtime.world import World
@@ -52,15 +53,15 @@ class Worker:
             )
         self.schedule, self.plan, self.world, self.settings = schedule, schedule.plan, world, settings
         self.metric, self.num_metrics = metric, num_metrics
-        self.replicas = make_replicas(self.plan, layered, world, settings, make_optimizer, lengths_of(feed))
-        self.transport = make_transport(world, self.plan, settings)
-        self.clock = Clock(world.worker, world.device)
-        self.scale = LossScale(settings, world.device, self.plan.versions)
-        self.verdicts: dict[int, Verdict] = {}
         self.count = count_of(layered.loss)
         """What counts the targets of a batch, where the loss is not divided by rows."""
         self._all_labels_count = isinstance(layered.loss, MeanLoss) and self.count is None
         self.feed = CheckedFeed(feed, world.device, all_labels_count=self._all_labels_count)
+        self.replicas = make_replicas(self.plan, layered, world, settings, make_optimizer, self.feed.lengths)
+        self.transport = make_transport(world, self.plan, settings)
+        self.stopwatch = Stopwatch(world.worker, world.device)
+        self.scale = LossScale(settings, world.device, self.plan.versions)
+        self.verdicts: dict[int, Verdict] = {}
         self.exchange = Exchange(world.worker, self.replicas, self.transport, settings, self.feed.length)
         self._figures: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
@@ -132,13 +133,18 @@ class Worker:
 
     def run(self, num_batches: int, first_batch: int = 0) -> None:
         """Runs this worker's order over a number of batches: in its own sequence, or as rows arrive."""
-        groups = together(self.order(num_batches, first_batch))
+        order = self.schedule.unroll(self.world.worker, num_batches, first_batch)
+        if self.gate is not None:
+            low, high = self.schedule.offsets
+            order = self.gate.passing(order, high - low)
         if self.is_training and RULES[self.plan.policy].by_arrival:
-            self._run_as_rows_arrive(groups)
+            self._run_as_rows_arrive(_together(order))
         else:
-            for actions in receives_ahead(groups, self.transport.lookahead):
+            for actions in _receives_ahead(_together(order), self.transport.lookahead):
                 self.act(actions)
-        self.catch_up()
+        for here in self.replicas.values():  # updates of tied parameters that wait for other stages
+            for tied in here.tied:
+                tied.catch_up(here.weights.num_updates - 1, self.verdicts)
 
     def _run_as_rows_arrive(self, groups: Iterator[list[Action]]) -> None:
         """Runs whatever is ready, backward first, window by window."""
@@ -172,18 +178,6 @@ class Worker:
             )
         self.transport.check()
 
-    def catch_up(self) -> None:
-        """Makes the updates of tied parameters that wait for other stages, at the end of a stretch."""
-        for here in self.replicas.values():
-            for tied in here.tied:
-                tied.catch_up(here.weights.num_updates - 1, self.verdicts)
-
-    def order(self, num_batches: int, first_batch: int) -> Iterator[Action]:
-        """This worker's actions over a number of batches, or until the gate closes."""
-        order = self.schedule.unroll(self.world.worker, num_batches, first_batch)
-        low, high = self.schedule.offsets
-        return order if self.gate is None else self.gate.passing(order, high - low)
-
     def act(self, actions: list[Action]) -> None:
         """Runs one action, or one transfer with several workers."""
         self.at = actions[0]
@@ -195,7 +189,7 @@ class Worker:
         elif kind in TRANSFERS:
             self.exchange.send(actions)
         elif kind in COMPUTE or kind is Kind.UPDATE:
-            with self.clock.span(self.at):
+            with self.stopwatch.span(self.at):
                 self.handlers[kind](self.at)
         else:
             self.handlers[kind](self.at)
@@ -367,3 +361,25 @@ class Worker:
                 tied.reducer.close()
             for deferred in here.deferred:
                 deferred.close()
+
+
+def _together(order: Iterable[Action]) -> Iterator[list[Action]]:
+    """The actions one by one, but neighbouring transfers of one microbatch in one piece."""
+    for _, group in groupby(order, lambda action: action[:4] if action.kind in TRANSFERS else object()):
+        yield list(group)
+
+
+def _receives_ahead(steps: Iterator[list[Action]], num_computes: int) -> Iterator[list[Action]]:
+    """The same steps, with each receive drawn forward past that many compute actions."""
+    window: deque[list[Action]] = deque()
+    ahead = 0
+    for step in steps:
+        if step[0].kind in RECEIVES:
+            yield step
+            continue
+        window.append(step)
+        ahead += step[0].kind in COMPUTE
+        while ahead > num_computes:
+            ahead -= window[0][0].kind in COMPUTE
+            yield window.popleft()
+    yield from window

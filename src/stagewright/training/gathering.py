@@ -60,10 +60,9 @@ _COMPUTE_KINDS = {kind.value for kind in COMPUTE}
 
 def gather(run: Run, worker: Worker, points: Sequence[Point], sample_tokens: float | None = None) -> Record:
     """The record of the run, from what each worker saw."""
-    spans = worker.clock.spans()
     own = {
-        "spans": [list(span) for span in spans], "steps": worker.clock.step_s(), "peak": peak_bytes(run.world.device),
-        "driver": driver_bytes(run.world.device),
+        "spans": [list(span) for span in worker.stopwatch.spans()], "steps": worker.stopwatch.step_s(),
+        "peak": peak_bytes(run.world.device), "driver": driver_bytes(run.world.device),
         "points": [point.__dict__ for point in points],
     }  # fmt: skip
     told = gather_json(own, run.world.control, run.world.size)

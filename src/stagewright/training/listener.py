@@ -13,10 +13,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from stagewright.record import Point
-from stagewright.runtime.clock import AsyncScalars
 from stagewright.runtime.evaluate import evaluate, means
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.safety.numbers import Watch
+from stagewright.runtime.timing import AsyncScalars
 from stagewright.runtime.worker import Worker
 from stagewright.training.events import Teller, plain_line
 from stagewright.training.gathering import Run, memory_figures
@@ -51,7 +51,7 @@ class Listener:
                 for versions in (here.weights, *here.tied):
                     versions.rate_of = partial(rate_at, run.recipe)
         if run.job.warm_up == 0:
-            worker.clock.mark()  # where the first step begins that is measured
+            worker.stopwatch.mark()  # where the first step begins that is measured
         worker.watch, worker.wants_metric = self.watch(), self.is_due
         worker.on_update, worker.on_stage_update = self.after_update, self.after_stage_update
 
@@ -85,9 +85,9 @@ class Listener:
             self.checkpointer.note_worker(batch)
             self.tell_news()
         if batch - job.first_step + 1 >= job.warm_up:
-            self.worker.clock.mark()
+            self.worker.stopwatch.mark()
         if batch + 1 == max(job.steps - self.run.settings.trace_steps, job.first_step + 1):
-            self.worker.clock.start()
+            self.worker.stopwatch.start()
         if self.is_last:
             self.note_figures(batch)
 

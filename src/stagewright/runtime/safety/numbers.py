@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import RunError
-from stagewright.runtime.clock import AsyncScalars
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.stage import Key
+from stagewright.runtime.timing import AsyncScalars
 
 _MOST_SKIPPED = 100
 """Steps in a row after which skipping has no end."""
