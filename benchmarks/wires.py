@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.all_reduce import CollectiveAllReduce, make_all_reduce
+from stagewright.runtime.all_reduce import make_all_reduce
 from stagewright.runtime.common_memory import APART
 from stagewright.runtime.launch.environment import worker_environment
 from stagewright.runtime.launch.local import launch
@@ -76,28 +76,24 @@ def work(megabytes: int) -> None:
     torch.set_num_threads(1)
     numel, everyone = megabytes * 250_000, tuple(range(WORKERS))
     with open_world(Settings(device="cuda", timeout_s=40.0)) as world:
-        flat = torch.zeros(numel, device=world.device)
-        group = world.group("reduce", everyone)
-        if group is None:
-            return
-        plan, collective = uneven_plan(), CollectiveAllReduce(group)
+        flat, plan = torch.zeros(numel, device=world.device), uneven_plan()
         ways: dict[str, Callable[[], None]] = {}
         for transport in (TRANSPORTS[name](world, plan) for name in ("staged", "nccl")):
             for is_forward, what in ((True, "7 → 1"), (False, "1 → 7")):
                 ways[f"{what} {transport.name}"] = move(transport, is_forward, numel, world)
-        ways["all-reduce NCCL"] = lambda: void(collective.start(flat).wait())
-        ways["all-reduce staged in common memory"] = adding(world, everyone, flat)
+        ways["all-reduce NCCL"] = adding(world, everyone, flat, staged=False)
+        ways["all-reduce staged in common memory"] = adding(world, everyone, flat, staged=True)
         os.environ[APART] = "1"
-        ways["all-reduce staged over sockets"] = adding(world, everyone, flat)
+        ways["all-reduce staged over sockets"] = adding(world, everyone, flat, staged=True)
         for name, once in ways.items():
             seconds = median_s(once, world)
             if world.worker == 0:
                 print(f"{name:36} {megabytes:4} MB  {seconds * 1e3:7.1f} ms  {megabytes / seconds / 1e3:6.2f} GB/s")
 
 
-def adding(world: World, everyone: tuple[int, ...], like: torch.Tensor) -> Callable[[], None]:
+def adding(world: World, everyone: tuple[int, ...], like: torch.Tensor, *, staged: bool) -> Callable[[], None]:
     """A round of adding up one tensor."""
-    add_up = make_all_reduce(world, "stage 0", everyone, staged=True)
+    add_up = make_all_reduce(world, "stage 0", everyone, staged=staged)
     assert add_up is not None
     flat = add_up.memory(like.numel(), like)
     return lambda: void(add_up.start(flat).wait())

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.runtime import common_memory
-from stagewright.runtime.all_reduce import AllReduce, CollectiveAllReduce, make_all_reduce
-from stagewright.runtime.common_memory import CommonAllReduce
+from stagewright.runtime.all_reduce import AllReduce, _CollectiveAllReduce, _CommonAllReduce, make_all_reduce
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import World, open_world
 
@@ -23,16 +22,16 @@ def main() -> None:
     with open_world(Settings(timeout_s=60.0)) as world:
         everyone = tuple(range(world.size))
         add_up = make_all_reduce(world, "stage 0", everyone, staged=False)
-        assert isinstance(add_up, CommonAllReduce)
+        assert isinstance(add_up, _CommonAllReduce)
         for dtype in (torch.float32, torch.float64):
             compare(add_up, SIZES, torch.zeros(1, dtype=dtype), world)
         add_up.close()
         assert make_all_reduce(world, "stage 0", (world.worker,), staged=False) is None
         os.environ[common_memory.APART] = "1"
-        assert isinstance(make_all_reduce(world, "stage 0", everyone, staged=False), CollectiveAllReduce)
+        assert isinstance(make_all_reduce(world, "stage 0", everyone, staged=False), _CollectiveAllReduce)
         del os.environ[common_memory.APART]
         common_memory._identity = lambda: f"host {world.worker}"
-        assert isinstance(make_all_reduce(world, "stage 0", everyone, staged=False), CollectiveAllReduce)
+        assert isinstance(make_all_reduce(world, "stage 0", everyone, staged=False), _CollectiveAllReduce)
         print("equal", flush=True)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stagewright.runtime.compiling import run_or_compile_again
+from stagewright.runtime.warm_up import _run_or_compile_again
 
 
 def refuse(graph: object, inputs: object) -> None:
@@ -20,7 +20,7 @@ def test_what_cannot_be_combined_is_compiled_apart() -> None:
     refused = torch.compile(module, backend=refuse)
     assert isinstance(refused, nn.Module)
     modules: list[nn.Module] = [module, refused]
-    run_or_compile_again(lambda: made.append(modules[1](rows)), modules, 1)
+    _run_or_compile_again(lambda: made.append(modules[1](rows)), modules, 1)
     torch.testing.assert_close(made, [module(rows)])
     assert modules[0] is module
 
@@ -33,5 +33,5 @@ def test_a_fault_of_the_model_is_told_at_once() -> None:
         raise ValueError("a layer's own fault")
 
     with pytest.raises(ValueError, match="own fault"):
-        run_or_compile_again(run, [nn.Linear(3, 2)], 0)
+        _run_or_compile_again(run, [nn.Linear(3, 2)], 0)
     assert len(calls) == 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stagewright.models import cross_entropy_sum, make_layered
 from stagewright.models.stage import StageModule
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stage import StageRunner, mix
+from stagewright.runtime.stage import StageRunner, _mix
 
 ENDS = {"a view": nn.Flatten(), "its own memory": nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(75, 75))}
 
@@ -28,7 +28,7 @@ def middle_stage(end: nn.Module) -> StageModule:
 def run(end: nn.Module, *, in_halves: bool) -> list[Tensor]:
     """The gradients of the stage's inputs and of its weights, over two microbatches."""
     module = middle_stage(end)
-    runner = StageRunner(1, module, Settings(), recompute=False, seed=0)
+    runner = StageRunner(1, module, Settings())
     scale, found = torch.ones(()), []
     for number in range(2):
         torch.manual_seed(number)
@@ -64,7 +64,7 @@ def test_what_is_dropped_is_by_row_and_batch_whatever_microbatch_a_row_is_in(rec
     rows = torch.ones(6, 3, 5, 5)
 
     def forward(key: tuple[int, int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        runner = StageRunner(1, module, Settings(seed=3), recompute=recompute, seed=7)
+        runner = StageRunner(1, module, Settings(seed=3), recompute=recompute)
         (made,) = runner.forward(module, key, [rows[start:stop]], [], start=start)
         module.zero_grad()
         runner.backward(key, [torch.ones_like(made)], torch.ones(()))
@@ -82,14 +82,14 @@ def test_what_is_dropped_is_by_row_and_batch_whatever_microbatch_a_row_is_in(rec
 def test_what_a_microbatch_draws_is_its_own_in_any_order(recompute: bool) -> None:
     """As after torch.manual_seed with the seed that batch and microbatch make, whatever was drawn before."""
     module = middle_stage(nn.Sequential(Noise(), nn.Flatten()))
-    runner = StageRunner(1, module, Settings(), recompute=recompute, seed=7)
+    runner = StageRunner(1, module, Settings(seed=7), recompute=recompute)
     rows = torch.ones(2, 3, 5, 5)
     keys = [(0, 0), (0, 1), (1, 0)]
     forth, back = (
         {key: runner.forward(module, key, [rows], [], hold=False)[0] for key in order} for order in (keys, keys[::-1])
     )
     for key in keys:
-        torch.manual_seed(mix(7, *key))
+        torch.manual_seed(_mix(runner.seed, *key))
         torch.testing.assert_close(forth[key], module(rows)[0], rtol=0, atol=0)
         torch.testing.assert_close(back[key], forth[key], rtol=0, atol=0)
     assert not torch.equal(forth[0, 0], forth[0, 1])

@@ -10,44 +10,43 @@ a card that they share            by their hosts, so that no multiprocessor is k
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.errors import RunError
-from stagewright.runtime.background import BackgroundThread, Pending, Promise, new_event, new_stream
-from stagewright.runtime.common_memory import Common, CommonAllReduce, is_common
+from stagewright.runtime.background import BackgroundThread, Pending, Several, new_event, new_stream
+from stagewright.runtime.common_memory import Common, is_common
 from stagewright.runtime.world import World
 
 _PIECE_BYTES = 16 << 20
 """What a strand adds up at a time."""
 
 
-class AllReduce(Protocol):
+class AllReduce(ABC):
     """A way to add up tensors over a stage's replicas."""
-
-    def start(self, tensor: Tensor) -> Pending:
-        """Starts to add up a tensor, in place."""
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
         """A flat tensor of zeros to add up, of the type and on the device of another. All replicas must ask."""
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
-    def close(self) -> None:
+    @abstractmethod
+    def start(self, tensor: Tensor) -> Pending:
+        """Starts to add up a tensor that `memory` gave, in place."""
+
+    def close(self) -> None:  # noqa: B027  only some run anything in the background
         """Ends what runs in the background."""
 
 
-class CollectiveAllReduce:
+class _CollectiveAllReduce(AllReduce):
     """The group's own all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-
-    def memory(self, numel: int, like: Tensor) -> Tensor:
-        return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
     def start(self, tensor: Tensor) -> Pending:
         work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
@@ -55,29 +54,37 @@ class CollectiveAllReduce:
             raise RunError("this worker is no member of the group that it adds up with")
         return work
 
+
+class _CommonAllReduce(AllReduce):
+    """Adds up tensors of the CPUs of one host, which lie in memory that they have in common."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._group, self._thread = group, BackgroundThread("sums", timeout_s)
+        self._common: dict[int, Common] = {}
+        """By the address of a tensor."""
+
+    def memory(self, numel: int, like: Tensor) -> Tensor:
+        common = Common(numel, like.dtype, self._group)
+        self._common[common.own.data_ptr()] = common
+        return common.own
+
+    def start(self, tensor: Tensor) -> Pending:
+        common = self._common[tensor.data_ptr()]
+
+        def add_up() -> None:
+            common.add_up(0, tensor.numel(), self._group)
+            tensor.copy_(common.sum)  # whoever comes to the next sum has copied this one
+
+        return self._thread.promise(add_up)
+
     def close(self) -> None:
-        return None
-
-
-class _Pinned(Common):
-    """The memory of a card's tensor in its host: common to the replicas, and pinned, so that copies run alone."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        super().__init__(numel, dtype, group)
-        for rows in (self.own, self.sum):
-            register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(register(rows.data_ptr(), rows.nbytes, 0))
-
-    def close(self) -> None:
-        for rows in (self.own, self.sum):
-            unregister = torch.cuda.cudart().cudaHostUnregister  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(unregister(rows.data_ptr()))
+        self._thread.close()
 
 
 class _Travelling:
-    """The same where hosts have nothing in common, and add up over their sockets."""
+    """A tensor of a card in the memory of its host, added up over sockets."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.own = self.sum = torch.zeros(numel, dtype=dtype, pin_memory=True)
 
     def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
@@ -87,7 +94,7 @@ class _Travelling:
         return None
 
 
-class _StagedAllReduce:
+class _StagedAllReduce(AllReduce):
     """Adds up tensors of cards by way of the hosts' memory, piece by piece, several at once."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], timeout_s: float, *, in_common: bool) -> None:
@@ -95,23 +102,23 @@ class _StagedAllReduce:
         self._threads = [BackgroundThread(f"sum {number}", timeout_s) for number in range(len(groups))]
         self._strands = cycle([(*each, new_stream(), new_stream()) for each in zip(groups, self._threads)])
         """Sockets, a thread and streams for each of the pieces that are added up at once."""
-        self._mirrors: dict[int, tuple[Tensor, _Pinned | _Travelling]] = {}
+        self._mirrors: dict[int, tuple[Tensor, Common | _Travelling]] = {}
         """Each tensor, by its address, and its memory in the host."""
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
-        tensor = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        tensor = super().memory(numel, like)
         if numel:
-            mirror = (_Pinned if self.in_common else _Travelling)(numel, like.dtype, self._group)
-            self._mirrors[tensor.data_ptr()] = (tensor, mirror)
+            own = Common(numel, like.dtype, self._group, pinned=True) if self.in_common else None
+            self._mirrors[tensor.data_ptr()] = (tensor, own or _Travelling(numel, like.dtype))
         return tensor
 
     def start(self, tensor: Tensor) -> Pending:
         made = new_event()
         made.record()
         numel, size = tensor.numel(), _PIECE_BYTES // tensor.element_size()
-        return _All([self._start(tensor, at, min(at + size, numel), made) for at in range(0, numel, size)])
+        return Several([self._start(tensor, at, min(at + size, numel), made) for at in range(0, numel, size)])
 
-    def _start(self, tensor: Tensor, start: int, stop: int, made: torch.cuda.Event) -> Promise:
+    def _start(self, tensor: Tensor, start: int, stop: int, made: torch.cuda.Event) -> Pending:
         """Copies a piece to the host once it is made, and leaves the rest to the thread whose turn it is."""
         group, thread, outward, back = next(self._strands)
         _, mirror = self._mirrors[tensor.data_ptr()]
@@ -139,20 +146,9 @@ class _StagedAllReduce:
         self._mirrors.clear()
 
 
-class _All:
-    """Several pieces on their way."""
-
-    def __init__(self, pieces: Sequence[Pending]) -> None:
-        self._pieces = pieces
-
-    def wait(self) -> None:
-        for piece in self._pieces:
-            piece.wait()
-
-
 def make_all_reduce(world: World, purpose: str, members: tuple[int, ...], *, staged: bool) -> AllReduce | None:
     """How some workers add up; None for who is not one of several. All workers must ask, in one order."""
-    timeout_s = world.timeout.total_seconds()
+    timeout_s, is_member = world.timeout.total_seconds(), world.worker in members
     if len(members) < 2:
         return None
     # Threads of two stages must not meet each other, so that their groups are not the same where their members are.
@@ -160,13 +156,11 @@ def make_all_reduce(world: World, purpose: str, members: tuple[int, ...], *, sta
         # Four sums at once, each on sockets of its own: one waits while another adds.
         strands = [world.group(f"sum {number} of {purpose}", members, "gloo") for number in range(4)]
         groups = [group for group in strands if group is not None]
-        if world.worker not in members:
-            return None
-        return _StagedAllReduce(groups, timeout_s, in_common=is_common(groups[0], len(members)))
+        return _StagedAllReduce(groups, timeout_s, in_common=is_common(groups[0], len(members))) if is_member else None
     group = world.group("reduce", members)
     adding = world.group(f"sums of {purpose}", members) if world.device.type == "cpu" else None
-    if group is None or world.worker not in members:
+    if group is None or not is_member:
         return None
     if adding is not None and is_common(adding, len(members)):
-        return CommonAllReduce(adding, timeout_s)
-    return CollectiveAllReduce(group)
+        return _CommonAllReduce(adding, timeout_s)
+    return _CollectiveAllReduce(group)

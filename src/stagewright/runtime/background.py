@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -13,10 +13,27 @@ from stagewright.errors import RunError
 
 
 class Pending(Protocol):
-    """Something on its way."""
+    """Something on its way, as torch's own `Work` is."""
 
     def wait(self) -> object:
         """Returns when what follows on this worker (or on its stream) may read it."""
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+class Several:
+    """Several things on their way."""
+
+    def __init__(self, parts: Iterable[Pending | None]) -> None:
+        self._parts = [part for part in parts if part is not None]
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+    def is_completed(self) -> bool:
+        return all(part.is_completed() for part in self._parts)
 
 
 class BackgroundThread:
@@ -35,7 +52,7 @@ class BackgroundThread:
         self.check()
         self._jobs.put(job)
 
-    def promise(self, job: Callable[[], None], copied: torch.cuda.Event | None = None) -> Promise:
+    def promise(self, job: Callable[[], None], copied: torch.cuda.Event | None = None) -> Pending:
         """Does this next, and tells when it is done; `copied` is recorded in the job, behind copies to the card."""
         done = threading.Event()
 
@@ -46,7 +63,7 @@ class BackgroundThread:
                 done.set()
 
         self.add(finish)
-        return Promise(self, done, copied)
+        return _Promise(self, done, copied)
 
     def check(self) -> None:
         """Raises what went wrong."""
@@ -72,7 +89,7 @@ class BackgroundThread:
         self.check()
 
 
-class Promise:
+class _Promise:
     """The receipt of what a thread does."""
 
     def __init__(self, thread: BackgroundThread, done: threading.Event, copied: torch.cuda.Event | None) -> None:
@@ -85,7 +102,7 @@ class Promise:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         return self._done.is_set()
 
 

@@ -32,8 +32,9 @@ class _Normalised(torch.autograd.Function):
         centred = wide - _along(near, rows)
         rest = centred.mean(around).double()
         own_variance = centred.square().mean(around).double() - rest.square()
-        count = near.new_full((1,), rows.numel() / channels).double()
-        told = torch.stack(_gathered(torch.cat([near.double() + rest, own_variance, count]), group))
+        own = torch.cat([near.double() + rest, own_variance, near.new_full((1,), rows.numel() / channels).double()])
+        told = own.new_empty((dist.get_world_size(group), len(own)))
+        dist.all_gather([*told], own, group=group)
         means, variances, counts = told[:, :channels], told[:, channels:-1], told[:, -1:]
         count = counts.sum()
         mean = (counts * means).sum(0) / count
@@ -64,12 +65,6 @@ def _around(rows: Tensor) -> list[int]:
 def _along(channels: Tensor, rows: Tensor) -> Tensor:
     """One number a channel, shaped to meet rows."""
     return channels.view([1, -1, *([1] * (rows.dim() - 2))])
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(told, own, group=group)
-    return told
 
 
 def synchronize_batch_norm(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.runtime.background import BackgroundThread, Promise
 from stagewright.runtime.world import gather_json
 
 APART = "STAGEWRIGHT_APART"
@@ -32,10 +31,18 @@ APART = "STAGEWRIGHT_APART"
 class Common:
     """One tensor of every replica, and the sum of all, in memory that they have in common."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, *, pinned: bool = False) -> None:
+        """Where it is pinned, copies from and to a card run alone."""
         self._size, self._replica = dist.get_world_size(group), dist.get_rank(group)
-        rows = _common_rows(self._size + 1, numel, dtype, group, self._size)
+        # Rows of zeros, each on pages of its own.
+        stride = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        common = _common_bytes((self._size + 1) * stride, group, self._size)
+        rows = common.view(dtype).view(self._size + 1, -1)[:, :numel]
         self._all, self.own, self.sum = rows[:-1], rows[self._replica], rows[-1]
+        self._pinned = (self.own, self.sum) if pinned else ()
+        for each in self._pinned:
+            register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(register(each.data_ptr(), each.nbytes, 0))
 
     def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
         """Makes the sum of some numbers; every replica must have written its own, and must come."""
@@ -45,36 +52,16 @@ class Common:
             torch.sum(self._all[:, first:last], 0, out=self.sum[first:last])
         _meet(group)
 
+    def close(self) -> None:
+        """Lets pinned memory go."""
+        for each in self._pinned:
+            unregister = torch.cuda.cudart().cudaHostUnregister  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(unregister(each.data_ptr()))
+
 
 def _meet(group: dist.ProcessGroup) -> None:
     """Waits until all replicas are here."""
     dist.all_reduce(torch.zeros(1), group=group)
-
-
-class CommonAllReduce:
-    """Adds up tensors of the CPUs of one host."""
-
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self._group, self._thread = group, BackgroundThread("sums", timeout_s)
-        self._common: dict[int, Common] = {}
-        """By the address of a tensor."""
-
-    def memory(self, numel: int, like: Tensor) -> Tensor:
-        common = Common(numel, like.dtype, self._group)
-        self._common[common.own.data_ptr()] = common
-        return common.own
-
-    def start(self, tensor: Tensor) -> Promise:
-        common = self._common[tensor.data_ptr()]
-
-        def add_up() -> None:
-            common.add_up(0, tensor.numel(), self._group)
-            tensor.copy_(common.sum)  # whoever comes to the next sum has copied this one
-
-        return self._thread.promise(add_up)
-
-    def close(self) -> None:
-        self._thread.close()
 
 
 def is_common(group: dist.ProcessGroup, size: int) -> bool:
@@ -99,12 +86,6 @@ def _identity() -> str | None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
     return None
-
-
-def _common_rows(num_rows: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, size: int) -> Tensor:
-    """Rows of zeros that the members of a group have in common, each on pages of its own. All of them must ask."""
-    stride = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-    return _common_bytes(num_rows * stride, group, size).view(dtype).view(num_rows, -1)[:, :numel]
 
 
 def _common_bytes(num_bytes: int, group: dist.ProcessGroup, size: int) -> Tensor:

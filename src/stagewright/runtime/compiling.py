@@ -10,8 +10,6 @@ leave is used up before they run again. Then each is recorded as a CUDA graph an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -36,14 +34,3 @@ def compiled(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
     result = torch.compile(module, options={**options} or None)
     assert isinstance(result, nn.Module)
     return result
-
-
-def run_or_compile_again(run: Callable[[], None], modules: list[nn.Module], slot: int) -> None:
-    """Runs what uses a module that is compiled, a second time without options where inductor fails with them."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    try:
-        run()
-    except BackendCompilerFailed:
-        modules[slot] = torch.compile(getattr(modules[slot], COMPILED.rstrip(".")))  # type: ignore[call-overload]
-        run()

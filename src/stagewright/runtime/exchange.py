@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stagewright.errors import RunError
+from stagewright.runtime.background import Pending
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import Key
-from stagewright.runtime.transport import Channel, Receipt, Transport
+from stagewright.runtime.transport import Channel, Transport
 from stagewright.schedule import Action, Kind
 
 
@@ -24,7 +25,7 @@ class _Arriving:
     """Tensors for one microbatch that are being put together from several senders."""
 
     tensors: list[Tensor]
-    receipts: list[Receipt]
+    receipts: list[Pending]
 
     def wait(self) -> list[Tensor]:
         for receipt in self.receipts:
@@ -63,7 +64,7 @@ class Exchange:
             return False
         arriving = self.arriving.get((action.stage, is_forward, key))
         return len(partners) == is_near or (
-            arriving is not None and all(receipt.is_done() for receipt in arriving.receipts)
+            arriving is not None and all(receipt.is_completed() for receipt in arriving.receipts)
         )
 
     def get(self, here: Replica, key: Key, *, is_forward: bool) -> list[Tensor]:

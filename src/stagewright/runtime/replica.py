@@ -26,13 +26,13 @@ from stagewright.runtime.deferred import DeferredGradients
 from stagewright.runtime.precision import AUTOCAST, autocast
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.stage import StageRunner, mix
+from stagewright.runtime.stage import StageRunner
 from stagewright.runtime.transport import is_staged
 from stagewright.runtime.weights import OptimizerMaker, Tied, Weights, make_tied
 from stagewright.runtime.world import World, gather_json
 
 
-class Shape(NamedTuple):
+class _Shape(NamedTuple):
     """A stage for rows of some length: its modules, one for each slot of the weights, and what goes in and out."""
 
     modules: list[nn.Module]
@@ -51,7 +51,7 @@ class Replica:
     runner: StageRunner
     weights: Weights
     reducer: Reducer
-    shapes: dict[int | None, Shape]
+    shapes: dict[int | None, _Shape]
     """The stage by the length of rows, where that changes from batch to batch; None is that of the model's sample."""
     tied: list[Tied] = field(default_factory=list)
     """Parameters that other stages use too."""
@@ -167,11 +167,12 @@ def make_replicas(
         reducer = Reducer(weights.parameters, plan.stages[number].num_buckets, add_up)
         for batch, each in enumerate(deferred):
             each.put(reducer.places(weights.slot(batch)))
-        recompute, seed = plan.stages[number].recompute, mix(settings.seed, number, replica)
-        runner = StageRunner(number, module, settings, recompute=recompute, seed=seed)
+        runner = StageRunner(number, module, settings, replica=replica, recompute=plan.stages[number].recompute)
         if settings.compile:
             weights.modules = [compiled(slot, plan, world.device) for slot in weights.modules]
-        shapes: dict[int | None, Shape] = {None: Shape(weights.modules, module.inputs, module.outputs, module.targets)}
+        shapes: dict[int | None, _Shape] = {
+            None: _Shape(weights.modules, module.inputs, module.outputs, module.targets)
+        }
         for length, other in others.items():
             stage = other.stage(edges[number], edges[number + 1])
             shapes[length] = _at_length(stage, other, shapes[None], settings, world.device)
@@ -179,7 +180,9 @@ def make_replicas(
     return replicas
 
 
-def _at_length(stage: StageModule, layered: Layered, sample: Shape, settings: Settings, device: torch.device) -> Shape:
+def _at_length(
+    stage: StageModule, layered: Layered, sample: _Shape, settings: Settings, device: torch.device
+) -> _Shape:
     """A stage found for rows of another length, with the weights and buffers of every slot."""
     own = {name for name, _ in layered.model.named_buffers()}
     named = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
@@ -196,7 +199,7 @@ def _at_length(stage: StageModule, layered: Layered, sample: Shape, settings: Se
         pairs = zip(specs, others, strict=True)
         return tuple(replace(spec, shape_per_row=other.shape_per_row) for spec, other in pairs)
 
-    return Shape(
+    return _Shape(
         modules, reshaped(sample.inputs, stage.inputs), reshaped(sample.outputs, stage.outputs),
         reshaped(sample.targets, stage.targets),
     )  # fmt: skip

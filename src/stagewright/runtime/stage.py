@@ -30,7 +30,6 @@ class Held:
     """The number of the first row in the batch."""
     outputs: list[Tensor]
     """The loss alone in the last stage."""
-    input_gradients: list[Tensor] | None = None
     output_gradients: list[Tensor] | None = None
     weight_groups: list[dict[str, Any]] | None = None
     """What the weights' half of a split backward still needs."""
@@ -39,14 +38,14 @@ class Held:
 class StageRunner:
     """Computes one stage; knows nothing of other workers."""
 
-    def __init__(self, number: int, module: StageModule, settings: Settings, *, recompute: bool, seed: int) -> None:
-        self.number = number
-        self.settings = settings
+    def __init__(
+        self, number: int, module: StageModule, settings: Settings, *, replica: int = 0, recompute: bool = False
+    ) -> None:
+        self.number, self.settings, self.recompute = number, settings, recompute
+        self.seed = _mix(settings.seed, number, replica)
         self.inputs: tuple[TensorSpec, ...] = module.inputs
         self.outputs: tuple[TensorSpec, ...] = module.outputs
         self.has_loss, self.draws = module.has_loss, module.draws
-        self.recompute = recompute
-        self.seed = seed
         self.held: dict[Key, Held] = {}
         self._uses_a_weight_twice: bool | None = None
 
@@ -59,7 +58,7 @@ class StageRunner:
         `start` is the number of its first row in the batch.
         """
         leaves = [tensor.detach().requires_grad_(spec.needs_grad) for tensor, spec in zip(inputs, self.inputs)]
-        _draw_from(mix(self.seed, *key), self.settings.device)
+        _draw_from(_mix(self.seed, *key), self.settings.device)
         keys = self._row_keys(key[0], start, leaves)
         with autocast(self.settings), rows_drawn(keys):
             if self.recompute:
@@ -92,7 +91,7 @@ class StageRunner:
     ) -> None:
         """Runs a microbatch that was held forward and backward once more, by a call of the module."""
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.inputs]
-        _draw_from(mix(self.seed, *key), self.settings.device)
+        _draw_from(_mix(self.seed, *key), self.settings.device)
         with torch.enable_grad(), autocast(self.settings), rows_drawn(self._row_keys(key[0], held.start, leaves)):
             made = list(call(*leaves, *held.targets))
         again = replace(held, outputs=made[:1] if self.has_loss else made)
@@ -122,27 +121,23 @@ class StageRunner:
         # Imported where it is used: it takes long, and every worker would wait for it when it starts.
         from torch.distributed.pipelining._backward import stage_backward_input
 
-        weights = (parameter for parameter in module.parameters() if parameter.requires_grad)
         # It detaches the outputs in place, which a view, such as what a flatten makes, cannot be.
         ends = [tensor.clone() if tensor._is_view() else tensor for tensor in outputs]
-        _, held.weight_groups = stage_backward_input(ends, given, needing, weights)
+        _, held.weight_groups = stage_backward_input(ends, given, needing, iter(_trained(module)))
         held.outputs = []
         return self._input_gradients(held)
 
     def backward_weight(self, module: nn.Module, key: Key) -> None:
         """The second half: gradients of the weights."""
-        held = self.held.pop(key)
+        held, weights = self.held.pop(key), _trained(module)
         if held.weight_groups is None:
             outputs = [tensor for tensor in held.outputs if tensor.requires_grad]
-            weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
             if outputs and weights:
                 torch.autograd.backward(outputs, held.output_gradients, inputs=weights)
             return
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        stage_backward_weight(
-            (parameter for parameter in module.parameters() if parameter.requires_grad), held.weight_groups
-        )
+        stage_backward_weight(iter(weights), held.weight_groups)
 
     def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if self.has_loss:
@@ -161,6 +156,10 @@ class StageRunner:
                 found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
                 tensor.grad = None
         return found
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _uses_a_weight_twice(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
@@ -222,7 +221,7 @@ def _draw_from(seed: int, device: str) -> None:
         torch.manual_seed(seed)
 
 
-def mix(*numbers: int) -> int:
+def _mix(*numbers: int) -> int:
     """One seed out of several numbers, the same on every machine."""
     seed = 0x9E3779B97F4A7C15
     for number in numbers:

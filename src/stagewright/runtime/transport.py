@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stagewright.plan import Plan
 from stagewright.policy import RULES
-from stagewright.runtime.background import BackgroundThread, Pending, new_event, new_stream
+from stagewright.runtime.background import BackgroundThread, Pending, Several, new_event, new_stream
 from stagewright.runtime.launch.mps import SHARED
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import World
@@ -42,13 +42,6 @@ class Channel(NamedTuple):
 
 _Parts = Sequence[tuple[int, Sequence[Tensor]]]
 """For each peer the tensors that go to it, or that its rows go into."""
-
-
-class Receipt(Pending, Protocol):
-    """A transfer on its way to this worker."""
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
 
 
 class Transport(ABC):
@@ -84,7 +77,7 @@ class Transport(ABC):
         """Sends to each worker its tensors; returns at once."""
 
     @abstractmethod
-    def receive(self, channel: Channel, parts: _Parts) -> Receipt:
+    def receive(self, channel: Channel, parts: _Parts) -> Pending:
         """Receives from each worker into its tensors; returns at once."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, channels_last: bool) -> Tensor:
@@ -118,20 +111,6 @@ def _straight(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-class _Works:
-    """The receipt of several messages."""
-
-    def __init__(self, works: Sequence[dist.Work | None]) -> None:
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
 class _Gloo(Transport):
     """Messages over sockets, matched by their tags."""
 
@@ -148,7 +127,7 @@ class _Gloo(Transport):
 
     def send(self, channel: Channel, parts: _Parts) -> None:
         messages = _messages(parts)
-        works = _Works([dist.isend(rows, peer, tag=self._tag(channel, number)) for peer, number, rows in messages])
+        works = Several([dist.isend(rows, peer, tag=self._tag(channel, number)) for peer, number, rows in messages])
 
         def leave() -> None:
             works.wait()
@@ -156,9 +135,9 @@ class _Gloo(Transport):
 
         self._sent.add(leave)
 
-    def receive(self, channel: Channel, parts: _Parts) -> Receipt:
+    def receive(self, channel: Channel, parts: _Parts) -> Pending:
         messages = _messages(parts)
-        works = _Works([dist.irecv(rows, peer, tag=self._tag(channel, number)) for peer, number, rows in messages])
+        works = Several([dist.irecv(rows, peer, tag=self._tag(channel, number)) for peer, number, rows in messages])
         return self._waiters[channel].promise(works.wait) if self._waiters else works
 
 
@@ -185,16 +164,16 @@ class _Nccl(Transport):
             self._issue(channel, sends, receives).wait()
             torch.cuda.synchronize()
 
-    def _issue(self, channel: Channel, sends: _Parts, receives: _Parts) -> _Works:
+    def _issue(self, channel: Channel, sends: _Parts, receives: _Parts) -> Several:
         group = self._groups[channel]
         ops = [dist.P2POp(dist.isend, rows, peer, group) for peer, _, rows in _messages(sends)]
         ops += [dist.P2POp(dist.irecv, rows, peer, group) for peer, _, rows in _messages(receives)]
-        return _Works(dist.batch_isend_irecv(ops) if ops else ())
+        return Several(dist.batch_isend_irecv(ops) if ops else ())
 
     def send(self, channel: Channel, parts: _Parts) -> None:
         self._issue(channel, parts, ())
 
-    def receive(self, channel: Channel, parts: _Parts) -> Receipt:
+    def receive(self, channel: Channel, parts: _Parts) -> Pending:
         return self._issue(channel, (), parts)
 
 
@@ -247,7 +226,7 @@ class _Staged(Transport):
         def leave() -> None:
             copied.synchronize()
             messages.clear()
-            works = _Works(
+            works = Several(
                 [dist.isend(rows, peer, self._strand(channel, peer), tag=number) for peer, number, rows in pinned]
             )
 
@@ -259,12 +238,12 @@ class _Staged(Transport):
 
         self._sends[channel].add(leave)
 
-    def receive(self, channel: Channel, parts: _Parts) -> Receipt:
+    def receive(self, channel: Channel, parts: _Parts) -> Pending:
         coming = []
         for peer, number, rows in _messages(parts):
             pinned = _pinned_like(rows)
             work = dist.irecv(pinned, peer, self._strand(channel, peer), tag=number)
-            coming.append((_Works([work]), pinned, rows))
+            coming.append((Several([work]), pinned, rows))
         copied = new_event()
 
         def arrive() -> None:

@@ -6,12 +6,13 @@ is one of those, and two workers could wait for each other for ever. So everythi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stagewright.runtime.compiling import replays, run_or_compile_again
+from stagewright.runtime.compiling import COMPILED, replays
 from stagewright.runtime.precision import sum_of_squares
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.weights import Versions
@@ -34,13 +35,24 @@ def _run_everything_once(worker: Worker) -> None:
         for slot in range(len(here.weights.modules)):
             for rows in sorted(sizes) * 2:  # the second time adds to gradients and sums
                 run = partial(_run_once, worker, here, slot, rows)
-                run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
+                _run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
                 for length in filter(None, here.shapes):
                     _run_once(worker, here, slot, rows, length)
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
         for versions in (here.weights, *here.tied):
             _update_once(versions, worker.world.device)
+
+
+def _run_or_compile_again(run: Callable[[], None], modules: list[nn.Module], slot: int) -> None:
+    """Runs what uses a module that is compiled, a second time without options where inductor fails with them."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        run()
+    except BackendCompilerFailed:
+        modules[slot] = torch.compile(getattr(modules[slot], COMPILED.rstrip(".")))  # type: ignore[call-overload]
+        run()
 
 
 def _run_once(worker: Worker, here: Replica, slot: int, rows: int, length: int | None = None) -> None:
