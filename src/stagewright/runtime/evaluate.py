@@ -34,26 +34,21 @@ def _forward_schedule(plan: Plan, rows: int) -> Schedule:
 @torch.no_grad()
 def evaluate(worker: Worker, feed: Feed, num_rows: int, batch: int) -> Tensor:
     """Loss and metric over all rows, as means; every worker gets them."""
+    if num_rows < 1:
+        raise ValueError("evaluation needs at least one row")
     for here in worker.replicas.values():  # running statistics follow each replica's own rows: the first one's hold
         members = worker.plan.workers[here.stage]
         group = worker.world.group("reduce", members)
         if group is not None:
             copy_from(members[0], here.weights.modules[0].buffers(), group)
-    total: Tensor | None = None
     for module in worker.current_modules():
         module.eval()
-    sizes = [(batch, num_rows // batch)] + ([(num_rows % batch, 1)] if num_rows % batch else [])
-    done = 0
-    for rows, num_batches in sizes:
-        if num_batches:
-            sums = _run_forward(worker, feed, rows, num_batches, done)
-            total = sums if total is None else total + sums
-            done += num_batches
+    whole, rest = divmod(num_rows, batch)
+    sums = [_run_forward(worker, feed, batch, whole, 0)] if whole else []
+    sums += [_run_forward(worker, feed, rest, 1, whole)] if rest else []
     for module in worker.current_modules():
         module.train()
-    if total is None:
-        raise ValueError("evaluation needs at least one row")
-    return means(total, num_rows)
+    return means(torch.stack(sums).sum(0), num_rows)
 
 
 def means(sums: Tensor, num_rows: int) -> Tensor:

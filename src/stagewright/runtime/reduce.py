@@ -18,9 +18,6 @@ from stagewright.errors import RunError
 from stagewright.runtime.all_reduce import AllReduce
 from stagewright.runtime.background import Pending
 
-_Inspect = Callable[[int, Sequence[int], Sequence[Tensor | None]], None]
-"""(slot, indices of parameters, their gradients)"""
-
 
 @dataclass
 class _Bucket:
@@ -30,25 +27,35 @@ class _Bucket:
     """Indices into the stage's parameters."""
     flat: Tensor
     views: list[Tensor]
-    """The piece of `flat` that belongs to each member, in its shape and memory layout."""
+    """The piece of `flat` that belongs to each member, laid out as it is: copies and steps run straight through."""
     waiting: set[int] = field(default_factory=set)
     """Members whose gradient the running backward has yet to finish."""
     work: Pending | None = None
 
 
-def _cut_into_buckets(sizes: Sequence[int], num_buckets: int) -> list[list[int]]:
-    """Indices of parameters, last first, cut into pieces of about the same size.
+def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: AllReduce) -> list[_Bucket]:
+    """The buckets of one slot, of about the same size; bucket 0 has the last layers, which backward finishes first.
 
-    Backward finishes the last layers first, so bucket 0 is theirs.
+    Parameters of another type than the first are an error of the model's.
     """
-    order, total = list(range(len(sizes)))[::-1], sum(sizes)
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     pieces: list[list[int]] = [[] for _ in range(num_buckets)]
-    passed = 0
-    for index in order:
+    passed, total = 0, sum(sizes)
+    for index in reversed(range(len(sizes))):
         middle = passed + sizes[index] / 2
         pieces[min(int(middle * num_buckets / total) if total else 0, num_buckets - 1)].append(index)
         passed += sizes[index]
-    return pieces
+    made = []
+    for members in pieces:
+        own = [parameters[index] for index in members]
+        like = next(iter(own or parameters), torch.zeros(0))
+        flat, start = add_up.memory(sum(each.numel() for each in own), like), 0
+        views = []
+        for each in own:
+            views.append(flat.as_strided(each.size(), each.stride(), flat.storage_offset() + start))
+            start += each.numel()
+        made.append(_Bucket(members, flat, views))
+    return made
 
 
 class Reducer:
@@ -60,8 +67,8 @@ class Reducer:
         """`parameters` are those of each slot; `add_up` is None for one replica."""
         self.parameters = parameters
         self.adds_up = add_up is not None
-        self.inspect: _Inspect | None = None
-        """Called with a slot's gradients, some or all, before they are reduced."""
+        self.inspect: Callable[[int, Sequence[int], Sequence[Tensor | None]], None] | None = None
+        """Called with a slot, indices of parameters and their gradients, before they are reduced."""
         self._add_up = add_up
         self._armed: int | None = None
         """The slot whose buckets start by themselves."""
@@ -81,18 +88,18 @@ class Reducer:
         def finished(_: Tensor) -> None:
             if self._armed == slot and index in bucket.waiting:
                 bucket.waiting.discard(index)
-                self._start_finished(slot)
+                # Buckets start in their order on every replica, whatever order the hooks come in.
+                buckets = self.buckets[slot]
+                while self._next[slot] < len(buckets) and not buckets[self._next[slot]].waiting:
+                    self._start(slot, buckets[self._next[slot]])
 
         return finished
 
     def places(self, slot: int) -> dict[Tensor, Tensor]:
         """For each parameter of a slot its piece of a bucket, where the gradient may be made in the first place."""
         parameters = self.parameters[slot]
-        return {
-            parameters[index]: view
-            for bucket in self.buckets[slot]
-            for index, view in zip(bucket.members, bucket.views)
-        }
+        pieces = [pair for bucket in self.buckets[slot] for pair in zip(bucket.members, bucket.views)]
+        return {parameters[index]: view for index, view in pieces}
 
     def arm(self, slot: int) -> None:
         """From here on, every bucket of the slot starts as soon as its gradients are complete."""
@@ -100,17 +107,11 @@ class Reducer:
         for bucket in self.buckets[slot]:
             bucket.waiting = set(bucket.members)
 
-    def _start_finished(self, slot: int) -> None:
-        # In their order on every replica, whatever order the hooks come in.
-        buckets = self.buckets[slot]
-        while self._next[slot] < len(buckets) and not buckets[self._next[slot]].waiting:
-            self._start(slot, buckets[self._next[slot]])
-
     def _start(self, slot: int, bucket: _Bucket) -> None:
-        parameters = [self.parameters[slot][index] for index in bucket.members]
-        gradients = [parameter.grad for parameter in parameters]
         targets, sources = list[Tensor](), list[Tensor]()
-        for view, gradient in zip(bucket.views, gradients):
+        for index, view in zip(bucket.members, bucket.views):
+            parameter = self.parameters[slot][index]
+            gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 view.zero_()
             elif gradient.data_ptr() != view.data_ptr():  # else it was made there
@@ -119,8 +120,6 @@ class Reducer:
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
-        for parameter in parameters:
-            parameter.grad = None
         if self.inspect is not None:
             self.inspect(slot, bucket.members, bucket.views)
         if self._add_up is not None and bucket.flat.numel():
@@ -164,24 +163,6 @@ class Reducer:
             hook.remove()
         if self._add_up is not None:
             self._add_up.close()
-
-
-def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: AllReduce) -> list[_Bucket]:
-    """The buckets of one slot; parameters of another type than the first are an error of the model's."""
-    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-    made = []
-    for members in _cut_into_buckets(sizes, num_buckets):
-        numel = sum(parameters[index].numel() for index in members)
-        like = parameters[members[0]] if members else (parameters[0] if parameters else torch.zeros(0))
-        flat = add_up.memory(numel, like)
-        pieces = torch.split(flat, [parameters[index].numel() for index in members]) if members else ()
-        # Laid out as the parameter is, so that copies and steps run straight through.
-        views = [
-            piece.as_strided(parameters[index].size(), parameters[index].stride(), piece.storage_offset())
-            for piece, index in zip(pieces, members)
-        ]
-        made.append(_Bucket(members, flat, views))
-    return made
 
 
 @torch.no_grad()

@@ -139,13 +139,9 @@ class Weights(Versions):
         """The number of the module that a batch computes with."""
         return batch % len(self.modules)
 
-    def module(self, batch: int) -> nn.Module:
-        """The stage with the weights that a batch uses."""
-        return self.modules[self.index(batch)]
-
     def newest(self) -> nn.Module:
         """The stage with the weights after every update so far."""
-        return self.module(self.num_updates - 1)
+        return self.modules[self.index(self.num_updates - 1)]
 
 
 def _made(

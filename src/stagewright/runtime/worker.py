@@ -234,13 +234,13 @@ class Worker:
         gradients, scale = self._given(here, key)
         again = self.self_check.keep(here, key)
         self.self_check.add(here, key, again, gradients, scale, self.feed.length(key[0]))
-        returned = here.runner.backward_input(here.weights.module(key[0]), key, gradients, scale)
+        returned = here.runner.backward_input(here.module(key[0]), key, gradients, scale)
         self.exchange.keep(here, key, returned, is_forward=False)
 
     def backward_weight(self, action: Action) -> None:
         here, key, _ = self._find(action)
         is_last = self._arm(here, key)
-        here.runner.backward_weight(here.weights.module(key[0]), key)
+        here.runner.backward_weight(here.module(key[0]), key)
         if is_last:
             here.finish_tied(key[0])
 

@@ -47,16 +47,11 @@ class World:
     """For each worker where it runs; nothing for one worker."""
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
-    @property
-    def backend(self) -> str:
-        """`nccl` on cards, `gloo` elsewhere."""
-        return "nccl" if self.device.type == "cuda" else "gloo"
-
     def group(self, purpose: str, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup | None:
         """A communicator of its own for a purpose; None for one member. All workers must ask, in the same order."""
         if len(members) < 2:
             return None
-        key, backend = (purpose, members), backend or self.backend
+        key, backend = (purpose, members), backend or ("nccl" if self.device.type == "cuda" else "gloo")
         if key not in self._groups:
             group = self._groups[key] = dist.new_group(list(members), timeout=self.timeout, backend=backend)
             if backend == "nccl" and self.worker in members:

@@ -100,7 +100,7 @@ class SelfCheck:
         """Compares a stage's gradients of the first batch, before they are reduced."""
         if not self._is_on or batch != self._batch or here.replica != 0:
             return
-        module, own = _plain(here.weights.module(batch)), {first: name for name, first in here.names.items()}
+        module, own = _plain(here.module(batch)), {first: name for name, first in here.names.items()}
         for name, gradient in zip(names, gradients):
             own_name = own.get(name, name)
             if gradient is None:
