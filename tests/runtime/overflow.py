@@ -38,7 +38,7 @@ def main(folder: str, placement: str) -> None:
         for step in range(STEPS):
             before = weights_of(worker)
             worker.run(1, step)
-            seen["scales"].append(worker.scale.value)
+            seen["scales"].append(float(worker.scale.current))
             seen["moved"].append(any(not torch.equal(a, b) for a, b in zip(before, weights_of(worker))))
         worker.close()
         Path(folder, f"worker-{world.worker}.json").write_text(json.dumps(seen))

@@ -20,7 +20,7 @@ GRADIENTS = (0.5, 2.0, math.inf, 0.25, math.nan, 1.0, 3.0)
 @pytest.mark.parametrize("growth_steps", [1, 2, 3])
 def test_the_scale_moves_as_that_of_torch(growth_steps: int) -> None:
     scale = LossScale(Settings(precision="fp16", scale_growth_steps=growth_steps), CPU)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale.value, growth_interval=growth_steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=float(scale.current), growth_interval=growth_steps)
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     for batch, overflowed in enumerate((False, False, True, False, False, False, True, True, False, False)):
@@ -46,7 +46,7 @@ def test_a_scale_goes_on_from_a_checkpoint() -> None:
 def test_a_batch_has_the_scale_after_the_update_that_its_backward_waited_for() -> None:
     """With K = 2 batch n is scaled as after update n − 2, whatever has been updated since, also after a resume."""
     scale, other = (LossScale(Settings(precision="fp16", scale_growth_steps=100), CPU, (2, 2)) for _ in range(2))
-    first = scale.value
+    first = float(scale.current)
     for batch, overflowed in enumerate((1.0, 0.0, 1.0)):
         assert float(scale.of_batch(batch + 1)) == first * (1.0, 0.5, 0.5)[batch]
         scale.note(batch, torch.tensor(overflowed))
@@ -58,7 +58,7 @@ def test_a_batch_has_the_scale_after_the_update_that_its_backward_waited_for() -
 def test_without_fp16_the_scale_is_one_for_ever() -> None:
     scale = LossScale(Settings(precision="bf16"), CPU)
     scale.note(0, torch.tensor(1.0))
-    assert scale.value == 1.0
+    assert float(scale.current) == 1.0
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.7])
@@ -88,7 +88,7 @@ def trained(
     scale = LossScale(Settings(precision="fp16"), CPU)
     seen = [weights.newest().weight[0, 0].item()]
     for batch, size in enumerate(gradients):
-        scaled: list[Tensor] = [torch.full_like(each, size) * scale.value for each in weights.parameters[0]]
+        scaled: list[Tensor] = [torch.full_like(each, size) * float(scale.current) for each in weights.parameters[0]]
         verdict = Verdict(sum_of_squares(scaled, CPU), scale.current, clip_norm)
         weights.update(batch, scaled, verdict)
         scale.note(batch, verdict.overflowed)

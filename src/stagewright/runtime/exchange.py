@@ -44,8 +44,8 @@ class Exchange:
         self, worker: int, replicas: Mapping[int, Replica], transport: Transport, settings: Settings,
         length_of: Callable[[int], int | None],
     ) -> None:  # fmt: skip
-        self.worker, self.replicas, self.transport, self._settings = worker, replicas, transport, settings
-        self._length_of = length_of
+        self.worker, self.replicas, self.transport = worker, replicas, transport
+        self._channels_last, self._length_of = settings.channels_last, length_of
         self.arriving: dict[_Rows, _Arriving] = {}
         """What is on its way to a stage."""
         self.kept: dict[_Rows, tuple[list[Tensor], int]] = {}
@@ -104,12 +104,17 @@ class Exchange:
         first, key = actions[0], (actions[0].batch, actions[0].microbatch)
         is_forward = first.kind is Kind.RECEIVE_FORWARD
         here = self.replicas[first.stage + (1 if is_forward else -1)]
-        rows = (here.stage, is_forward, key)
-        if rows not in self.arriving:
-            self.arriving[rows] = _Arriving(self._empty(here, key, is_forward), [])
-        parts = self._parts(here, first.stage, self.arriving[rows].tensors, actions)
+        arriving = self.arriving.get((here.stage, is_forward, key))
+        if arriving is None:
+            shape, share = here.shapes[self._length_of(key[0])], here.shares[key[1]]
+            specs = shape.inputs if is_forward else [spec for spec in shape.outputs if spec.needs_grad]
+            rows = share.stop - share.start if share is not None else 0
+            sizes = [((rows, *spec.shape_per_row), spec.dtype) for spec in specs]
+            tensors = [self.transport.empty(size, dtype, self._channels_last) for size, dtype in sizes]
+            arriving = self.arriving[here.stage, is_forward, key] = _Arriving(tensors, [])
+        parts = self._parts(here, first.stage, arriving.tensors, actions)
         receipt = self.transport.receive(Channel(min(here.stage, first.stage), is_forward), parts)
-        self.arriving[rows].receipts.append(receipt)
+        arriving.receipts.append(receipt)
 
     def send(self, actions: Sequence[Action]) -> None:
         """Sends the rows of a microbatch to several workers."""
@@ -119,13 +124,6 @@ class Exchange:
         tensors = self._take((here.stage, is_forward, key), len(actions))
         parts = self._parts(here, other, tensors, actions)
         self.transport.send(Channel(min(here.stage, other), is_forward), parts)
-
-    def _empty(self, here: Replica, key: Key, is_forward: bool) -> list[Tensor]:
-        """What a microbatch's inputs, or the gradients of its outputs, arrive in."""
-        shape, share = here.shapes[self._length_of(key[0])], here.share(key[1])
-        specs = shape.inputs if is_forward else [spec for spec in shape.outputs if spec.needs_grad]
-        rows, layout = (share.stop - share.start if share is not None else 0), self._settings.channels_last
-        return [self.transport.empty((rows, *spec.shape_per_row), spec.dtype, layout) for spec in specs]
 
     def _parts(
         self, here: Replica, other: int, tensors: Sequence[Tensor], actions: Sequence[Action]

@@ -46,11 +46,6 @@ class LossScale:
         wanted = max(batch - self.num_versions + 1, min(self._after)) if self.is_on else 0
         return self._after[wanted][0]
 
-    @property
-    def value(self) -> float:
-        """The scale as a number, which waits for the device."""
-        return float(self.current)
-
     def note(self, batch: int, overflowed: Tensor) -> None:
         """Moves the scale on after the agreement on a batch; `overflowed` is 1 or 0."""
         if self.is_on:

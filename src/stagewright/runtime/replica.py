@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -63,8 +62,16 @@ class Replica:
     """Reduced gradients of batches that wait for their update."""
     waiting: dict[int, int] = field(default_factory=dict)
     """How many backwards of a batch are still to come."""
-    _shares: dict[int, Share | None] = field(default_factory=dict)
+    shares: list[Share | None] = field(init=False)
+    """The rows of each microbatch that are this replica's; None where it has none."""
+    num_backwards: int = field(init=False)
+    """How many microbatches of a batch this replica has rows of."""
     _partners: dict[tuple[int, int], dict[int, tuple[int, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows = [self.plan.shares(self.stage, microbatch) for microbatch in range(self.plan.num_microbatches)]
+        self.shares = [next((share for share in each if share.replica == self.replica), None) for each in rows]
+        self.num_backwards = sum(share is not None for share in self.shares)
 
     def module(self, batch: int, length: int | None = None, *, newest: bool = False) -> nn.Module:
         """The stage with the weights that a batch uses, or the newest ones, for rows of a length."""
@@ -77,11 +84,6 @@ class Replica:
         trained = {name for versions in (self.weights, *self.tied) for name in versions.names}
         named = (name.removeprefix(COMPILED) for name, _ in self.weights.modules[0].named_parameters())
         return [name for name in named if self.names.get(name, name) in trained]
-
-    @cached_property
-    def num_backwards(self) -> int:
-        """How many microbatches of a batch this replica has rows of."""
-        return sum(self.share(microbatch) is not None for microbatch in range(self.plan.num_microbatches))
 
     def backward_of(self, batch: int, *, is_last: bool) -> AbstractContextManager[None]:
         """What a backward of the batch runs in: its linear layers may keep rows for later."""
@@ -102,19 +104,12 @@ class Replica:
         for each in self.tied:
             each.finish(self.stage, batch)
 
-    def share(self, microbatch: int) -> Share | None:
-        """The rows of a microbatch that are this replica's, or None where it has none."""
-        if microbatch not in self._shares:
-            shares = self.plan.shares(self.stage, microbatch)
-            self._shares[microbatch] = next((share for share in shares if share.replica == self.replica), None)
-        return self._shares[microbatch]
-
     def partners(self, other: int, microbatch: int) -> dict[int, tuple[int, int]]:
         """The workers with which this replica shares rows of a microbatch in stage `other`, with these rows.
 
         The rows are counted from the first one that this replica has.
         """
-        found, mine = self._partners.get((other, microbatch)), self.share(microbatch)
+        found, mine = self._partners.get((other, microbatch)), self.shares[microbatch]
         if found is None and mine is not None:
             common = overlaps([mine], self.plan.shares(other, microbatch))
             found = self._partners[other, microbatch] = {

@@ -29,8 +29,7 @@ def warm_up(worker: Worker) -> None:
 def _run_everything_once(worker: Worker) -> None:
     """Runs every stage of a worker forward, backward and through its optimizer on zeros, and leaves no trace."""
     for here in worker.replicas.values():
-        numbers = range(here.plan.num_microbatches)
-        sizes = {share.stop - share.start for share in map(here.share, numbers) if share is not None}
+        sizes = {share.stop - share.start for share in here.shares if share is not None}
         buffers = [buffer.clone() for buffer in here.weights.modules[0].buffers()]
         for slot in range(len(here.weights.modules)):
             for rows in sorted(sizes) * 2:  # the second time adds to gradients and sums

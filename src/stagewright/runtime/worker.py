@@ -297,7 +297,7 @@ class Worker:
 
     def _find(self, action: Action) -> tuple[Replica, Key, Share]:
         here = self.replicas[action.stage]
-        share = here.share(action.microbatch)
+        share = here.shares[action.microbatch]
         if share is None:
             raise RunError(f"worker {self.world.worker} has no rows for {action} of batch {action.batch}")
         return here, (action.batch, action.microbatch), share
