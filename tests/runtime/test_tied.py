@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.plan import Plan
-from stagewright.runtime.tied import _find_holders, _Holders
+from stagewright.runtime.weights import _find_holders
 from tests.runtime.cases import PLACEMENTS, Case, plan_of
 from tests.runtime.modules import MODELS
 from tests.runtime.test_exactness import check, run_cases
@@ -26,10 +26,7 @@ def test_the_stages_that_hold_a_parameter_are_found() -> None:
     assert layered.cuts() == tuple(range(1, layered.num_layers))
     loop = planned(placement="loop")
     assert [stage.layers for stage in loop.stages] == [("embed", "a"), ("b", "c"), ("d", "norm"), ("head", "loss")]
-    assert _find_holders(loop, layered) == [
-        _Holders(("embed.weight",), (0, 3)),
-        _Holders(("a.weight",), (0, 2)),
-    ]
+    assert _find_holders(loop, layered) == {(0, 3): ["embed.weight"], (0, 2): ["a.weight"]}
     assert _find_holders(planned(placement="4"), layered) == []
 
 
