@@ -58,8 +58,8 @@ class Replica:
     """What the model calls the tensors that its stage knows by another name."""
     deferred: list[DeferredGradients] = field(default_factory=list)
     """For each of its modules the linear layers whose weight gradients are made for several microbatches at once."""
-    reduced: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    """Reduced gradients of batches that wait for their update."""
+    finished: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """The gradients of batches that wait for their update."""
     waiting: dict[int, int] = field(default_factory=dict)
     """How many backwards of a batch are still to come."""
     shares: list[Share | None] = field(init=False)
@@ -94,10 +94,12 @@ class Replica:
 
     def finish(self, batch: int) -> list[Tensor | None]:
         """The gradients of a batch, whole and summed over the replicas."""
-        if self.deferred:
-            self.deferred[self.weights.index(batch)].make()
-        self.finish_tied(batch)  # a replica without rows has had no backward
-        return self.reducer.finish(self.weights.slot(batch))
+        if batch not in self.finished:
+            if self.deferred:
+                self.deferred[self.weights.index(batch)].make()
+            self.finish_tied(batch)  # a replica without rows has had no backward
+            self.finished[batch] = self.reducer.finish(self.weights.slot(batch))
+        return self.finished[batch]
 
     def finish_tied(self, batch: int) -> None:
         """Lets the sums of tied parameters' gradients start: this stage has added its own of a batch."""

@@ -317,7 +317,6 @@ class Worker:
         counted: list[Tensor] = []
         for here in self.replicas.values():
             gradients = here.finish(action.batch)
-            here.reduced[action.batch] = gradients
             if here.replica == 0:
                 counted += [each for each in gradients if each is not None]
         shared = {id(tied): tied for here in self.replicas.values() for tied in here.tied}.values()
@@ -333,9 +332,8 @@ class Worker:
 
     def update(self, action: Action) -> None:
         here, batch = self.replicas[action.stage], action.batch
-        gradients = here.reduced.pop(batch, None)
-        if gradients is None:
-            gradients = here.finish(batch)
+        gradients = here.finish(batch)
+        del here.finished[batch]
         if self.watch is not None:
             self.watch.after_gradients(here, batch, gradients)
         here.weights.update(batch, gradients, self.verdicts.get(batch))
