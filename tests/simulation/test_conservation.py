@@ -18,7 +18,7 @@ from stagewright.simulation import simulate
 from stagewright.simulation.critical import Path
 from stagewright.simulation.engine import Engine
 from stagewright.simulation.memory import Ledger
-from stagewright.simulation.program import NUM_BYTES, make_program
+from stagewright.simulation.program import make_program
 from tests.simulation.cases import layer, length, plan, profile, run, star
 
 SLACK = 1 + 1e-9
@@ -94,8 +94,8 @@ def test_every_byte_that_is_sent_arrives(case):
     rows = sum(figures.layers[stage].output_bytes * made.batch for stage in range(len(made.stages) - 1))
     assert sum(moved.num_bytes for moved in log.moved) == pytest.approx(2 * 2 * rows)
     listed = [pair for order, ops in zip(program.orders, program.ops) for pair in zip(order, ops)]
-    sends = sum(op[NUM_BYTES] for action, op in listed if action.kind in SENDS)
-    receipts = sum(op[NUM_BYTES] for action, op in listed if action.kind in RECEIVES)
+    sends = sum(op.num_bytes for action, op in listed if action.kind in SENDS)
+    receipts = sum(op.num_bytes for action, op in listed if action.kind in RECEIVES)
     assert sends == pytest.approx(receipts)
 
 

@@ -12,7 +12,7 @@ from stagewright.plan import Plan, Policy, Stage
 from stagewright.profile import LayerProfile, Profile
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import simulate
-from stagewright.simulation.shared import pieces
+from stagewright.simulation.engine import pieces
 
 
 def hosts(

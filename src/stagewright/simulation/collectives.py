@@ -4,44 +4,42 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
 
+from stagewright.simulation.events import Events, Worker
 from stagewright.simulation.log import Reduced
-from stagewright.simulation.program import READY, SECONDS, PlainOp
-
-if TYPE_CHECKING:
-    from stagewright.simulation.engine import Engine, Worker
+from stagewright.simulation.program import Op, Program
+from stagewright.simulation.traffic import Traffic
 
 
 class Collectives:
     """What has been reduced and agreed on in one run."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, every = engine, engine.program.reductions
-        self.log: list[Reduced] = []
+    def __init__(self, program: Program, workers: list[Worker], events: Events, traffic: Traffic) -> None:
+        self.program, self.workers, self.events, self.traffic = program, workers, events, traffic
+        self.reductions, self.log = program.reductions, list[Reduced]()
         self.flows = [
-            engine.traffic.make_flow(one.way.loads, one.way.bytes_per_s, one.shared) if one.way else None
-            for one in every
+            traffic.make_flow(one.loads, one.way.bytes_per_s, one.shared, over=self.arrive) if one.way else None
+            for one in self.reductions
         ]
         self.ready: dict[tuple[int, int, int], int] = {}
         """How many replicas have their gradients of a bucket: (stage, batch, bucket)."""
-        self.queues: list[deque[tuple[int, int, int]]] = [deque() for _ in every]
+        self.queues: list[deque[tuple[int, int, int]]] = [deque() for _ in self.reductions]
         """Buckets of each stage that wait for the one before."""
-        self.reducing = [False] * len(every)
+        self.reducing = [False] * len(self.reductions)
         self.unreduced: dict[tuple[int, int], int] = {}
         """How many buckets of a stage's batch are still to come."""
         self.arrived: dict[int, set[int]] = {}
         self.agreed: set[int] = set()
 
-    def foresee_buckets(self, worker: Worker, op: PlainOp, stage: int, batch: int) -> None:
+    def foresee_buckets(self, worker: int, op: Op, stage: int, batch: int) -> None:
         """Buckets become ready while a batch's last backward runs."""
-        for bucket, share in enumerate(op[READY]):
-            ready = partial(self.bucket_ready, worker.number, stage, batch, bucket)
-            self.engine.at(self.engine.now_s + share * op[SECONDS], ready)
+        for bucket, share in enumerate(op.ready):
+            ready = partial(self.bucket_ready, worker, stage, batch, bucket)
+            self.events.at(self.events.now_s + share * op.seconds, ready)
 
     def reduced_whole(self, worker: Worker, stage: int, batch: int) -> bool:
-        """Whether every bucket of a stage is reduced."""
-        reduction = self.engine.program.reductions[stage]
+        """Whether every bucket of a stage is reduced; if not, the worker waits for the last one."""
+        reduction = self.reductions[stage]
         if reduction.num_replicas > 1 and self.unreduced.get((stage, batch), reduction.num_buckets):
             worker.wait = (stage, batch)
             return False
@@ -51,15 +49,14 @@ class Collectives:
         """Whether all workers have met: each comes when its own stages' gradients are reduced."""
         if batch in self.agreed:
             return True
-        for stage in self.engine.program.plan.stages_of[worker.number]:
+        for stage in self.program.plan.stages_of[worker.number]:
             if not self.reduced_whole(worker, stage, batch):
                 return False
         here = self.arrived.setdefault(batch, set())
         here.add(worker.number)
-        if len(here) == len(self.engine.workers):
-            self.engine.at(
-                self.engine.now_s + self.engine.program.agree_s, partial(self.agree_over, worker.number, batch)
-            )
+        if len(here) == len(self.workers):
+            over_s = self.events.now_s + self.program.agree_s
+            self.events.at(over_s, partial(self.agree_over, worker.number, batch))
         worker.wait = ("agreement", batch)
         return False
 
@@ -67,14 +64,13 @@ class Collectives:
         """All workers have met: they go on together."""
         self.agreed.add(batch)
         for number in sorted(self.arrived.pop(batch)):
-            self.engine.wake(self.engine.workers[number], ("agreement", batch), ("worker", last), self.engine.now_s)
+            self.events.wake(self.workers[number], ("agreement", batch), ("worker", last))
 
     def bucket_ready(self, worker: int, stage: int, batch: int, bucket: int) -> None:
         """One replica has its gradients of a bucket; the last one queues the reduction."""
         key = stage, batch, bucket
-        count = self.ready.get(key, 0) + 1
-        self.ready[key] = count
-        if count == self.engine.program.reductions[stage].num_replicas:
+        self.ready[key] = self.ready.get(key, 0) + 1
+        if self.ready[key] == self.reductions[stage].num_replicas:
             del self.ready[key]
             self.queues[stage].append((batch, bucket, worker))
             self.next_bucket(stage)
@@ -84,23 +80,27 @@ class Collectives:
         if self.reducing[stage] or not self.queues[stage]:
             return
         batch, bucket, worker = self.queues[stage].popleft()
-        reduction, flow = self.engine.program.reductions[stage], self.flows[stage]
+        reduction, flow, now_s = self.reductions[stage], self.flows[stage], self.events.now_s
         self.reducing[stage] = True
-        load = (stage, batch, bucket, self.engine.now_s, worker)
+        load = (stage, batch, bucket, now_s, worker)
         if flow is not None and reduction.way is not None and reduction.bucket_bytes:
-            flow.load = (None, *load)
-            self.engine.traffic.start(flow, reduction.way.passes * reduction.bucket_bytes, self.engine.now_s)
+            flow.load = load
+            self.traffic.start(flow, reduction.way.passes * reduction.bucket_bytes, now_s)
         else:
-            self.engine.at(self.engine.now_s, partial(self.reduced, *load))
+            self.events.at(now_s, partial(self.reduced, *load))
+
+    def arrive(self, load: tuple[int, int, int, float, int]) -> None:
+        """A reduction's flow is over; the latency follows."""
+        way = self.reductions[load[0]].way
+        self.events.at(self.events.now_s + (way.latency_s if way else 0.0), partial(self.reduced, *load))
 
     def reduced(self, stage: int, batch: int, bucket: int, start_s: float, last: int) -> None:
         """A bucket is reduced: the next one starts, and the update may go on after the last."""
-        self.log.append(Reduced(stage, batch, bucket, start_s, self.engine.now_s, last))
+        self.log.append(Reduced(stage, batch, bucket, start_s, self.events.now_s, last))
         self.reducing[stage] = False
         self.next_bucket(stage)
         key = (stage, batch)
-        left = self.unreduced.get(key, self.engine.program.reductions[stage].num_buckets) - 1
-        self.unreduced[key] = left
-        if not left:
-            for number in self.engine.program.plan.workers[stage]:
-                self.engine.wake(self.engine.workers[number], key, ("reduction", len(self.log) - 1), self.engine.now_s)
+        self.unreduced[key] = self.unreduced.get(key, self.reductions[stage].num_buckets) - 1
+        if not self.unreduced[key]:
+            for number in self.program.plan.workers[stage]:
+                self.events.wake(self.workers[number], key, ("reduction", len(self.log) - 1))

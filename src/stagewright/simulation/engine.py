@@ -1,225 +1,109 @@
 """The event simulation: workers run their lists, transfers and reductions run beside them, one heap of events.
 
 Each worker is a generator that goes through its ops and yields where one takes time or has to wait; when that is over,
-it goes on from there. Everything that can end a wait is an event; all events of one moment are handled before the
-network shares out its links anew:
-
-    worker 0   F0 ──▶ SF issued ─────────────┐            F, B, U take time
-    channel    ........................ flow ─────▶ arrival   receipts, sendings and reductions never hold a list up
-    worker 1   RF issued, F waits ···························▶ F0
+it goes on from there. Receipts, sendings and reductions never hold a list up; what computes takes time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from heapq import heappop, heappush
+from collections.abc import Iterator
 from itertools import count
+from math import inf
 
 from stagewright.errors import SimulationError
 from stagewright.policy import RULES
-from stagewright.schedule import Action, Order
+from stagewright.schedule import Action
+from stagewright.scheduling.windows import Chooser, Key, Task, windows
 from stagewright.simulation.collectives import Collectives
-from stagewright.simulation.dynamic import DynamicWorker
+from stagewright.simulation.events import Events, Worker
 from stagewright.simulation.loading import Loader
-from stagewright.simulation.log import Cause, Log, PlainDone, PlainMoved
-from stagewright.simulation.program import (
-    AGREE,
-    CHANNEL,
-    CODE,
-    COMPUTES,
-    DATA,
-    FIRST_SLOT,
-    GATHER,
-    NUM_BYTES,
-    READY,
-    RECEIVE,
-    SECONDS,
-    SEND,
-    UPDATE,
-    PlainOp,
-    Program,
-)
-from stagewright.simulation.shared import SharedCores
+from stagewright.simulation.log import Cause, Log
+from stagewright.simulation.program import Code, Op, Program
 from stagewright.simulation.traffic import Flow, Traffic
+from stagewright.simulation.transfers import Transfers
 
-SAME_MOMENT = 1e-12
-"""Events this close to one another, relative to the time, are one moment: rounding must not split it."""
-
-
-class Worker:
-    """A worker's list, what it did, what it waits for, and what ended its last wait."""
-
-    __slots__ = ("cause", "done", "dynamic", "go_on", "head", "is_over", "number", "ops", "order", "shared", "wait")
-
-    def __init__(self, number: int, order: Order, ops: list[PlainOp]) -> None:
-        self.number, self.order, self.ops = number, order, ops
-        self.go_on: Callable[[], object] = _nothing
-        self.is_over = False
-        self.wait: object = None
-        self.head: tuple[Action, int]
-        """The action, and its batch, that the last wait was before."""
-        self.cause: Cause | None = None
-        self.dynamic: DynamicWorker | None = None
-        self.shared: SharedCores | None = None
-        self.done: list[PlainDone] = []
-
-
-class _Lane:
-    """A channel's state: what its two ends have issued, and whether a transfer is under way."""
-
-    __slots__ = ("busy", "flow", "latency_s", "number", "posted", "sent", "target")
-
-    def __init__(self, number: int, latency_s: float, flow: Flow, target: Worker) -> None:
-        self.number, self.latency_s, self.flow, self.target = number, latency_s, flow, target
-        # Mostly empty or of one entry: lists, for a deque keeps room for 64, and thousands of those leave the caches.
-        self.sent: list[tuple[PlainOp, Action, int, float]] = []
-        self.posted: list[tuple[Action, int, float, int]] = []
-        self.busy = False
-
-
-_Event = Flow | Callable[[], object]
-"""A flow is over, unless its rate has changed since; something is called: mostly, a worker goes on."""
-
-_Load = tuple[_Lane, PlainOp, Action, int, float, float, float, int]
-"""A transfer under way: its lane, what is sent, of which batch, when sent, posted and started, the slot it fills."""
-
-
-def _nothing() -> None:
-    """What a worker does before its run begins and after it."""
+_Placed = tuple[Op, Action, int]
+"""An op, its action and its batch."""
 
 
 class Engine:
     """One run of a program over a number of batches."""
 
     def __init__(self, program: Program, num_batches: int, loader: Loader | None = None) -> None:
-        self.program, self.num_batches, self.loader = program, num_batches, loader
-        self.now_s, self.next_order = 0.0, count(1).__next__
-        self.moments: list[float] = []
-        self.events: dict[float, list[_Event]] = {}
+        self.program, self.plan, self.num_batches, self.loader = program, program.plan, num_batches, loader
+        self.events, self.next_order = Events(), count(1).__next__
         self.turns = range(-program.offsets[1], num_batches - program.offsets[0])
-        self.num_slots = max(len(program.slot_bytes), 1)
         self.workers = [Worker(number, *lists) for number, lists in enumerate(zip(program.orders, program.ops))]
-        self.moved: list[PlainMoved] = []
-        self.traffic = traffic = Traffic(program.costs.network.rates, self.at)
-        # Transfers: receipts that forwards and backwards still miss, those still in flight, both ends' issues.
-        self.missing: dict[int, int] = {}
-        self.landing: dict[int, tuple[float, int]] = {}
-        self.lanes = [
-            _Lane(n, c.latency_s, traffic.make_flow(c.loads, c.bytes_per_s, c.shared), self.workers[c.target])
-            for n, c in enumerate(program.channels)
-        ]
-        self.collectives = Collectives(self)
-        for worker, share in zip(self.workers, program.shares):
-            flow = traffic.make_flow(share.loads, share.work_per_s, share.shared)
-            worker.shared = SharedCores(self, worker, flow)
+        self.traffic = Traffic(program.costs.network.rates, self.events.at)
+        self.transfers = Transfers(program, self.workers, self.events, self.traffic)
+        self.collectives = Collectives(program, self.workers, self.events, self.traffic)
+        flows = [self.traffic.make_flow(one.loads, one.work_per_s, one.shared) for one in program.shares]
+        self.shared = [_SharedCores(*pair, self.collectives) for pair in zip(self.workers, flows)]
 
     def run(self) -> Log:
         """Everything, from the first forward to the last update."""
+        by_arrival = RULES[self.plan.policy].by_arrival
         for worker in self.workers:
-            self.bring_to_life(worker)
+            worker.go_on = (self.life_by_arrival(worker) if by_arrival else self.life(worker)).__next__
         for worker in self.workers:
             worker.go_on()
-        self.traffic.settle(self.now_s)
-        self.go_through_events()
+        self.events.run(self.traffic)
         for worker in self.workers:
             if not worker.is_over:
-                raise SimulationError(*self.stuck(worker))
-        self.let_go()
-        return Log([worker.done for worker in self.workers], self.moved, self.collectives.log)
-
-    def bring_to_life(self, worker: Worker) -> None:
-        """Decides what it means that a worker goes on."""
-        if RULES[self.program.plan.policy].by_arrival:
-            worker.dynamic = DynamicWorker(self, worker)
-            worker.go_on = worker.dynamic.step
-        else:
-            worker.go_on = self.life(worker).__next__
-
-    def go_through_events(self) -> None:
-        """Moment by moment, until nothing can happen any more."""
-        moments, events, settle = self.moments, self.events, self.traffic.settle
-        while moments:
-            moment = moments[0] * (1 + SAME_MOMENT)
-            while moments and moments[0] <= moment:
-                self.now_s = now_s = heappop(moments)
-                # What happens may add to the list that is gone through.
-                for what in events[now_s]:
-                    if not isinstance(what, Flow):
-                        what()
-                    elif what.stop_s == now_s and what.rate:
-                        self.arrive(what)
-                del events[now_s]
-            settle(self.now_s)
-
-    def let_go(self) -> None:
-        """Cuts the circles of references, so that all is freed at once when it is used no more."""
-        self.traffic.at = lambda time_s, flow: None
-        for flow in self.traffic.flows:
-            flow.load = None
-        del self.collectives.engine
-        for worker in self.workers:
-            worker.go_on, worker.dynamic, worker.shared = _nothing, None, None
-
-    # events
-
-    def at(self, time_s: float, what: _Event) -> None:
-        """Notes an event; those of one time share an entry, for replicas do the same at the same time."""
-        together = self.events.get(time_s)
-        if together is None:
-            self.events[time_s] = [what]
-            heappush(self.moments, time_s)
-        else:
-            together.append(what)
-
-    def wake(self, worker: Worker, waited: object, cause: Cause, time_s: float) -> None:
-        """Goes on with a worker at a time if this is what it waits for."""
-        if worker.wait == waited:
-            worker.wait = None
-            worker.cause = cause
-            self.at(time_s, worker.go_on)
-
-    # workers
+                action, batch = worker.head
+                raise SimulationError(
+                    f"worker {worker.number} waits for ever before {action._replace(batch=0)} of batch "
+                    f"{batch}, at {self.events.now_s:.6f} s: what it needs is never sent or reduced",
+                    "check the schedule: stagewright schedule --check FILE",
+                )
+            worker.stop()
+        self.traffic.let_go()
+        return Log([worker.done for worker in self.workers], self.transfers.moved, self.collectives.log)
 
     def life(self, worker: Worker) -> Iterator[None]:
         """A worker's ops one after the other; yields where one takes time or has to wait.
 
         Nearly all of the time is spent here: what is frequent is written out, what is rare is called.
         """
-        batches, num_slots, loader, next_order = self.num_batches, self.num_slots, self.loader, self.next_order
-        lanes, missing, landing, at, pair_up = self.lanes, self.missing, self.landing, self.at, self.pair_up
-        did, is_shared = worker.done.append, worker.shared is not None
+        events, transfers = self.events, self.transfers
+        batches, num_slots, has_loader, is_shared = (
+            self.num_batches,
+            transfers.num_slots,
+            bool(self.loader),
+            self.shared,
+        )
+        lanes, missing, landing, pair_up = transfers.lanes, transfers.missing, transfers.landing, transfers.pair_up
+        at, has_rows, did, next_order = events.at, transfers.has_rows, worker.done.append, self.next_order
+        send, receive, computes, update = Code.SEND, Code.RECEIVE, Code.COMPUTES, Code.UPDATE
         for turn in self.turns:
             for op, action in zip(worker.ops, worker.order):
-                code, seconds, slot, channel, _, _, ready = op
-                _, _, offset, microbatch, _ = action
-                batch = turn + offset
+                code, batch = op.code, turn + action.batch
                 if not 0 <= batch < batches:
                     continue
-                if code == SEND:
-                    lane = lanes[channel]
-                    lane.sent.append((op, action, batch, self.now_s))
+                if code is send:
+                    lane = lanes[op.channel]
+                    lane.sent.append((op, action, batch, events.now_s))
                     if lane.posted and not lane.busy:
                         pair_up(lane)
-                elif code == RECEIVE:
-                    lane, key = lanes[channel], slot + microbatch + batch * num_slots
+                elif code is receive:
+                    lane, key = lanes[op.channel], op.slot + action.microbatch + batch * num_slots
                     missing[key] = missing.get(key, 0) + 1
-                    lane.posted.append((action, batch, self.now_s, key))
+                    lane.posted.append((action, batch, events.now_s, key))
                     if lane.sent and not lane.busy:
                         pair_up(lane)
-                elif code == COMPUTES:
-                    if slot >= 0:
-                        key = slot + microbatch + batch * num_slots
-                        while (key in missing or key in landing) and not self.has_rows(worker, action, batch, key):
+                elif code is computes:
+                    if op.slot >= 0:
+                        key = op.slot + action.microbatch + batch * num_slots
+                        while (key in missing or key in landing) and not has_rows(worker, action, batch, key):
                             yield
-                    if channel == DATA and loader is not None:
+                    if op.needs_data and has_loader:
                         while not self.loaded(worker, action, batch):
                             yield
-                    if is_shared or ready:
+                    if is_shared or op.ready:
                         self.occupy(worker, op, action, batch)
                     else:
-                        now_s = self.now_s
-                        stop_s = now_s + seconds
+                        now_s = events.now_s
+                        stop_s = now_s + op.seconds
                         did((op, action, batch, now_s, stop_s, worker.cause, next_order()))
                         worker.cause = None
                         at(stop_s, worker.go_on)
@@ -227,136 +111,181 @@ class Engine:
                 else:
                     while not self.passes(worker, op, action, batch):
                         yield
-                    if code == UPDATE:
+                    if code is update:
                         self.occupy(worker, op, action, batch)
                         yield
         worker.is_over = True
         yield  # and is never asked to go on: an end would raise StopIteration among the events
 
-    def has_rows(self, worker: Worker, action: Action, batch: int, key: int) -> bool:
-        """Whether all receipts of a slot have landed; if not, the worker waits for them."""
-        if key in self.missing:
-            worker.wait, worker.head = key, (action, batch)
-            return False
-        time_s, number = self.landing.pop(key)
-        if time_s > self.now_s:
-            worker.cause = ("transfer", number)
-            self.at(time_s, worker.go_on)
-            return False
-        return True
+    def life_by_arrival(self, worker: Worker) -> Iterator[None]:
+        """A worker's ops as they become ready, backward first, window by window, as the runtime's workers run them.
 
-    def passes(self, worker: Worker, op: PlainOp, action: Action, batch: int) -> bool:
+        Whatever lands or ends asks it to go on: it yields again while its device is busy.
+        """
+        chooser: Chooser[_Placed] = Chooser(self.plan)
+        issue, finished = self.transfers.issue, set[Key]()
+        for window in windows(self.unrolled(worker), lambda placed: placed[1:]):
+            for placed in window.late:
+                issue(*placed)
+            chooser.open(window.units.values())
+            while heads := chooser.heads():
+                for placed in chooser.receives():
+                    issue(*placed)
+                unit = chooser.choose(lambda unit: self.can_run(worker, unit, finished))
+                if unit is None:
+                    worker.head = heads[0].compute[1:]
+                    yield
+                    continue
+                self.take_rows(worker, unit)
+                self.occupy(worker, *unit.compute)
+                yield from self.until_free(worker)
+                finished.add(unit.key)
+                chooser.finish(unit)
+                for placed in unit.sends:
+                    issue(*placed)
+            for op, action, batch in window.rest:
+                while not self.passes(worker, op, action, batch):
+                    while worker.wait is not None:
+                        yield
+                if op.code is Code.UPDATE:
+                    self.occupy(worker, op, action, batch)
+                    yield from self.until_free(worker)
+        worker.is_over = True
+        while True:
+            yield
+
+    def until_free(self, worker: Worker) -> Iterator[None]:
+        """Yields until a worker's device is free."""
+        yield
+        while self.events.now_s < worker.free_s:
+            yield
+
+    def unrolled(self, worker: Worker) -> Iterator[_Placed]:
+        """The worker's ops over all batches."""
+        for turn in self.turns:
+            for op, action in zip(worker.ops, worker.order):
+                if 0 <= turn + action.batch < self.num_batches:
+                    yield op, action, turn + action.batch
+
+    def can_run(self, worker: Worker, unit: Task[_Placed], finished: set[Key]) -> bool:
+        """Whether a unit's rows are there."""
+        stage, batch, microbatch, is_forward = unit.key
+        near = (stage + (-1 if is_forward else 1), batch, microbatch, is_forward)
+        if near not in finished and self.is_near(worker.number, stage, near[0], microbatch):
+            return False
+        op, action, _ = unit.compute
+        if op.needs_data:
+            return self.loaded(worker, action, batch)
+        slot = self.slot_of(unit)
+        landing_s, _ = self.transfers.landing.get(slot, (0.0, 0))
+        return op.slot < 0 or (slot not in self.transfers.missing and landing_s <= self.events.now_s)
+
+    def is_near(self, me: int, stage: int, other: int, microbatch: int) -> bool:
+        """Whether a worker itself makes rows in the other stage that it needs in this one."""
+        first, workers = min(stage, other), self.plan.workers
+        if not 0 <= other < len(workers) or me not in workers[other]:
+            return False
+        parts = self.plan.transfers(first, microbatch)
+        return any(workers[first][left] == workers[first + 1][right] == me for left, right, _, _ in parts)
+
+    def slot_of(self, unit: Task[_Placed]) -> int:
+        """What a unit waits for; −1: nothing."""
+        op, action, batch = unit.compute
+        return -1 if op.slot < 0 else op.slot + action.microbatch + batch * self.transfers.num_slots
+
+    def take_rows(self, worker: Worker, unit: Task[_Placed]) -> None:
+        """A unit begins: it waited for its rows only if they came after the device was free."""
+        landed = self.transfers.landing.pop(self.slot_of(unit), None)
+        if not unit.compute[0].needs_data:
+            worker.cause = ("transfer", landed[1]) if landed and landed[0] > worker.free_s else None
+
+    def passes(self, worker: Worker, op: Op, action: Action, batch: int) -> bool:
         """Whether a worker gets past a reduction, an update or an agreement; if not, it waits for what that lacks."""
-        code, stage = op[CODE], op[CHANNEL]
         worker.head = action, batch
-        if code == GATHER:
-            self.collectives.bucket_ready(worker.number, stage, batch, action.peer)
-        if code == UPDATE:
-            return self.collectives.reduced_whole(worker, stage, batch)
-        return code != AGREE or self.collectives.agree(worker, batch)
+        if op.code is Code.GATHER:
+            self.collectives.bucket_ready(worker.number, action.stage, batch, action.peer)
+        if op.code is Code.UPDATE:
+            return self.collectives.reduced_whole(worker, action.stage, batch)
+        return op.code is not Code.AGREE or self.collectives.agree(worker, batch)
 
-    def occupy(self, worker: Worker, op: PlainOp, action: Action, batch: int) -> None:
+    def occupy(self, worker: Worker, op: Op, action: Action, batch: int) -> None:
         """Starts an op that takes time; buckets become ready while a batch's last backward runs."""
-        if worker.shared is not None:
-            worker.shared.start(op, action, batch)
+        if self.shared:
+            self.shared[worker.number].start(op, action, batch, self.next_order())
             return
-        stop_s = self.now_s + op[SECONDS]
-        self.at(stop_s, worker.go_on)
-        worker.done.append((op, action, batch, self.now_s, stop_s, worker.cause, self.next_order()))
+        events = self.events
+        worker.free_s = events.now_s + op.seconds
+        events.at(worker.free_s, worker.go_on)
+        worker.done.append((op, action, batch, events.now_s, worker.free_s, worker.cause, self.next_order()))
         worker.cause = None
-        if op[READY]:
-            self.collectives.foresee_buckets(worker, op, action.stage, batch)
+        if op.ready:
+            self.collectives.foresee_buckets(worker.number, op, action.stage, batch)
 
     def loaded(self, worker: Worker, action: Action, batch: int) -> bool:
         """Whether the host has decoded the rows; if not, the worker comes back when it has."""
-        loader, host = self.loader, self.program.plan.devices[worker.number].host
+        loader, host = self.loader, self.plan.devices[worker.number].host
         if loader is None:
             return True
         ready_s = loader.ready_s(host, batch, action.microbatch)
-        if ready_s > self.now_s:
+        if ready_s > self.events.now_s:
             worker.cause = ("data", host)
-            self.at(ready_s, worker.go_on)
+            self.events.at(ready_s, worker.go_on)
             return False
-        loader.began(host, batch, self.now_s)
+        loader.began(host, batch, self.events.now_s)
         return True
 
-    # transfers
 
-    def issue(self, op: PlainOp, action: Action, batch: int) -> None:
-        """Issues a sending or a receipt outside of a worker's list."""
-        lane = self.lanes[op[CHANNEL]]
-        if op[CODE] == SEND:
-            lane.sent.append((op, action, batch, self.now_s))
+class _SharedCores:
+    """What one worker computes on cores that others want too: a flow of work, which slows down while they do.
+
+    It is cut into pieces that end where a bucket of gradients becomes ready.
+
+    worker 0   F ▇▇▇▇▇▇▇▇▇▇▇▇           two workers on one core: each gets half of it while both compute,
+    worker 1       F ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇      and the whole of it when the other is done
+    """
+
+    def __init__(self, worker: Worker, flow: Flow, collectives: Collectives) -> None:
+        self.worker, self.flow, self.collectives = worker, flow, collectives
+        flow.over = self.go_on
+        self.doing: tuple[Op, Action, int, float, Cause | None, int]
+        self.pieces: list[tuple[float, int]] = []
+        """What is left of the op, last first: (share of it, the bucket that is ready then, or −1)."""
+
+    def start(self, op: Op, action: Action, batch: int, order: int) -> None:
+        """Begins an op; nobody knows yet when it will be over."""
+        worker = self.worker
+        self.doing = op, action, batch, self.collectives.events.now_s, worker.cause, order
+        worker.cause, worker.free_s = None, inf
+        self.pieces = pieces(op.ready)[::-1]
+        self.next_piece()
+
+    def next_piece(self) -> None:
+        """Begins the next piece of the op."""
+        events = self.collectives.events
+        work = self.pieces[-1][0] * self.doing[0].seconds * self.flow.alone
+        if work > 0:
+            self.collectives.traffic.start(self.flow, work, events.now_s)
         else:
-            key = op[FIRST_SLOT] + action.microbatch + batch * self.num_slots
-            self.missing[key] = self.missing.get(key, 0) + 1
-            lane.posted.append((action, batch, self.now_s, key))
-        if lane.sent and lane.posted and not lane.busy:
-            self.pair_up(lane)
+            events.at(events.now_s, self.go_on)
 
-    def pair_up(self, lane: _Lane) -> None:
-        """Starts the next transfer of a channel that is free and whose ends have both issued it."""
-        op, sent, batch, sent_s = lane.sent.pop(0)
-        received, other, posted_s, key = lane.posted.pop(0)
-        if batch != other or sent.microbatch != received.microbatch:
-            raise SimulationError(*self.mismatch(lane, sent, batch, received, other))
-        flow, num_bytes, now_s = lane.flow, op[NUM_BYTES], self.now_s
-        flow.load = load = (lane, op, sent, batch, sent_s, posted_s, now_s, key)
-        if num_bytes and flow.loads:
-            lane.busy = True
-            self.traffic.start(flow, num_bytes, now_s)
-        else:
-            self.land(load)
-
-    def mismatch(self, lane: _Lane, sent: Action, batch: int, received: Action, other: int) -> tuple[str, str]:
-        """What is wrong with a channel whose ends disagree."""
-        return (
-            f"worker {self.program.channels[lane.number].source} sends {sent} of batch {batch} while worker "
-            f"{lane.target.number} receives {received} of batch {other}",
-            "both ends of a pair must issue their transfers in the same order: check the schedule",
-        )
-
-    def arrive(self, flow: Flow) -> None:
-        """A flow is over; the latency follows."""
-        self.traffic.stop(flow)
-        load = flow.load
-        if type(load) is SharedCores:
-            load.go_on()
+    def go_on(self, load: None = None) -> None:
+        """A piece is over: its bucket is ready, and the next piece or the next op follows."""
+        worker, (op, action, batch, start_s, cause, order) = self.worker, self.doing
+        _, bucket = self.pieces.pop()
+        if bucket >= 0:
+            self.collectives.bucket_ready(worker.number, action.stage, batch, bucket)
+        if self.pieces:
+            self.next_piece()
             return
-        lane = load[0]
-        if lane is None:
-            stage = load[1]
-            way = self.program.reductions[stage].way
-            self.at(self.now_s + (way.latency_s if way else 0.0), partial(self.collectives.reduced, *load[1:]))
-            return
-        self.land(load)
-        lane.busy = False
-        if lane.sent and lane.posted:
-            self.pair_up(lane)
+        worker.free_s = now_s = self.collectives.events.now_s
+        worker.done.append((op, action, batch, start_s, now_s, cause, order))
+        self.collectives.events.at(now_s, worker.go_on)
 
-    def land(self, load: _Load) -> None:
-        """A transfer arrives after its latency: whoever waits for it, or will, may go on then."""
-        lane, op, sent, batch, sent_s, posted_s, start_s, key = load
-        target, missing, number, stop_s = lane.target, self.missing, len(self.moved), self.now_s + lane.latency_s
-        self.moved.append((lane.number, op, sent, batch, sent_s, posted_s, start_s, stop_s))
-        left = missing.pop(key) - 1
-        if left or key in self.landing:
-            stop_s, number = self.landing[key] = max(self.landing.get(key, (0.0, 0)), (stop_s, number))
-        if left:
-            missing[key] = left
-        elif target.wait == key:
-            target.wait, target.cause = None, ("transfer", number)
-            self.at(stop_s, target.go_on)
-        else:
-            self.landing[key] = (stop_s, number)
-            if target.dynamic is not None:
-                self.at(stop_s, target.go_on)
 
-    def stuck(self, worker: Worker) -> tuple[str, str]:
-        """Which worker waits for what, when nothing can happen any more."""
-        action, batch = worker.head if worker.dynamic is None else worker.dynamic.head()
-        return (
-            f"worker {worker.number} waits for ever before {action._replace(batch=0)} of batch "
-            f"{batch}, at {self.now_s:.6f} s: what it needs is never sent or reduced",
-            "check the schedule: stagewright schedule --check FILE",
-        )
+def pieces(ready: tuple[float, ...]) -> list[tuple[float, int]]:
+    """An op cut at the shares of it after which buckets are ready: (share of the op, the bucket, −1 for none)."""
+    cut = sorted((share, bucket) for bucket, share in enumerate(ready))
+    if not cut or cut[-1][0] < 1.0:
+        cut.append((1.0, -1))
+    edges = [0.0, *(share for share, _ in cut)]
+    return [(max(share - before, 0.0), bucket) for before, (share, bucket) in zip(edges, cut)]

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from stagewright.schedule import Action
-from stagewright.simulation.program import CODE, NUM_BYTES, PlainOp
+from stagewright.simulation.program import Code, Op
 
 Cause = tuple[str, int]
 """What ended a wait: `transfer` or `reduction` by its place in the log, `worker` by number, `data` by host."""
@@ -18,7 +18,7 @@ Cause = tuple[str, int]
 class Done(NamedTuple):
     """An op that ran, and what it waited for last; None stands for the op before it."""
 
-    op: PlainOp
+    op: Op
     action: Action
     batch: int
     start_s: float
@@ -28,16 +28,16 @@ class Done(NamedTuple):
     """Grows from one action to the next, over all workers: nothing waits for what has a larger one."""
 
     @property
-    def code(self) -> int:
+    def code(self) -> Code:
         """What the op is to the engine."""
-        return self.op[CODE]
+        return self.op.code
 
 
 class Moved(NamedTuple):
     """A transfer that arrived."""
 
     channel: int
-    op: PlainOp
+    op: Op
     sent: Action
     """Its sending."""
     batch: int
@@ -51,11 +51,11 @@ class Moved(NamedTuple):
     @property
     def num_bytes(self) -> float:
         """How many bytes."""
-        return self.op[NUM_BYTES]
+        return self.op.num_bytes
 
 
-PlainDone = tuple[PlainOp, Action, int, float, float, Cause | None, int]
-PlainMoved = tuple[int, PlainOp, Action, int, float, float, float, float]
+PlainDone = tuple[Op, Action, int, float, float, Cause | None, int]
+PlainMoved = tuple[int, Op, Action, int, float, float, float, float]
 """The fields without their names: there are very many, and few are ever looked at one by one."""
 
 
@@ -94,7 +94,7 @@ class Mapped(Sequence[Entry]):
 class _DoneColumns(NamedTuple):
     """All that took time on devices, one worker after the other, column by column."""
 
-    ops: list[PlainOp]
+    ops: list[Op]
     actions: list[Action]
     batches: list[int]
     starts_s: list[float]

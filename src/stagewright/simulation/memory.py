@@ -13,7 +13,7 @@ from stagewright.policy import holds
 from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Kind
 from stagewright.simulation.log import Log
-from stagewright.simulation.program import FIRST_SLOT, NUM_BYTES, WORK, Computation, Program, stage_layers
+from stagewright.simulation.program import Computation, Program, stage_layers
 
 _GRADIENTS, _ACTIVATIONS, _BUFFERS, _WORKSPACE = (
     MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "buffers", "workspace")
@@ -85,7 +85,7 @@ class Ledger:
         moved = self.log.moved_columns
         ends = np.array([(one.source, one.target) for one in self.program.channels], dtype=int).reshape(-1, 2)
         sources, targets = ends[np.array(moved.channel, dtype=int)].T
-        num_bytes = np.array([op[NUM_BYTES] for op in moved.op])
+        num_bytes = np.array([op.num_bytes for op in moved.op])
         sent_s, posted_s, stops_s = map(np.array, (moved.sent_s, moved.posted_s, moved.stop_s))
         kinds = np.full(len(num_bytes), _BUFFERS)
         yield _Changes(sources, sent_s, num_bytes, kinds)
@@ -97,7 +97,7 @@ class Ledger:
         done = self.log.done_columns
         workers = np.repeat(np.arange(len(self.devices)), [here.stop - here.start for here in done.edges])
         starts_s, stops_s = np.array(done.starts_s), np.array(done.stops_s)
-        works, first_slot = (np.array([op[at] for op in done.ops]) for at in (WORK, FIRST_SLOT))
+        works, first_slot = np.array([(op.work, op.slot) for op in done.ops]).T
         slot = np.where(first_slot < 0, -1, first_slot + [action.microbatch for action in done.actions])
         is_forward, space, at_start, at_stop = self.taken[works].T
         begins, ends = self.batch_edges(workers, is_forward == 0, works < 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import NamedTuple
 
 from stagewright.cluster import Cluster, Device
 from stagewright.cost import Costs, Handled, handled_by_each
@@ -15,38 +18,40 @@ from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
 from stagewright.simulation.traffic import Loads, shared_loads
 
-COMPUTES, RECEIVE, SEND, GATHER, AGREE, UPDATE, _NOTHING = range(7)
-"""What the engine tells apart: an action that computes, a receipt, a sending, a reduction …"""
+
+class Code(Enum):
+    """What the engine tells apart: an action that computes, a receipt, a sending, a reduction …"""
+
+    COMPUTES, RECEIVE, SEND, GATHER, AGREE, UPDATE, NOTHING = (auto() for _ in range(7))
+
 
 _CODES = {
-    **dict.fromkeys("FBIW", COMPUTES),
-    **dict.fromkeys(("RF", "RB"), RECEIVE),
-    **dict.fromkeys(("SF", "SB"), SEND),
-    "G": GATHER,
-    "A": AGREE,
-    "U": UPDATE,
+    **dict.fromkeys("FBIW", Code.COMPUTES),
+    **dict.fromkeys(("RF", "RB"), Code.RECEIVE),
+    **dict.fromkeys(("SF", "SB"), Code.SEND),
+    "G": Code.GATHER,
+    "A": Code.AGREE,
+    "U": Code.UPDATE,
 }
-DATA = -2
-"""The channel of a forward of the first stage: it waits for data."""
 
 
-PlainOp = tuple[int, float, int, int, float, int, tuple[float, ...]]
-"""What a worker's actions of one kind, stage and peer are, whichever microbatch of equal rows they handle.
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What a worker's actions of one kind, stage and peer are, whichever microbatch of equal rows they handle."""
 
-A plain tuple, for named ones take twice as long to unpack; the names below say what stands where.
-"""
-CODE: Final = 0
-SECONDS: Final = 1
-FIRST_SLOT: Final = 2
-"""What F and B wait for and receipts fill is a slot, one a worker, stage, microbatch and direction: that of
-microbatch 0, which the others follow; −1: none."""
-CHANNEL: Final = 3
-"""Which channel a transfer uses; the stage of a reduction or an update; of compute DATA, or −1."""
-NUM_BYTES: Final = 4
-WORK: Final = 5
-"""Which of the program's works a compute action is; −1: none."""
-READY: Final = 6
-"""Of a batch's last backward: for each bucket the share of it after which the bucket can be reduced."""
+    code: Code
+    seconds: float = 0.0
+    slot: int = -1
+    """What F and B wait for and receipts fill is a slot, one a worker, stage, microbatch and direction: here that of
+    microbatch 0, which the others follow; −1: none."""
+    channel: int = -1
+    """Of a transfer."""
+    num_bytes: float = 0.0
+    work: int = -1
+    """Which of the program's works a compute action is; −1: none."""
+    ready: tuple[float, ...] = ()
+    """Of a batch's last backward: for each bucket the share of it after which the bucket can be reduced."""
+    needs_data: bool = False
 
 
 class Computation(NamedTuple):
@@ -80,6 +85,10 @@ class _Reduction(NamedTuple):
     way: Collective | None
     shared: Loads = ()
 
+    @property
+    def loads(self) -> Loads:
+        return self.way.loads if self.way else ()
+
 
 class _CoreShare(NamedTuple):
     """The cores that a worker computes on: what it loads, and how fast its work goes when it has them to itself."""
@@ -95,7 +104,7 @@ class Program(NamedTuple):
     plan: Plan
     costs: Costs
     orders: tuple[Order, ...]
-    ops: tuple[list[PlainOp], ...]
+    ops: tuple[list[Op], ...]
     works: tuple[Computation, ...]
     channels: tuple[_Channel, ...]
     reductions: tuple[_Reduction, ...]
@@ -109,7 +118,7 @@ class Program(NamedTuple):
     @property
     def busiest_s(self) -> float:
         """For how long the busiest worker computes for a batch; 0 where cores are shared, and may be faster alone."""
-        return 0.0 if self.shares else max(sum(op[SECONDS] for op in ops) for ops in self.ops)
+        return 0.0 if self.shares else max(sum(op.seconds for op in ops) for ops in self.ops)
 
 
 def make_program(schedule: Schedule, profile: Profile, cluster: Cluster, costs: Costs | None = None) -> Program:
@@ -143,22 +152,20 @@ class _Compiler:
         self.bounds = stage_layers(self.plan, costs.profile)
         self.devices = [costs.cluster.device(id) for id in self.plan.devices]
         self.is_dynamic = RULES[self.plan.policy].by_arrival
-        self.slot_bytes: list[float] = []
-        self.first_slots: dict[tuple[int, int, bool], int] = {}
-        self.channels: list[_Channel] = []
-        self.channel_numbers: dict[tuple[int, int, bool, int], int] = {}
-        self.works: list[Computation] = []
-        self.work_numbers: dict[Computation, int] = {}
-        self._rows: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
-        self._seconds: dict[tuple[str, int, int, float], float] = {}
+        self.slots: dict[tuple[int, int, bool], int] = {}
+        self.slot_bytes: defaultdict[int, float] = defaultdict(float)
+        self.channels: dict[tuple[int, int, bool, int], int] = {}
+        self.works: dict[Computation, int] = {}
+        self.known_rows: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+        self.known_s: dict[tuple[str, int, int, float], float] = {}
 
     def program(self) -> Program:
         """The whole program."""
         ops = tuple(self.worker_ops(worker, order) for worker, order in enumerate(self.schedule.orders))
+        channels = [self.channel(*key[:3]) for key in self.channels]
         reductions = [self.reduction(stage) for stage in range(len(self.plan.stages))]
         shares = self.core_shares()
-        loads = [*(one.loads for one in self.channels), *(one.way.loads if one.way else () for one in reductions)]
-        loads += [one.loads for one in shares]
+        loads = [one.loads for group in (channels, reductions, shares) for one in group]
         shared = iter(shared_loads(loads, self.costs.network.rates))
         return Program(
             self.plan,
@@ -166,9 +173,9 @@ class _Compiler:
             self.schedule.orders,
             ops,
             tuple(self.works),
-            tuple(one._replace(shared=next(shared)) for one in self.channels),
+            tuple(one._replace(shared=next(shared)) for one in channels),
             tuple(one._replace(shared=next(shared)) for one in reductions),
-            tuple(self.slot_bytes),
+            tuple(self.slot_bytes[slot] for slot in range(len(self.slots) * self.plan.num_microbatches)),
             self.schedule.offsets,
             self.agree_s(),
             tuple(one._replace(shared=next(shared)) for one in shares),
@@ -181,11 +188,25 @@ class _Compiler:
             return []
         return [_CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in self.plan.devices]
 
-    def worker_ops(self, worker: int, order: Order) -> list[PlainOp]:
+    def channel(self, source: int, target: int, forward: bool) -> _Channel:
+        ends, network = (self.plan.devices[source], self.plan.devices[target]), self.costs.network
+        return _Channel(source, target, forward, network.loads(*ends), network.rate(*ends), network.latency_s(*ends))
+
+    def reduction(self, stage: int) -> _Reduction:
+        devices, buckets = self.plan.stages[stage].devices, self.plan.stages[stage].num_buckets
+        num_bytes = self.costs.gradient_bytes(*self.bounds[stage]) / buckets
+        return _Reduction(len(devices), buckets, num_bytes, self.costs.network.collective(devices, num_bytes))
+
+    def agree_s(self) -> float:
+        """An agreement of all workers: an all-reduce of next to nothing."""
+        way = self.costs.network.collective(self.plan.devices, 0.0) if self.schedule.agree else None
+        return 0.0 if way is None else way.latency_s
+
+    def worker_ops(self, worker: int, order: Order) -> list[Op]:
         """The op of each action of one worker's turn."""
-        known: dict[tuple[str, int, int, tuple[int, int]], PlainOp] = {}
-        ops: list[PlainOp] = []
-        add, patterns, slot_bytes = ops.append, self.plan.patterns, self.slot_bytes
+        known: dict[tuple[str, int, int, tuple[int, int]], Op] = {}
+        ops: list[Op] = []
+        add, patterns, slot_bytes, receive = ops.append, self.plan.patterns, self.slot_bytes, Code.RECEIVE
         for action in order:
             kind, stage, _, microbatch, peer = action
             key = (kind._value_, stage, peer, patterns[microbatch])
@@ -193,74 +214,66 @@ class _Compiler:
             if op is None:
                 op = known[key] = self.op(worker, action)
             add(op)
-            if op[CODE] == RECEIVE:
-                slot_bytes[op[FIRST_SLOT] + microbatch] += op[NUM_BYTES]
+            if op.code is receive:
+                slot_bytes[op.slot + microbatch] += op.num_bytes
         self.finish(worker, order, ops)
         return ops
 
-    def finish(self, worker: int, order: Order, ops: list[PlainOp]) -> None:
+    def finish(self, worker: int, order: Order, ops: list[Op]) -> None:
         """Gives last backwards the shares at which buckets are ready, and the last update the step's overhead."""
-        rare = [index for index, op in enumerate(ops) if op[CODE] >= GATHER]
-        gathers = [index for index in rare if ops[index][CODE] == GATHER]
+        gathers = _places(ops, Code.GATHER)
         last = self.last_backwards(order, ops) if gathers else {}
         for index in gathers:
             # A replica without rows has no backward that would say when its (empty) gradients are ready: G itself does.
-            if ops[index][CHANNEL] in last:
-                ops[index] = (_NOTHING, *ops[index][1:])
-        for stage in {ops[index][CHANNEL] for index in gathers} & set(last):
+            if order[index].stage in last:
+                ops[index] = replace(ops[index], code=Code.NOTHING)
+        for stage in {order[index].stage for index in gathers} & set(last):
             op = ops[last[stage]]
-            rows, buckets = self.works[op[WORK]].rows, self.plan.stages[stage].num_buckets
-            ops[last[stage]] = (*op[:READY], self.costs.ready_shares(*self.bounds[stage], rows, buckets))
-        for index in [index for index in rare if ops[index][CODE] == UPDATE][-1:]:
-            op = ops[index]
-            ops[index] = (UPDATE, op[SECONDS] + self.devices[worker].step_overhead_s, *op[FIRST_SLOT:])
+            rows, buckets = list(self.works)[op.work].rows, self.plan.stages[stage].num_buckets
+            ops[last[stage]] = replace(op, ready=self.costs.ready_shares(*self.bounds[stage], rows, buckets))
+        for index in _places(ops, Code.UPDATE)[-1:]:
+            ops[index] = replace(ops[index], seconds=ops[index].seconds + self.devices[worker].step_overhead_s)
 
-    def last_backwards(self, order: Order, ops: Sequence[PlainOp]) -> dict[int, int]:
+    def last_backwards(self, order: Order, ops: Sequence[Op]) -> dict[int, int]:
         """Stage by stage the index of the backward after which the gradients of a batch are whole."""
         whole = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         stages = {number: work.stage for number, work in enumerate(self.works) if work.kind in whole}
         last: dict[int, int] = {}
-        for index in [index for index, op in enumerate(ops) if op[WORK] in stages]:
-            stage = stages[ops[index][WORK]]
+        for index in [index for index, op in enumerate(ops) if op.work in stages]:
+            stage = stages[ops[index].work]
             # In the loop, an action of an earlier batch comes in a later turn: the last one has the lowest offset.
             if stage not in last or order[index].batch <= order[last[stage]].batch:
                 last[stage] = index
         return last
 
-    def op(self, worker: int, action: Action) -> PlainOp:
+    def op(self, worker: int, action: Action) -> Op:
         """One action's costs."""
-        code, stage = _CODES[action.kind._value_], action.stage
-        if code == COMPUTES:
+        code, stage, peer = _CODES[action.kind._value_], action.stage, action.peer
+        if code is Code.COMPUTES:
             return self.compute_op(worker, action)
-        if code == RECEIVE:
+        if code is Code.RECEIVE:
             forward, user = action.kind is Kind.RECEIVE_FORWARD, self.user(worker, action)
-            num_bytes = self.message_bytes(worker, user, action, not forward)
-            channel = self.channel(action.peer, worker, forward, stage)
-            return code, 0.0, self.first_slot(worker, user, forward), channel, num_bytes, -1, ()
-        if code == SEND:
+            num_bytes, slot = self.message_bytes(worker, user, action, not forward), self.slot(worker, user, forward)
+            return Op(code, slot=slot, channel=self.channel_of(peer, worker, forward, stage), num_bytes=num_bytes)
+        if code is Code.SEND:
             forward = action.kind is Kind.SEND_FORWARD
             num_bytes = self.message_bytes(worker, stage, action, forward)
-            return code, 0.0, -1, self.channel(worker, action.peer, forward, stage), num_bytes, -1, ()
-        seconds = self.update_s(worker, stage) if code == UPDATE else 0.0
-        return code, seconds, -1, stage, 0.0, -1, ()
+            return Op(code, channel=self.channel_of(worker, peer, forward, stage), num_bytes=num_bytes)
+        return Op(code, seconds=self.update_s(worker, stage) if code is Code.UPDATE else 0.0)
 
-    def compute_op(self, worker: int, action: Action) -> PlainOp:
+    def compute_op(self, worker: int, action: Action) -> Op:
         """Forward, backward or one of its halves."""
         kind, stage, _, microbatch, _ = action
         first, stop = self.rows(stage, microbatch, worker)
         is_forward, device = kind is Kind.FORWARD, self.devices[worker]
         may_wait = stage > 0 if is_forward else kind is not Kind.BACKWARD_WEIGHT and stage + 1 < len(self.bounds)
-        slot = self.first_slot(worker, stage, is_forward) if may_wait else -1
-        seconds = self.compute_s(kind, stage, stop - first, device.speed)
-        channel = DATA if is_forward and stage == 0 else -1
-        return COMPUTES, seconds, slot, channel, 0.0, self.work(Computation(kind, stage, stop - first, device)), ()
-
-    def work(self, work: Computation) -> int:
-        """The number of a work."""
-        if work not in self.work_numbers:
-            self.work_numbers[work] = len(self.works)
-            self.works.append(work)
-        return self.work_numbers[work]
+        return Op(
+            Code.COMPUTES,
+            seconds=self.compute_s(kind, stage, stop - first, device.speed),
+            slot=self.slot(worker, stage, is_forward) if may_wait else -1,
+            work=self.works.setdefault(Computation(kind, stage, stop - first, device), len(self.works)),
+            needs_data=is_forward and stage == 0,
+        )
 
     def user(self, worker: int, action: Action) -> int:
         """The stage that will use what is received: schedules name the stage that made it."""
@@ -269,14 +282,21 @@ class _Compiler:
         is_made_by_peer = action.peer in workers[action.stage] and 0 <= user < len(workers)
         return user if is_made_by_peer and worker in workers[user] else action.stage
 
+    def slot(self, worker: int, stage: int, forward: bool) -> int:
+        """The number of what a worker's forward or backward of microbatch 0 waits for; the others follow."""
+        return self.slots.setdefault((worker, stage, forward), len(self.slots) * self.plan.num_microbatches)
+
+    def channel_of(self, source: int, target: int, forward: bool, stage: int) -> int:
+        """The number of a channel; stages that run in any order have channels of their own."""
+        return self.channels.setdefault((source, target, forward, stage if self.is_dynamic else -1), len(self.channels))
+
     def rows(self, stage: int, microbatch: int, worker: int) -> tuple[int, int]:
         """The rows of a microbatch that a worker handles in a stage."""
-        found = self._rows.get((stage, microbatch))
+        found = self.known_rows.get((stage, microbatch))
         if found is None:
-            workers = self.plan.workers[stage]
-            shares = self.plan.shares(stage, microbatch)
+            workers, shares = self.plan.workers[stage], self.plan.shares(stage, microbatch)
             found = {workers[replica]: (start, stop) for replica, start, stop in shares}
-            self._rows[stage, microbatch] = found
+            self.known_rows[stage, microbatch] = found
         if worker not in found:
             raise SimulationError(
                 f"worker {worker} has no rows of microbatch {microbatch} in stage {stage}",
@@ -287,20 +307,20 @@ class _Compiler:
     def compute_s(self, kind: Kind, stage: int, rows: int, speed: float) -> float:
         """Seconds of F, B, I or W."""
         key = (kind._value_, stage, rows, speed)
-        found = self._seconds.get(key)
-        if found is None:
-            found = self._seconds[key] = self._fresh_s(kind, stage, rows, speed)
-        return found
+        if key not in self.known_s:
+            self.known_s[key] = self.fresh_s(kind, stage, rows, speed)
+        return self.known_s[key]
 
-    def _fresh_s(self, kind: Kind, stage: int, rows: int, speed: float) -> float:
-        first, last = self.bounds[stage]
+    def fresh_s(self, kind: Kind, stage: int, rows: int, speed: float) -> float:
+        layers, handled = self.bounds[stage], self.handled(stage)
         if kind is Kind.FORWARD:
-            return self.costs.forward_s(first, last, rows, speed)
-        recompute, handled = self.plan.stages[stage].recompute, self.handled(stage)
-        whole = self.costs.backward_s(first, last, rows, speed, recompute=recompute, handled=handled)
-        weight = self.costs.weight_gradient_s(first, last, rows, speed, recompute=recompute, handled=handled)
-        parts = {Kind.BACKWARD_INPUT: whole - weight, Kind.BACKWARD_WEIGHT: weight}
-        return parts[kind] if kind in parts else whole - self.kept_s(stage, rows, speed)
+            return self.costs.forward_s(*layers, rows, speed)
+        recompute = self.plan.stages[stage].recompute
+        whole = self.costs.backward_s(*layers, rows, speed, recompute=recompute, handled=handled)
+        if kind is Kind.BACKWARD:
+            return whole - self.kept_s(stage, rows, speed)
+        weight = self.costs.weight_gradient_s(*layers, rows, speed, recompute=recompute, handled=handled)
+        return weight if kind is Kind.BACKWARD_WEIGHT else whole - weight
 
     def handled(self, stage: int) -> Handled:
         """What each replica of a stage handles."""
@@ -325,27 +345,6 @@ class _Compiler:
         shares = (self.rows(stage, microbatch, worker) for microbatch in range(self.plan.num_microbatches))
         return own + sum(self.kept_s(stage, stop - start, speed) for start, stop in shares)
 
-    def first_slot(self, worker: int, stage: int, forward: bool) -> int:
-        """The number of what a worker's forward or backward of microbatch 0 waits for; the others follow."""
-        key = (worker, stage, forward)
-        if key not in self.first_slots:
-            self.first_slots[key] = len(self.slot_bytes)
-            self.slot_bytes += [0.0] * self.plan.num_microbatches
-        return self.first_slots[key]
-
-    def channel(self, source: int, target: int, forward: bool, stage: int) -> int:
-        """The number of the channel, made at first use; stages that run in any order have channels of their own."""
-        key = (source, target, forward, stage if self.is_dynamic else -1)
-        found = self.channel_numbers.get(key)
-        if found is None:
-            ends, network = (self.plan.devices[source], self.plan.devices[target]), self.costs.network
-            loads = network.loads(*ends)
-            found = self.channel_numbers[key] = len(self.channels)
-            self.channels.append(
-                _Channel(source, target, forward, loads, network.rate(*ends), network.latency_s(*ends))
-            )
-        return found
-
     def message_bytes(self, worker: int, stage: int, action: Action, after: bool) -> float:
         """Bytes of the rows that both ends of a transfer handle, over the boundary after the stage or before it."""
         mine = self.rows(stage, action.microbatch, worker)
@@ -353,15 +352,6 @@ class _Compiler:
         rows = sum(stop - start for *_, start, stop in overlaps([(0, *mine)], [(0, *theirs)]))
         return rows * self.costs.crossings[self.bounds[stage][1 if after else 0]]
 
-    def reduction(self, stage: int) -> _Reduction:
-        """How a stage's gradients are reduced."""
-        devices, buckets = self.plan.stages[stage].devices, self.plan.stages[stage].num_buckets
-        num_bytes = self.costs.gradient_bytes(*self.bounds[stage]) / buckets
-        return _Reduction(len(devices), buckets, num_bytes, self.costs.network.collective(devices, num_bytes))
 
-    def agree_s(self) -> float:
-        """An agreement of all workers: an all-reduce of next to nothing."""
-        if not self.schedule.agree:
-            return 0.0
-        way = self.costs.network.collective(self.plan.devices, 0.0)
-        return 0.0 if way is None else way.latency_s
+def _places(ops: Iterable[Op], code: Code) -> list[int]:
+    return [index for index, op in enumerate(ops) if op.code is code]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from stagewright.schedule import Schedule
 from stagewright.simulation.log import Log
-from stagewright.simulation.program import CODE, UPDATE
+from stagewright.simulation.program import Code
 
 
 class Steady(NamedTuple):
@@ -31,7 +31,7 @@ def batches_needed(schedule: Schedule) -> int:
 def batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
     done, columns = [0.0] * num_batches, log.done_columns
-    for at in [number for number, op in enumerate(columns.ops) if op[CODE] == UPDATE]:
+    for at in [number for number, op in enumerate(columns.ops) if op.code is Code.UPDATE]:
         batch = columns.batches[at]
         done[batch] = max(done[batch], columns.stops_s[at])
     return done

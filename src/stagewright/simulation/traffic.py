@@ -17,15 +17,16 @@ from typing import Any
 
 Loads = tuple[tuple[int, int], ...]
 """(directed link, edges on it), link by link."""
+_Over = Callable[[Any], object]
 
 
 class Flow:
     """What carries bytes over some links, again and again: what is left of them, the rate, when they would arrive."""
 
-    __slots__ = ("alone", "left_bytes", "load", "loads", "number", "rate", "shared", "since_s", "stop_s")
+    __slots__ = ("alone", "left_bytes", "load", "loads", "number", "over", "rate", "shared", "since_s", "stop_s")
 
-    def __init__(self, number: int, loads: Loads, alone: float, shared: Loads) -> None:
-        self.number, self.loads, self.alone, self.shared = number, loads, alone, shared
+    def __init__(self, number: int, loads: Loads, alone: float, shared: Loads, over: _Over | None) -> None:
+        self.number, self.loads, self.alone, self.shared, self.over = number, loads, alone, shared, over
         self.left_bytes = self.rate = self.since_s = self.stop_s = 0.0
         self.load: Any = None
         """What its bytes are, for whoever started it."""
@@ -41,9 +42,12 @@ class Traffic:
         self._touched: dict[int, None] = {}
         self._known: dict[tuple[int, ...], dict[Flow, float]] = {}
 
-    def make_flow(self, loads: Loads, alone: float, shared: Loads | None = None) -> Flow:
-        """A flow that does not run yet: `alone` is its rate on empty links, `shared` the loads that others share."""
-        self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared))
+    def make_flow(self, loads: Loads, alone: float, shared: Loads | None = None, over: _Over | None = None) -> Flow:
+        """A flow that does not run yet: `alone` is its rate on empty links, `shared` the loads that others share.
+
+        `over` is called with what it carried each time when all of it is there.
+        """
+        self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared, over))
         return self.flows[-1]
 
     def start(self, flow: Flow, num_bytes: float, now_s: float) -> None:
@@ -70,6 +74,17 @@ class Traffic:
             del on_link[flow]
             if on_link:
                 self._touched[link] = None
+
+    def end(self, flow: Flow) -> None:
+        """Stops a flow that has carried everything, and tells so."""
+        self.stop(flow)
+        if flow.over is not None:
+            flow.over(flow.load)
+
+    def let_go(self) -> None:
+        """Cuts the circles of references through those who are told."""
+        for flow in self.flows:
+            flow.load = flow.over = None
 
     def settle(self, now_s: float) -> None:
         """Gives every flow that is reached by a change its new rate."""
