@@ -92,7 +92,7 @@ def test_every_byte_that_is_sent_arrives(case):
     made, figures, _ = case
     program, log = run(*case, num_batches=2)
     rows = sum(figures.layers[stage].output_bytes * made.batch for stage in range(len(made.stages) - 1))
-    assert sum(moved.num_bytes for moved in log.moved) == pytest.approx(2 * 2 * rows)
+    assert sum(moved.op.num_bytes for moved in log.moved) == pytest.approx(2 * 2 * rows)
     listed = [pair for order, ops in zip(program.orders, program.ops) for pair in zip(order, ops)]
     sends = sum(op.num_bytes for action, op in listed if action.kind in SENDS)
     receipts = sum(op.num_bytes for action, op in listed if action.kind in RECEIVES)

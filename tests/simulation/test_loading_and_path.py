@@ -9,7 +9,7 @@ import pytest
 from stagewright.errors import UsageError
 from stagewright.scheduling import make_schedule
 from stagewright.simulation import fastest_schedule, simulate
-from stagewright.simulation.steady import find_steady
+from stagewright.simulation.run import find_steady
 from stagewright.simulation.whatif import Point, faster_links, knee, parse_factors
 from tests.simulation.cases import even_profile, layer, plan, profile, star
 

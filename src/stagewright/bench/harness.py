@@ -45,7 +45,7 @@ from stagewright.report.figures import too_full
 from stagewright.runtime.launch.process import check_server, start_process
 from stagewright.schema import Saved, dump_json, schema
 from stagewright.simulation.run import IMAGENET_IMAGES
-from stagewright.simulation.setting import Scenario
+from stagewright.simulation.whatif import Scenario
 
 _DOES_NOT_FIT = "does not fit"
 

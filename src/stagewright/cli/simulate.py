@@ -25,8 +25,7 @@ from stagewright.report.figures import alike, rate, seconds, too_full
 from stagewright.schema import schema
 from stagewright.simulation import faster_links
 from stagewright.simulation.run import IMAGENET_IMAGES
-from stagewright.simulation.setting import Scenario
-from stagewright.simulation.whatif import Point, knee, parse_factors, plot_svg
+from stagewright.simulation.whatif import Point, Scenario, knee, parse_factors, plot_svg
 
 _Counts = tuple[Annotated[int, Field(ge=1)], ...]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from stagewright.cluster import format_devices
 from stagewright.simulation.events import SAME_MOMENT
 from stagewright.simulation.log import Done, Log, Moved
-from stagewright.simulation.program import Code, Program
+from stagewright.simulation.program import Program
 
 _LINK_WORDS: Mapping[str, str] = {
     "PIX": "a PCIe switch",
@@ -55,7 +55,7 @@ class Path:
         found, best = (0, len(self.log.done[0]) - 1), -1.0
         for worker, entries in enumerate(self.log.done):
             at = self.ended_by(worker, self.stop_s)
-            while at > 0 and entries[at].code is not Code.UPDATE:
+            while at > 0 and not entries[at].is_update:
                 at -= 1
             if at >= 0 and entries[at].stop_s > best:
                 found, best = (worker, at), entries[at].stop_s
@@ -137,7 +137,7 @@ class Path:
 
     def compute_words(self, entry: Done) -> str:
         """`compute of stage 0`, `update of stage 0`."""
-        return f"{'update' if entry.code is Code.UPDATE else 'compute'} of stage {entry.action.stage}"
+        return f"{'update' if entry.is_update else 'compute'} of stage {entry.action.stage}"
 
     def transfer_words(self, moved: Moved) -> str:
         """`transfer 0 → 1 over the host bridge`."""

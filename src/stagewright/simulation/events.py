@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Any
 
 from stagewright.schedule import Action, Order
-from stagewright.simulation.log import Cause, PlainDone
+from stagewright.simulation.log import Cause
 from stagewright.simulation.program import Op
 from stagewright.simulation.traffic import Flow, Traffic
 
@@ -36,7 +37,7 @@ class Worker:
         self.cause: Cause | None = None
         self.free_s = 0.0
         """When its device is free again, as far as that is known."""
-        self.done: list[PlainDone] = []
+        self.done: list[Any] = []
 
     def stop(self) -> None:
         """Cuts the circle of references through what it would do next."""

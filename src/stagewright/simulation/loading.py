@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from stagewright.cluster import Cluster
@@ -10,16 +9,22 @@ from stagewright.plan import Plan
 
 
 class Loader:
-    """When a host's images of a microbatch are decoded.
+    """When a host's images of a microbatch are decoded; at once where its decode rate is not known.
 
     decode   │ batch 0 │ batch 1 │   │ batch 2 │        batch n + 1 is decoded from the first forward of batch n on
     forward            │ F0          │ F1
     """
 
-    def __init__(self, rows: Mapping[int, Sequence[int]], images_per_s: Mapping[int, float]) -> None:
-        self._seconds = {
-            host: tuple(accumulate(count / images_per_s[host] for count in counts)) for host, counts in rows.items()
-        }
+    def __init__(self, plan: Plan, cluster: Cluster) -> None:
+        devices, self._seconds = plan.stages[0].devices, dict[int, list[float]]()
+        """Host by host how long a batch is decoded until each of its microbatches is there."""
+        shares = [plan.shares(0, microbatch) for microbatch in range(plan.num_microbatches)]
+        for host in {id.host for id in devices}:
+            rate = cluster.hosts[host].decode_images_per_s
+            if rate is not None:
+                own = ([share for share in each if devices[share.replica].host == host] for each in shares)
+                rows = (sum(share.stop - share.start for share in each) for each in own)
+                self._seconds[host] = list(accumulate(count / rate for count in rows))
         self._began: dict[tuple[int, int], float] = {}
         self._until: dict[tuple[int, int], float] = {}
 
@@ -37,17 +42,3 @@ class Loader:
     def began(self, host: int, batch: int, now_s: float) -> None:
         """A worker of the host begins a batch's forward: its buffer is free for the next batch."""
         self._began.setdefault((host, batch), now_s)
-
-
-def make_loader(plan: Plan, cluster: Cluster) -> Loader | None:
-    """The loader of a plan's first stage; None where no host's decode rate is known."""
-    hosts = {id.host for id in plan.stages[0].devices}
-    rates = {host: cluster.hosts[host].decode_images_per_s for host in hosts}
-    known = {host: rate for host, rate in rates.items() if rate is not None}
-    rows = {host: [0] * plan.num_microbatches for host in known}
-    for microbatch in range(plan.num_microbatches):
-        for share in plan.shares(0, microbatch):
-            host = plan.stages[0].devices[share.replica].host
-            if host in rows:
-                rows[host][microbatch] += share.stop - share.start
-    return Loader(rows, known) if known else None

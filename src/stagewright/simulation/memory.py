@@ -13,7 +13,7 @@ from stagewright.policy import holds
 from stagewright.record import MEMORY_KINDS
 from stagewright.schedule import Kind
 from stagewright.simulation.log import Log
-from stagewright.simulation.program import Computation, Program, stage_layers
+from stagewright.simulation.program import Computation, Program
 
 _GRADIENTS, _ACTIVATIONS, _BUFFERS, _WORKSPACE = (
     MEMORY_KINDS.index(kind) for kind in ("gradients", "activations", "buffers", "workspace")
@@ -63,7 +63,7 @@ class Ledger:
 
     def __init__(self, program: Program, log: Log) -> None:
         self.program, self.log, self.plan, self.costs = program, log, program.plan, program.costs
-        self.bounds = stage_layers(self.plan, self.costs.profile)
+        self.bounds = program.bounds
         self.devices = [self.costs.cluster.device(id) for id in self.plan.devices]
         self.taken = np.array([*map(self.taken_by, program.works), _NOTHING_TAKEN], dtype=float)
         self.slot_bytes = np.array([*program.slot_bytes, 0.0])

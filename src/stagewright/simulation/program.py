@@ -103,6 +103,8 @@ class Program(NamedTuple):
 
     plan: Plan
     costs: Costs
+    bounds: tuple[tuple[int, int], ...]
+    """First layer and end of each stage."""
     orders: tuple[Order, ...]
     ops: tuple[list[Op], ...]
     works: tuple[Computation, ...]
@@ -126,7 +128,7 @@ def make_program(schedule: Schedule, profile: Profile, cluster: Cluster, costs: 
     return _Compiler(schedule, costs or Costs(profile, cluster)).program()
 
 
-def stage_layers(plan: Plan, profile: Profile) -> tuple[tuple[int, int], ...]:
+def _stage_layers(plan: Plan, profile: Profile) -> tuple[tuple[int, int], ...]:
     """First layer and end of each stage, after a check that the plan and the profile are of the same model."""
     if plan.layers != profile.names:
         wrong = next(
@@ -149,7 +151,7 @@ class _Compiler:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.plan, self.costs = schedule, schedule.plan, costs
-        self.bounds = stage_layers(self.plan, costs.profile)
+        self.bounds = _stage_layers(self.plan, costs.profile)
         self.devices = [costs.cluster.device(id) for id in self.plan.devices]
         self.is_dynamic = RULES[self.plan.policy].by_arrival
         self.slots: dict[tuple[int, int, bool], int] = {}
@@ -170,6 +172,7 @@ class _Compiler:
         return Program(
             self.plan,
             self.costs,
+            self.bounds,
             self.schedule.orders,
             ops,
             tuple(self.works),

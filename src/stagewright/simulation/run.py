@@ -1,12 +1,16 @@
-"""Schedule × profile × cluster → record: an event simulation of every action, transfer and reduction."""
+"""Schedule × profile × cluster → record: an event simulation of every action, transfer and reduction.
+
+Start-up and steady state are told apart from when each batch was done.
+"""
 
 from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import sub
+from typing import NamedTuple
 
 from stagewright.cluster import Cluster, format_devices
 from stagewright.cost import Costs
@@ -21,39 +25,41 @@ from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.simulation.critical import Path
 from stagewright.simulation.engine import Engine
-from stagewright.simulation.loading import make_loader
+from stagewright.simulation.loading import Loader
 from stagewright.simulation.log import Log
 from stagewright.simulation.memory import Ledger
-from stagewright.simulation.program import Program, make_program
-from stagewright.simulation.spans import make_spans
-from stagewright.simulation.steady import Steady, batches_done, batches_needed, find_steady
+from stagewright.simulation.program import Code, Program, make_program
 
 IMAGENET_IMAGES = 1_281_167
 """The images of an ImageNet epoch, for which epoch times are given unless another number is."""
 
 
 def simulate(
-    schedule: Schedule,
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    data: str = "synthetic",
-    num_batches: int | None = None,
-    epoch_images: int | None = IMAGENET_IMAGES,
-    name: str = "",
-    detail: bool = True,
-    costs: Costs | None = None,
-) -> Record:
+    schedule: Schedule, profile: Profile, cluster: Cluster, *, data: str = "synthetic", num_batches: int | None = None,
+    epoch_images: int | None = IMAGENET_IMAGES, name: str = "", detail: bool = True, costs: Costs | None = None,
+) -> Record:  # fmt: skip
     """What the schedule would do on the cluster; without `detail` no spans and no memory over time, which is faster."""
-    count = num_batches or batches_needed(schedule)
+    plan, (low, high), count = schedule.plan, schedule.offsets, num_batches or _batches_needed(schedule)
     with no_collection():
-        return _make_record(
-            make_program(schedule, profile, cluster, costs),
-            count,
+        program = make_program(schedule, profile, cluster, costs)
+        log = Engine(program, count, Loader(plan, cluster) if data == "records" else None).run()
+        steady = find_steady(_batches_done(log, count), high - low, program.busiest_s)
+        path = Path(program, log, steady.start_s, steady.stop_s)
+        return Record(
+            name=name or plan.model,
+            source="simulated",
+            plan=plan,
+            cluster=program.costs.cluster.name,
+            precision=program.costs.profile.precision,
             data=data,
-            epoch_images=epoch_images,
-            name=name,
-            detail=detail,
+            epoch_samples=epoch_images,
+            step_s=steady.step_s,
+            step_samples=plan.batch,
+            start_up_s=steady.start_s,
+            devices=_device_uses(program, log, steady, detail),
+            spans=log.spans(program) if detail else (),
+            limit=max(path.seconds, key=lambda what: path.seconds[what], default="nothing"),
+            notes=tuple(_notes(program, log, steady, path.seconds)),
         )
 
 
@@ -69,33 +75,77 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _make_record(
-    program: Program, num_batches: int, *, data: str, epoch_images: int | None, name: str, detail: bool
-) -> Record:
-    """The record of a program's run."""
-    plan, (low, high), cluster = program.plan, program.offsets, program.costs.cluster
-    log = Engine(program, num_batches, make_loader(plan, cluster) if data == "records" else None).run()
-    steady = find_steady(batches_done(log, num_batches), high - low, program.busiest_s)
-    path = Path(program, log, steady.start_s, steady.stop_s)
-    return Record(
-        name=name or plan.model,
-        source="simulated",
-        plan=plan,
-        cluster=cluster.name,
-        precision=program.costs.profile.precision,
-        data=data,
-        epoch_samples=epoch_images,
-        step_s=steady.step_s,
-        step_samples=plan.batch,
-        start_up_s=steady.start_s,
-        devices=_device_uses(program, log, steady, detail),
-        spans=make_spans(program, log) if detail else (),
-        limit=limit(path.seconds),
-        notes=tuple(notes(program, log, steady, path.seconds)),
+class _Steady(NamedTuple):
+    """The steady part of a run: the batches first … last − 1."""
+
+    first: int
+    last: int
+    step_s: tuple[float, ...]
+    start_s: float
+    stop_s: float
+
+
+def _batches_needed(schedule: Schedule) -> int:
+    """How many batches show the steady state: start-up, a few periods, and the end where the pipeline drains."""
+    low, high = schedule.offsets
+    return (
+        4 if low == high == 0 and schedule.plan.is_synchronous else 8 + 3 * (high - low + max(schedule.plan.versions))
     )
 
 
-def _device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tuple[DeviceUse, ...]:
+def _batches_done(log: Log, num_batches: int) -> list[float]:
+    """When the last update of each batch was over."""
+    done, columns = [0.0] * num_batches, log.done_columns
+    for at in [number for number, op in enumerate(columns.ops) if op.code is Code.UPDATE]:
+        batch = columns.batches[at]
+        done[batch] = max(done[batch], columns.stops_s[at])
+    return done
+
+
+def find_steady(done: Sequence[float], drain: int, least_s: float = 0.0) -> _Steady:
+    """The steps that repeat, `drain` batches before the end left out; the second half where none repeat.
+
+    done   │··5···│··4··│··3··│··3··│··3··│·1│      start-up 5 + 4, then steps of 3; the last one drains
+
+    While a long pipeline fills, batches can end faster than a worker has time for: no step is shorter than `least_s`.
+    """
+    found = _repeating(done, drain)
+    return found._replace(step_s=tuple(max(step_s, least_s) for step_s in found.step_s))
+
+
+def _repeating(done: Sequence[float], drain: int) -> _Steady:
+    last = max(len(done) - drain, min(len(done), 2))
+    if last < 2 or done[last // 2 - 1] == done[last - 1]:  # too few to tell: stale batches may even end together
+        return _Steady(0, last, (done[last - 1] / last,), 0.0, done[last - 1])
+    period = next((n for n in range(1, 5) if _repeats(done[:last], n)), None)
+    if period is None:
+        first = last // 2
+        mean = (done[last - 1] - done[first - 1]) / (last - first)
+        return _Steady(first, last, (mean,), done[first - 1], done[last - 1])
+    first = last - period
+    while first > 1 and _same_step(done, first - 1, period):
+        first -= 1
+    steps = tuple((done[at] - done[at - period]) / period for at in range(first + period - 1, last))
+    return _Steady(first, last, steps, done[first - 1], done[last - 1])
+
+
+def _repeats(done: Sequence[float], period: int) -> bool:
+    """Whether the last steps show this period: each of them equals the one a period before."""
+    count = len(done)
+    return count >= 2 * period + 2 and all(
+        _same_step(done, at, period) for at in range(count - 2 * period, count - period)
+    )
+
+
+def _same_step(done: Sequence[float], at: int, period: int) -> bool:
+    """Whether the step that ends with batch `at` takes as long as the one a period later."""
+    if at < 1 or at + period >= len(done):
+        return False
+    here, later = done[at] - done[at - 1], done[at + period] - done[at + period - 1]
+    return abs(here - later) <= 1e-9 * done[-1]
+
+
+def _device_uses(program: Program, log: Log, steady: _Steady, detail: bool) -> tuple[DeviceUse, ...]:
     """What each device did in the steady steps, and held at any time."""
     ledger, columns, uses = Ledger(program, log), log.done_columns, []
     for worker, device in enumerate(program.plan.devices):
@@ -114,7 +164,7 @@ def _device_uses(program: Program, log: Log, steady: Steady, detail: bool) -> tu
     return tuple(uses)
 
 
-def _busy_share(starts_s: Sequence[float], stops_s: Sequence[float], steady: Steady) -> float:
+def _busy_share(starts_s: Sequence[float], stops_s: Sequence[float], steady: _Steady) -> float:
     """The share of the steady steps' time in which a worker's device computed."""
     first_s, last_s = steady.start_s, steady.stop_s
     # What stops before the start or begins after the end does not count: only the outermost two can be cut.
@@ -127,12 +177,7 @@ def _busy_share(starts_s: Sequence[float], stops_s: Sequence[float], steady: Ste
     return min(max(busy / (last_s - first_s), 0.0), 1.0) if last_s > first_s else 0.0
 
 
-def limit(seconds: dict[str, float]) -> str:
-    """What the critical path consists of most."""
-    return max(seconds, key=lambda what: seconds[what], default="nothing")
-
-
-def notes(program: Program, log: Log, steady: Steady, seconds: dict[str, float]) -> Iterator[str]:
+def _notes(program: Program, log: Log, steady: _Steady, seconds: dict[str, float]) -> Iterator[str]:
     """The critical path and what is hidden beside it, a sentence each."""
     steps = max((steady.stop_s - steady.start_s) / steady.step_s[0], 1e-9)
     total = sum(seconds.values()) or 1.0
@@ -141,20 +186,11 @@ def notes(program: Program, log: Log, steady: Steady, seconds: dict[str, float])
     yield f"critical path: {parts}"
     for stage, devices in ((n, s.devices) for n, s in enumerate(program.plan.stages) if len(s.devices) > 1):
         times = ((entry.start_s, entry.stop_s) for entry in log.reduced if entry.stage == stage)
-        whole = _within(times, steady) / steps
+        inside = (max(min(stop, steady.stop_s) - max(start, steady.start_s), 0.0) for start, stop in times)
+        whole = sum(inside) / steps
         exposed = sum(share for what, share in seconds.items() if what.startswith(f"all-reduce of stage {stage} "))
         hidden = max(whole - exposed / steps, 0.0)
-        yield f"reduce among {format_devices(devices)}: {_milliseconds(whole)}, {_milliseconds(hidden)} of it hidden"
-
-
-def _within(times: Iterable[tuple[float, float]], steady: Steady) -> float:
-    """How much of some stretches of time lies in the steady state."""
-    return sum(max(min(stop, steady.stop_s) - max(start, steady.start_s), 0.0) for start, stop in times)
-
-
-def _milliseconds(seconds: float) -> str:
-    """`19 ms`, `0.42 ms`."""
-    return f"{seconds * 1e3:.3g} ms"
+        yield f"reduce among {format_devices(devices)}: {whole * 1e3:.3g} ms, {hidden * 1e3:.3g} ms of it hidden"
 
 
 def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None) -> Search:

@@ -7,11 +7,12 @@ worker 1   RF issued, F waits ·························
 
 from __future__ import annotations
 
+from typing import Any
+
 from stagewright.errors import SimulationError
 from stagewright.policy import RULES
 from stagewright.schedule import Action
 from stagewright.simulation.events import Events, Worker
-from stagewright.simulation.log import PlainMoved
 from stagewright.simulation.program import Code, Op, Program
 from stagewright.simulation.traffic import Flow, Traffic
 
@@ -40,7 +41,7 @@ class Transfers:
         self.program, self.workers, self.events, self.traffic = program, workers, events, traffic
         self.num_slots = max(len(program.slot_bytes), 1)
         self.wakes_all = RULES[program.plan.policy].by_arrival
-        self.moved: list[PlainMoved] = []
+        self.moved: list[Any] = []
         self.missing: dict[int, int] = {}
         """How many receipts a slot of a batch still waits for."""
         self.landing: dict[int, tuple[float, int]] = {}
