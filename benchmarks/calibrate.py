@@ -101,7 +101,7 @@ class AnalyticBench:
 
     def fit(self, kind: FittedKind, rows: Sequence[Row]) -> FittedKind:
         """The kind with efficiencies fitted to single-device rows."""
-        from stagewright.profiling.calibrate import Measurement, calibrate_device
+        from stagewright.profiling.analytic import Measurement, calibrate_device
         from stagewright.profiling.kinds import DeviceKind
 
         key = kind.name, tuple(row.id for row in rows)

@@ -11,12 +11,16 @@ from torch import nn
 from stagewright.cost import crossings
 from stagewright.errors import ProfileError
 from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered
-from stagewright.profiling.analytic import make_analytic_profile, operator_seconds, step_seconds
-from stagewright.profiling.calibrate import Measurement, calibrate_device
-from stagewright.profiling.facts import find_facts
+from stagewright.profiling.analytic import (
+    Measurement,
+    calibrate_device,
+    make_analytic_profile,
+    operator_seconds,
+    step_seconds,
+)
+from stagewright.profiling.facts import Work, find_facts, record_work
 from stagewright.profiling.kinds import DeviceKind, find_kind
 from stagewright.profiling.layers import make_pieces
-from stagewright.profiling.operators import Work, record_work
 
 ROUND = DeviceKind(
     name="round",

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from stagewright.profiling.analytic import operator_seconds
+from stagewright.profiling.facts import Work, WorkRecorder
 from stagewright.profiling.kinds import DeviceKind
-from stagewright.profiling.operators import Work, WorkRecorder
 
 KIND = DeviceKind(
     name="round",

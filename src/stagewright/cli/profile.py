@@ -19,7 +19,7 @@ from stagewright.report.figures import seconds, size
 from stagewright.schema import dump_json, schema
 
 if TYPE_CHECKING:
-    from stagewright.profiling.calibrate import Measurement
+    from stagewright.profiling.analytic import Measurement
     from stagewright.profiling.kinds import DeviceKind
 
 
@@ -90,10 +90,13 @@ def _make_profile(model: str | None, own: _Profiling) -> Profile:
     if model is None:
         raise UsageError("no model is given", "name one of `stagewright models`, or add --from-pipedream FILE")
     sizes = own.sizes
-    from stagewright.models import build_model
-    from stagewright.profiling.measured import has_cuda, make_profile
+    import torch
 
-    device = own.device or ("cuda" if has_cuda() else "cpu")
+    from stagewright.models import build_model
+    from stagewright.profiling.measured import make_profile
+
+    has_cuda = torch.cuda.is_available()
+    device = own.device or ("cuda" if has_cuda else "cpu")
     shape: dict[str, Any] = {"image_size": own.image_size, "sequence_length": own.sequence_length}
     if own.calibrate or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         from stagewright.profiling.analytic import make_analytic_profile
@@ -101,7 +104,7 @@ def _make_profile(model: str | None, own: _Profiling) -> Profile:
         kind = _fitted_kind(device, own.calibrate, own.precision, own.save_device)
         built = build_model(model, device="meta", **shape)
         return make_analytic_profile(built, kind, batch_sizes=sizes, precision=own.precision, name=model)
-    if device != "cpu" and not has_cuda():
+    if device != "cpu" and not has_cuda:
         raise UsageError(f"--device {device}: this machine has no such device", "use cpu, or a kind such as h200")
     scratch = model.startswith("hf:")  # what a layer costs does not depend on what the weights are
     built = build_model(model, device=device, from_scratch=scratch, **shape)
@@ -114,7 +117,7 @@ def _make_profile(model: str | None, own: _Profiling) -> Profile:
 
 def _fitted_kind(device: str, figures: Sequence[str], precision: Precision, save: Path | None) -> DeviceKind:
     """The device's file, its efficiencies fitted where measured figures are given."""
-    from stagewright.profiling.calibrate import calibrate_device
+    from stagewright.profiling.analytic import calibrate_device
     from stagewright.profiling.kinds import find_kind
 
     kind = find_kind(device)
@@ -134,7 +137,7 @@ def _fitted_kind(device: str, figures: Sequence[str], precision: Precision, save
 def _read_figure(text: str, precision: Precision) -> Measurement:
     """`vgg16:32:208.458`: a model, its rows, and images/s of one device."""
     from stagewright.models import build_model
-    from stagewright.profiling.calibrate import Measurement
+    from stagewright.profiling.analytic import Measurement
 
     parts = text.split(":")
     if len(parts) != 3 or not parts[1].isdecimal() or not int(parts[1]):

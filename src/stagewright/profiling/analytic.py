@@ -1,9 +1,12 @@
-"""Profiles of devices that are not at hand: a roofline for every operator."""
+"""Profiles of devices that are not at hand: a roofline for every operator, its few efficiencies fitted to figures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -12,10 +15,9 @@ from stagewright.errors import ProfileError
 from stagewright.models.layered import Layered
 from stagewright.models.zoo import build_model
 from stagewright.profile import Precision, Profile
-from stagewright.profiling.facts import find_facts, layer_profiles
+from stagewright.profiling.facts import UnitWork, Work, find_facts, layer_profiles, record_work
 from stagewright.profiling.kinds import DeviceKind, find_kind, known_kinds
 from stagewright.profiling.layers import make_pieces
-from stagewright.profiling.operators import UnitWork, Work, record_work
 
 
 def make_analytic_profile(
@@ -30,8 +32,8 @@ def make_analytic_profile(
     pieces = make_pieces(model, precision)
     facts = find_facts(pieces)
     tables = [record_work(pieces, rows) for rows in batch_sizes]
-    forward = [[seconds(table[unit].forward, kind, precision) for table in tables] for unit in range(len(facts))]
-    backward = [[seconds(table[unit].backward, kind, precision) for table in tables] for unit in range(len(facts))]
+    forward = [[_seconds(table[unit].forward, kind, precision) for table in tables] for unit in range(len(facts))]
+    backward = [[_seconds(table[unit].backward, kind, precision) for table in tables] for unit in range(len(facts))]
     return Profile(
         model=name or type(model.model).__name__.lower(),
         device=kind.name,
@@ -77,7 +79,7 @@ def operator_seconds(work: Work, kind: DeviceKind, precision: Precision) -> floa
     return kind.launch_s + max(moving, computing)
 
 
-def seconds(works: Sequence[Work], kind: DeviceKind, precision: Precision) -> float:
+def _seconds(works: Sequence[Work], kind: DeviceKind, precision: Precision) -> float:
     """Some operators, one after the other."""
     return sum(operator_seconds(work, kind, precision) for work in works)
 
@@ -90,4 +92,93 @@ def _optimizer_seconds(parameter_bytes: int, kind: DeviceKind) -> float:
 def step_seconds(table: Sequence[UnitWork], parameter_bytes: int, kind: DeviceKind, precision: Precision) -> float:
     """One optimizer step of the whole model on one device."""
     works = [work for unit in table for work in (*unit.forward, *unit.backward)]
-    return seconds(works, kind, precision) + _optimizer_seconds(parameter_bytes, kind) + kind.step_overhead_s
+    return _seconds(works, kind, precision) + _optimizer_seconds(parameter_bytes, kind) + kind.step_overhead_s
+
+
+_WORKS = ("conv", "matmul", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One device trained this model at so many samples a second."""
+
+    model: Layered
+    batch: int
+    samples_per_s: float
+    precision: Precision = "fp32"
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or not 0 < self.samples_per_s < math.inf:
+            raise ProfileError(
+                f"{self.name}: {self.samples_per_s} samples/s at batch {self.batch}: expected positive numbers"
+            )
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A measurement with what its operators do."""
+
+    measurement: Measurement
+    table: tuple[UnitWork, ...]
+    parameter_bytes: int
+
+    @classmethod
+    def of(cls, made: Measurement) -> _Sample:
+        sizes = [each.numel() * each.element_size() for each in made.model.model.parameters()]
+        return cls(made, record_work(make_pieces(made.model, made.precision), made.batch), sum(sizes))
+
+    def error(self, kind: DeviceKind) -> float:
+        """The logarithm of predicted over measured seconds."""
+        made = self.measurement
+        predicted = step_seconds(self.table, self.parameter_bytes, kind, made.precision)
+        return math.log(predicted * made.samples_per_s / made.batch)
+
+    def share(self, work: str, kind: DeviceKind) -> float:
+        """The share of the step that one kind of work takes."""
+        precision = self.measurement.precision
+        every = [each for unit in self.table for each in (*unit.forward, *unit.backward)]
+        return _seconds([each for each in every if each.kind == work], kind, precision) / _seconds(
+            every, kind, precision
+        )
+
+
+def calibrate_device(kind: DeviceKind, measurements: Sequence[Measurement]) -> DeviceKind:
+    """The kind with efficiencies that minimise Σ error² + 0.05² · Σ (log of change)², errors being logarithms.
+
+    The second sum decides only what the measurements leave open. A kind of work that takes less than 15 % of every
+    measurement cannot be told from them, and keeps its efficiency.
+    """
+    if not measurements:
+        raise ProfileError("nothing to calibrate with", "give at least one measured samples/s")
+    samples = list(map(_Sample.of, measurements))
+    keys = sorted({_key(kind, work, s.measurement) for s in samples for work in _WORKS if s.share(work, kind) > 0.15})
+    fitted = dict(kind.efficiency)
+    for round_number in range(60):
+        step = 0.2 * 0.85**round_number
+        fitted = min(_moves(fitted, keys, step), key=lambda efficiency: _loss(efficiency, kind, samples))
+    rounded = {key: float(f"{value:.3g}") for key, value in fitted.items()}
+    figures = "; ".join(
+        f"{each.name} {each.samples_per_s:g} samples/s at batch {each.batch} in {each.precision}"
+        for each in measurements
+    )
+    note = f"Efficiencies fitted to one device's figures: {figures}."
+    return replace(kind, efficiency=rounded, notes=(*kind.notes, note))
+
+
+def _moves(fitted: dict[str, float], keys: Sequence[str], step: float) -> Iterator[dict[str, float]]:
+    """The point itself, and its neighbours in all directions; beyond 0.05 and 3 the peak rates would be wrong."""
+    for signs in product((0, -1, 1), repeat=len(keys)):
+        moved = (fitted[key] * math.exp(sign * step) for key, sign in zip(keys, signs))
+        yield {**fitted, **{key: min(max(value, 0.05), 3.0) for key, value in zip(keys, moved)}}
+
+
+def _key(kind: DeviceKind, work: str, measurement: Measurement) -> str:
+    narrow = f"{work}.{measurement.precision}"
+    return narrow if narrow in kind.efficiency else work
+
+
+def _loss(efficiency: dict[str, float], kind: DeviceKind, samples: Sequence[_Sample]) -> float:
+    changed = replace(kind, efficiency=efficiency)
+    moved = (math.log(efficiency[key] / kind.efficiency[key]) ** 2 for key in efficiency)
+    return sum(sample.error(changed) ** 2 for sample in samples) + 0.05**2 * sum(moved)

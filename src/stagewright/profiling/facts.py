@@ -1,19 +1,163 @@
-"""What a model's layers are, whatever they run on: bytes, operations, and which layer reads which."""
+"""What a model's layers are and do, found on shapes alone: bytes, operations, and which layer reads which."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from stagewright.models.layered import Layered
 from stagewright.models.roles import parameter_roles
-from stagewright.models.values import TensorSpec
-from stagewright.profile import LayerProfile, Precision
-from stagewright.profiling.layers import Pieces, Unit
-from stagewright.profiling.operators import UnitWork, Work, float_bytes, record_saved, record_work
+from stagewright.models.values import TensorSpec, shapes_only
+from stagewright.profile import ROW_BYTES, LayerProfile, Precision
+from stagewright.profiling.kinds import WorkKind
+from stagewright.profiling.layers import Pieces, Unit, run_forward, run_units
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operator's call."""
+
+    kind: WorkKind
+    flops: float
+    num_bytes: float
+    spared_bytes: float = 0.0
+    """What of the bytes need not be moved if the operator is fused with the one beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """The operators of one unit's forward and backward, and the bytes that forward leaves for backward."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    saved_bytes: float
+
+
+class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operator that moves or computes something; views are free."""
+
+    def __init__(self, float_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.float_bytes = float_bytes
+        self.works: list[Work] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not _is_view(func):
+            self.works.append(self.work_of(func, args, kwargs or {}, made))
+        return made
+
+    def work_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> Work:
+        packet = func._overloadpacket
+        count = flop_registry.get(packet)
+        flops = float(count(*args, **kwargs, out_val=made)) if count is not None else 0.0
+        moved = self.bytes_of((args, kwargs, made))
+        kind: WorkKind = "memory" if not flops else "conv" if _is_wide(packet.__name__, args) else "matmul"
+        # Fusing an operator on single elements saves one operand's reading, and the writing.
+        spared = min(2 * self.bytes_of(made), moved) if torch.Tag.pointwise in func.tags else 0.0
+        return Work(kind, flops, moved, spared)
+
+    def bytes_of(self, values: Any) -> float:
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        sizes = (self.float_bytes if each.dtype == torch.float32 else each.element_size() for each in tensors)
+        return float(sum(each.numel() * size for each, size in zip(tensors, sizes)))
+
+    def take(self) -> tuple[Work, ...]:
+        """What was noted since the last time."""
+        works, self.works = tuple(self.works), []
+        return works
+
+
+def _is_wide(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is a convolution over more than one point: with 1 × 1 kernels it is a matrix product."""
+    if "conv" not in name:
+        return False
+    weight = args[2 if "backward" in name else 1]
+    return any(size > 1 for size in weight.shape[2:])
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator returns its input in another shape, or moves nothing at all."""
+    returns = func._schema.returns
+    alias = [value.alias_info is not None and not value.alias_info.is_write for value in returns]
+    return (bool(alias) and all(alias)) or func._overloadpacket.__name__ in ("detach", "empty", "empty_like")
+
+
+class _Keeper:
+    """Counts the storages that autograd keeps, each once, parameters left out."""
+
+    def __init__(self, skipped: Sequence[Tensor], float_bytes: int) -> None:
+        self.seen = {_storage_of(tensor) for tensor in skipped}
+        self.alive: list[Tensor] = []  # a freed storage's address may come again
+        self.float_bytes = float_bytes
+        self.num_bytes = 0.0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        key = _storage_of(tensor)
+        if key not in self.seen:
+            self.seen.add(key)
+            self.alive.append(tensor)
+            share = self.float_bytes / 4 if tensor.dtype == torch.float32 else 1.0
+            self.num_bytes += tensor.untyped_storage().nbytes() * share
+        return tensor
+
+    def take(self) -> float:
+        """The bytes since the last time."""
+        num_bytes, self.num_bytes = self.num_bytes, 0.0
+        return num_bytes
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def record_work(pieces: Pieces, rows: int, *, only_forward: bool = False) -> tuple[UnitWork, ...]:
+    """The work of every unit on so many rows."""
+    # a precision below fp32 is counted here by its bytes, so that the shapes may run on any device
+    plain = replace(pieces, precision="fp32")
+    forward: list[tuple[Work, ...]] = []
+    backward: list[tuple[Work, ...]] = []
+    saved: list[float] = []
+    with shapes_only(pieces.model.sample[0].device):
+        inputs, targets = plain.rows(rows)
+        size = _float_bytes(pieces.precision)
+        recorder, keeper = WorkRecorder(size), _Keeper([*pieces.model.model.parameters()], size)
+
+        def mark(unit: int, is_backward: bool) -> None:
+            (backward if is_backward else forward).append(recorder.take())
+            if not is_backward:
+                saved.append(keeper.take())
+
+        with recorder, torch.autograd.graph.saved_tensors_hooks(keeper.pack, lambda tensor: tensor):
+            if only_forward:
+                run_forward(plain, inputs, targets, mark)
+            else:
+                run_units(plain, inputs, targets, mark, accumulate=False)
+    triples = zip(forward, backward[::-1] or [()] * len(forward), saved)
+    return tuple(UnitWork(forward=f, backward=b, saved_bytes=s) for f, b, s in triples)
+
+
+def _float_bytes(precision: Precision) -> int:
+    """Bytes of what fp32 tensors are in this precision."""
+    return min(ROW_BYTES[precision], 4) if precision != "fp64" else 8
+
+
+def saved_by_row(model: Layered, edges: Sequence[int], precision: Precision) -> list[float]:
+    """Bytes that the layers between each two edges save of a row for their backward; what all rows share is divided."""
+    units = tuple(Unit(first=a, last=b, module=model.stage(a, b)) for a, b in pairwise(edges))
+    pieces = Pieces(model=model, units=units, precision=precision)
+    return [work.saved_bytes / 4 for work in record_work(pieces, 4, only_forward=True)]
 
 
 def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
@@ -32,7 +176,7 @@ def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
         facts.append(
             LayerProfile(
                 name=pieces.model.names[unit.last - 1], kind="loss" if is_loss else _kind_of(work.forward),
-                forward_s=(), backward_s=(), weight_share=weight_share(unit, work), output_bytes=outputs[number],
+                forward_s=(), backward_s=(), weight_share=_weight_share(unit, work), output_bytes=outputs[number],
                 saved_bytes=max(0.0, (work.saved_bytes - few[number].saved_bytes) / 2),
                 parameter_bytes=_num_bytes(own), trained_bytes=_trained_by_role(own, role_of),
                 buffer_bytes=_num_bytes(list(unit.module.buffers())),
@@ -43,24 +187,14 @@ def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
 
 
 def _trained_by_role(parameters: Sequence[nn.Parameter], role_of: Mapping[int, str]) -> dict[str, int]:
-    """The bytes of the parameters that are trained, by role."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for each in parameters:
         if each.requires_grad:
-            role = role_of[id(each)]
-            sizes[role] = sizes.get(role, 0) + _num_bytes([each])
-    return sizes
-
-
-def saved_by_row(model: Layered, edges: Sequence[int], precision: Precision) -> list[float]:
-    """Bytes that the layers between each two edges save of a row for their backward; what all rows share is divided."""
-    units = (Unit(first=a, last=b, module=model.stage(a, b)) for a, b in pairwise(edges))
-    pieces = Pieces(model=model, units=tuple(units), precision=precision)
-    return [saved / 4 for saved in record_saved(pieces, 4)]
+            sizes[role_of[id(each)]] += _num_bytes([each])
+    return dict(sizes)
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of some tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -70,7 +204,7 @@ def _kind_of(works: Sequence[Work]) -> str:
     return max(totals, key=lambda kind: totals[kind]) if any(totals.values()) else "memory"
 
 
-def weight_share(unit: Unit, work: UnitWork) -> float:
+def _weight_share(unit: Unit, work: UnitWork) -> float:
     """The share of backward that only weights need: what forward's operations are of backward's.
 
     A convolution or matrix product costs as much again for each of its two gradients.
@@ -89,7 +223,7 @@ def _read_crossings(pieces: Pieces) -> tuple[list[float], list[tuple[str, ...] |
     cut 3 carries {a, b}, cut 4 carries {b, c}:  unit 3 is the last to read a, and makes c
     """
     model, edges = pieces.model, [unit.first for unit in pieces.units]
-    crossing = [_named(model, edge) for edge in edges]
+    crossing = [{spec.name: spec for spec in model.carried(edge)} for edge in edges]
     makers: dict[str, int] = {}
     outputs, inputs = [0.0] * len(edges), [list[int]() for _ in edges]
     for number in range(1, len(edges)):
@@ -104,13 +238,9 @@ def _read_crossings(pieces: Pieces) -> tuple[list[float], list[tuple[str, ...] |
     return outputs, list(read)
 
 
-def _named(model: Layered, cut: int) -> dict[str, TensorSpec]:
-    return {spec.name: spec for spec in model.carried(cut)}
-
-
 def _row_bytes(spec: TensorSpec, precision: Precision) -> float:
     plain = float(spec.bytes_per_row)
-    return plain * float_bytes(precision) / 4 if spec.dtype.is_floating_point else plain
+    return plain * _float_bytes(precision) / 4 if spec.dtype.is_floating_point else plain
 
 
 def layer_profiles(

@@ -6,8 +6,8 @@ backward     ◀─ conv1 ◀─ │ ◀─ conv2 ◀─ │ ◀─ loss      so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,16 +42,13 @@ class Pieces:
     units: tuple[Unit, ...]
     precision: Precision
 
-    def rows(self, rows: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def rows(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs and targets with so many rows: the sample's, repeated."""
-        return tuple(_repeat(t, rows) for t in self.model.sample), tuple(
-            _repeat(t, rows) for t in self.model.sample_targets
-        )
 
+        def repeated(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor] * -(-rows // tensor.size(0)))[:rows]
 
-def _repeat(tensor: Tensor, rows: int) -> Tensor:
-    times = -(-rows // tensor.size(0))
-    return torch.cat([tensor] * times)[:rows]
+        return list(map(repeated, self.model.sample)), list(map(repeated, self.model.sample_targets))
 
 
 def make_pieces(model: Layered, precision: Precision = "fp32") -> Pieces:
@@ -64,12 +61,6 @@ def make_pieces(model: Layered, precision: Precision = "fp32") -> Pieces:
     edges = (0, *model.cuts(), model.num_layers)
     units = (Unit(first=a, last=b, module=model.stage(a, b)) for a, b in zip(edges, edges[1:]))
     return Pieces(model=model, units=tuple(units), precision=precision)
-
-
-def _running(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The setting in which a model computes in a precision."""
-    dtype = _DTYPES.get(precision)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def run_units(
@@ -104,8 +95,8 @@ def run_forward(
 ) -> list[tuple[list[Tensor], list[GradientEdge | None]]]:
     """Runs every unit forward; for each what entered it, and where backward enters."""
     kept: list[tuple[list[Tensor], list[GradientEdge | None]]] = []
-    tensors: Sequence[Tensor] = inputs
-    with _running(pieces.precision, inputs[0].device):
+    tensors, dtype = inputs, _DTYPES.get(pieces.precision)
+    with nullcontext() if dtype is None else torch.autocast(inputs[0].device.type, dtype=dtype):
         for number, unit in enumerate(pieces.units):
             specs = unit.module.inputs
             entering = [t.detach().requires_grad_(spec.needs_grad) for t, spec in zip(tensors, specs)]
@@ -144,23 +135,3 @@ def _run_backward(
     wanted = [*asked, *(parameter for parameter in unit.module.parameters() if parameter.requires_grad)]
     found = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if wanted else ())
     return [next(found) if tensor.requires_grad else None for tensor in entering]
-
-
-@contextmanager
-def undisturbed(pieces: Pieces) -> Iterator[None]:
-    """Profiling leaves buffers, gradients, random numbers and the model's mode as they were."""
-    model = pieces.model.model
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    was_training = model.training
-    model.train()
-    try:
-        with torch.random.fork_rng(enabled=True):
-            yield
-    finally:
-        model.train(was_training)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

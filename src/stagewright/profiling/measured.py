@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from statistics import median, quantiles
@@ -12,16 +13,18 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stagewright.errors import ProfileError
 from stagewright.models.layered import Layered
+from stagewright.models.tracing import undisturbed
 from stagewright.profile import Precision, Profile
 from stagewright.profiling.busy import busy_cores
 from stagewright.profiling.detect import num_cores
 from stagewright.profiling.facts import find_facts, layer_profiles
 from stagewright.profiling.heap import keep_freed_memory
-from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units, undisturbed
+from stagewright.profiling.kinds import kind_called, plain_name
+from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units
 
 Progress = Callable[[int, int], None]
 """Called with how many repeats are done, and of how many."""
@@ -56,6 +59,16 @@ class _Clock:
         return [float(first.elapsed_time(second)) / 1e3 for first, second in pairwise(self._moments)]
 
 
+@contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
 @dataclass(frozen=True)
 class _Timing:
     """Seconds of one batch size, repeat by repeat."""
@@ -81,9 +94,13 @@ def make_profile(
 
     On a CPU it holds while so many `workers` compute at once, as far as there are cores for them.
     """
-    _check_request(batch_sizes, repeats)
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise ProfileError(f"batch sizes {list(batch_sizes)}: expected 1 row or more", "give --batch ROWS")
+    if repeats < 1:
+        raise ProfileError(f"{repeats} repeats: expected 1 or more")
     pieces = make_pieces(model, precision)
-    whole = Pieces(model=model, units=(_whole(model),), precision=precision)
+    unit = Unit(first=0, last=model.num_layers, module=model.stage(0, model.num_layers))
+    whole = replace(pieces, units=(unit,))
     device = model.sample[0].device
     if device.type == "cpu":
         keep_freed_memory()  # as workers do
@@ -91,8 +108,9 @@ def make_profile(
     total, done = len(batch_sizes) * (_WARM_UP + repeats), 0
     timings = [_Timing([], [], [], []) for _ in batch_sizes]
     threads = torch.get_num_threads()
-    beside = min(workers, num_cores() // threads) - 1 if device.type == "cpu" else 0
-    with undisturbed(pieces), busy_cores(max(beside, 0), threads):
+    beside = max(min(workers, num_cores() // threads) - 1, 0) if device.type == "cpu" else 0
+    with undisturbed(model.model), _gradients_kept(model.model), busy_cores(beside, threads):
+        model.model.train()
         for number in range(_WARM_UP + repeats):
             # All sizes in every round: a machine that is slow for a while is so for all of them.
             for rows, timing in zip(batch_sizes, timings):
@@ -104,61 +122,45 @@ def make_profile(
                 if progress is not None:
                     progress(done, total)
         optimizer_s = _time_optimizer(model, device, repeats)
-    forward = [[_middle(t.forward, unit) for t in timings] for unit in range(len(facts))]
-    backward = [[_middle(t.backward, unit) for t in timings] for unit in range(len(facts))]
-    weight = [[_middle(t.weight, unit) for t in timings] for unit in range(len(facts))]
-    spread = [_spread(timings[-1], number) for number in range(len(facts))]
-    layers = layer_profiles(pieces, facts, forward, backward, weight_s=weight, spread=spread)
+    layers = layer_profiles(
+        pieces, facts, _medians([each.forward for each in timings]), _medians([each.backward for each in timings]),
+        weight_s=_medians([each.weight for each in timings]),
+        spread=[_spread(timings[-1], number) for number in range(len(facts))],
+    )  # fmt: skip
+    how = f"median of {repeats} repeats after {_WARM_UP}; {threads} CPU threads, {beside} workers beside"
     return Profile(
-        model=name or type(model.model).__name__.lower(),
-        device=_device_name(device),
-        precision=precision,
-        source="measured",
-        batch_sizes=tuple(batch_sizes),
-        layers=layers,
-        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
-        optimizer_s=optimizer_s,
-        model_s=tuple(median(timing.whole) for timing in timings),
-        versions=_versions(device),
-        notes=(
-            f"median of {repeats} repeats after {_WARM_UP}; {threads} CPU threads, {max(beside, 0)} workers beside",
-        ),
-    )
+        model=name or type(model.model).__name__.lower(), device=_device_name(device), precision=precision,
+        source="measured", batch_sizes=tuple(batch_sizes), layers=layers,
+        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)), optimizer_s=optimizer_s,
+        model_s=tuple(median(timing.whole) for timing in timings), versions=_versions(device), notes=(how,),
+    )  # fmt: skip
 
 
-def _check_request(batch_sizes: Sequence[int], repeats: int) -> None:
-    """Refuses a batch of zero, sizes out of order, and no repeats."""
-    if not batch_sizes or min(batch_sizes) < 1:
-        raise ProfileError(f"batch sizes {list(batch_sizes)}: expected 1 row or more", "give --batch ROWS")
-    if repeats < 1:
-        raise ProfileError(f"{repeats} repeats: expected 1 or more")
-
-
-def _whole(model: Layered) -> Unit:
-    return Unit(first=0, last=model.num_layers, module=model.stage(0, model.num_layers))
+def _medians(by_size: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, ...]]:
+    """Unit by unit the medians of all repeats, one a batch size."""
+    return list(zip(*([median(seconds) for seconds in zip(*runs)] for runs in by_size)))
 
 
 def _time_once(pieces: Pieces, whole: Pieces, rows: int, device: torch.device, timing: _Timing) -> None:
     """Times the layers and, right after, the whole model, so that both see the same machine."""
     inputs, targets = pieces.rows(rows)
-    gaps = _timed_run(pieces, inputs, targets, device)
-    timing.forward.append(gaps[: len(pieces.units)])
-    timing.backward.append(gaps[len(pieces.units) :][::-1])
-    timing.whole.append(sum(_timed_run(whole, inputs, targets, device)))
+    forward, backward = _timed_run(pieces, inputs, targets, device)
+    timing.forward.append(forward)
+    timing.backward.append(backward)
+    timing.whole.append(sum(map(sum, _timed_run(whole, inputs, targets, device))))
 
 
 def _time_weights(pieces: Pieces, rows: int, device: torch.device, timing: _Timing) -> None:
     """Times what of each unit's backward only its weights need, with that of the unit as it was timed last."""
     if timing.backward:
-        gaps = _timed_run(pieces, *pieces.rows(rows), device, weights=False)
-        without = gaps[len(pieces.units) :][::-1]
+        _, without = _timed_run(pieces, *pieces.rows(rows), device, weights=False)
         timing.weight.append([max(with_ - own, 0.0) for with_, own in zip(timing.backward[-1], without)])
 
 
 def _timed_run(
     pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, *, weights: bool = True
-) -> list[float]:
-    """Seconds of each unit's forward in order, then of each backward in the opposite order."""
+) -> tuple[list[float], list[float]]:
+    """Seconds of each unit's forward, and of each unit's backward."""
     pieces.model.model.zero_grad(set_to_none=True)
     clock = _Clock(device)
     run_units(
@@ -168,7 +170,7 @@ def _timed_run(
     gaps, units = clock.gaps_s(), len(pieces.units)
     # marks stand before and after each forward, so that every second gap is what cutting itself costs
     own_s = _backward_call_s() if device.type == "cpu" else 0.0
-    return [*gaps[: 2 * units : 2], *(max(gap - own_s, 0.0) for gap in gaps[2 * units - 1 :])]
+    return gaps[: 2 * units : 2], [max(gap - own_s, 0.0) for gap in gaps[: 2 * units - 2 : -1]]
 
 
 @cache
@@ -202,10 +204,6 @@ def _time_optimizer(model: Layered, device: torch.device, repeats: int) -> float
     return median(gaps[_WARM_UP:])
 
 
-def _middle(runs: Sequence[Sequence[float]], unit: int) -> float:
-    return median(run[unit] for run in runs)
-
-
 def _spread(timing: _Timing, unit: int) -> float:
     sums = [forward[unit] + backward[unit] for forward, backward in zip(timing.forward, timing.backward)]
     if len(sums) < 2 or median(sums) <= 0:
@@ -214,15 +212,8 @@ def _spread(timing: _Timing, unit: int) -> float:
     return max(0.0, (high - low) / 2 / median(sums))
 
 
-def has_cuda() -> bool:
-    """Whether torch finds a GPU here."""
-    return torch.cuda.is_available()
-
-
 def _device_name(device: torch.device) -> str:
     """The kind of a torch device: `h200`, `cpu`."""
-    from stagewright.profiling.kinds import kind_called, plain_name
-
     if device.type != "cuda":
         return device.type
     called = torch.cuda.get_device_name(device)
@@ -231,7 +222,6 @@ def _device_name(device: torch.device) -> str:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    """What the figures depend on."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if device.type == "cuda":
         found |= {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
