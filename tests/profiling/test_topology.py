@@ -9,7 +9,7 @@ from stagewright.errors import ClusterError
 from stagewright.network import Network
 from stagewright.profiling.drawing import draw_cluster
 from stagewright.profiling.kinds import find_kind
-from stagewright.profiling.topology import num_threads, parse_table, read_topology, with_rates
+from stagewright.profiling.topology import read_topology
 from tests.planning.cases import SHARED
 
 CARD = Device(kind="card", memory_bytes=1 << 30)
@@ -76,12 +76,12 @@ def test_a_switch_that_joins_all_gpus_is_one_junction() -> None:
 
 def test_the_header_may_be_underlined_and_name_more_columns() -> None:
     text = "\t\x1b[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\nGPU0\t X \t0-15\t0\t\tN/A\n"
-    table = parse_table(text)
-    assert (table.names, dict(table.affinity)) == (("GPU0",), {"GPU0": "0-15"})
+    (host,) = read_topology([text], CARD).hosts
+    assert (len(host.devices), host.decode_images_per_s) == (1, 16 * 215)
 
 
 def test_decoding_goes_with_the_hardware_threads() -> None:
-    assert num_threads("0-13,28-41") == 28
+    assert read(PAIRS.replace("0-3", "0-13,28-41")).hosts[0].decode_images_per_s == (28 + 4) * 215
     assert read(PAIRS).hosts[0].decode_images_per_s == 8 * 215
     assert read(PAIRS, decode_images_per_s=9.0).hosts[0].decode_images_per_s == 9.0
 
@@ -111,9 +111,9 @@ def test_no_table_and_wrong_rates_are_refused() -> None:
     with pytest.raises(ClusterError, match="no topology"):
         read()
     with pytest.raises(ClusterError, match=r"rate QPI=1\.0: expected bytes a second"):
-        with_rates({"QPI": 1.0})
+        read(PAIRS, rates={"QPI": 1.0})
     with pytest.raises(ClusterError, match="rate SYS=-1"):
-        with_rates({"SYS": -1.0})
+        read(PAIRS, rates={"SYS": -1.0})
     with pytest.raises(ClusterError, match="the table has 4 GPUs, but 1 devices"):
         read_topology([PAIRS.strip("\n")], [CARD])
 

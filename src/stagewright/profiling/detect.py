@@ -10,13 +10,7 @@ from pathlib import Path
 from stagewright.cluster import Cluster, Device, Host, Link, find_cluster, make_cluster
 from stagewright.errors import ClusterError
 from stagewright.profiling.kinds import find_kind, kind_called, plain_name, relative_speed
-from stagewright.profiling.topology import (
-    DECODE_IMAGES_PER_S_A_THREAD,
-    LINK_CLASSES,
-    join_hosts,
-    make_host,
-    parse_table,
-)
+from stagewright.profiling.topology import DECODE_IMAGES_PER_S_A_THREAD, LINK_CLASSES, read_topology
 
 _Asker = Callable[[Sequence[str]], str | None]
 
@@ -38,19 +32,15 @@ def cluster_or_here(name_or_file: str | None) -> Cluster:
 def detect_cluster(num_devices: int | None = None, ask: _Asker = ask) -> Cluster:
     """The machine's GPUs and their wires; without GPUs, its CPU cores as `num_devices` workers."""
     listing = ask(("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"))
-    if listing is not None and listing.strip():
-        return _gpu_cluster(listing, ask(("nvidia-smi", "topo", "-m")))
-    return cpu_cluster(num_devices or max(1, num_cores()))
-
-
-def _gpu_cluster(listing: str, topology: str | None) -> Cluster:
-    devices = read_gpus(listing)
-    note = "detected by nvidia-smi; rates are defaults by link class until measured"
-    if topology is None or len(devices) == 1:
-        host = Host(devices=devices, links=_hub(len(devices)), decode_images_per_s=_decode_rate())
-    else:
-        host = make_host(parse_table(topology, "nvidia-smi topo -m"), devices)
-    return join_hosts([host], "local", notes=[note])
+    if listing is None or not listing.strip():
+        return cpu_cluster(num_devices or num_cores())
+    devices, topology = read_gpus(listing), ask(("nvidia-smi", "topo", "-m"))
+    notes = ("detected by nvidia-smi; rates are defaults by link class until measured",)
+    if topology is not None and len(devices) > 1:
+        return read_topology([topology], devices, name="local", notes=notes, where="nvidia-smi topo -m")
+    rates = LINK_CLASSES["PHB"]._asdict()
+    links = (Link(ends=(str(number), "cpu0"), kind="PHB", **rates) for number in range(len(devices)))
+    return Cluster(name="local", hosts=(_host(devices, tuple(links)),), notes=notes)
 
 
 def read_gpus(listing: str) -> tuple[Device, ...]:
@@ -76,20 +66,16 @@ def read_gpus(listing: str) -> tuple[Device, ...]:
 
 def cpu_cluster(num_devices: int, name: str = "local") -> Cluster:
     """One host whose workers are processes on its CPUs; they share its memory evenly."""
-    kind = find_kind("cpu")
-    device = Device(
-        kind="cpu", memory_bytes=max(1, memory_bytes() // num_devices), framework_bytes=kind.framework_bytes
-    )
+    memory = max(1, memory_bytes() // num_devices)
+    device = Device(kind="cpu", memory_bytes=memory, framework_bytes=find_kind("cpu").framework_bytes)
     # 2 GB/s and 0.1 ms between two processes over the loopback device, as gloo moves tensors
     made = make_cluster(num_devices, name=name, device=device, bytes_per_s=2e9, latency_s=1e-4)
-    host = Host(devices=made.hosts[0].devices, links=made.hosts[0].links, decode_images_per_s=_decode_rate())
+    host = _host(made.hosts[0].devices, made.hosts[0].links)
     return Cluster(name=name, hosts=(host,), notes=("CPU workers; rates are those of gloo over loopback",))
 
 
-def _hub(num_devices: int) -> tuple[Link, ...]:
-    pci = LINK_CLASSES["PHB"]
-    ends = ((str(device), "cpu0") for device in range(num_devices))
-    return tuple(Link(ends=pair, kind="PHB", bytes_per_s=pci.bytes_per_s, latency_s=pci.latency_s) for pair in ends)
+def _host(devices: tuple[Device, ...], links: tuple[Link, ...]) -> Host:
+    return Host(devices=devices, links=links, decode_images_per_s=num_cores() * DECODE_IMAGES_PER_S_A_THREAD)
 
 
 def num_cores() -> int:
@@ -103,7 +89,3 @@ def memory_bytes() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return min(total, int(text)) if text.isdecimal() else total
-
-
-def _decode_rate() -> float:
-    return num_cores() * DECODE_IMAGES_PER_S_A_THREAD

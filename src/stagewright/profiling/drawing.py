@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from stagewright.cluster import Cluster, Device, Host, Link, count
@@ -20,9 +20,12 @@ def draw_cluster(cluster: Cluster) -> str:
     lines = [f"{cluster.name}: {count(len(cluster.hosts), 'host')}, {count(len(cluster.device_ids), 'device')}"]
     for first, last, host in _alike(cluster.hosts):
         title = f"host {first}" if first == last else f"hosts {first} to {last}, each"
-        lines += ["", f"{title}   {describe_devices(host.devices)}{_decoding(host)}"]
+        rate = host.decode_images_per_s
+        decoding = "" if rate is None else f", decodes {rate:,.0f} images/s"
+        lines += ["", f"{title}   {describe_devices(host.devices)}{decoding}"]
         lines += [f"  {line}" for line in _draw_host(host, first)]
-    lines += _network(cluster.links)
+    wide = _by_kind(cluster.links, lambda link: f"{_rate(link)}, {link.latency_s * 1e6:.3g} µs")
+    lines += ["", *(f"network   {name}: {pairs}" for name, pairs in wide.items())] if wide else []
     lines += ["", *cluster.notes] if cluster.notes else []
     return "\n".join(lines) + "\n"
 
@@ -45,10 +48,6 @@ def describe_devices(devices: Sequence[Device]) -> str:
     return " + ".join(parts)
 
 
-def _decoding(host: Host) -> str:
-    return "" if host.decode_images_per_s is None else f", decodes {host.decode_images_per_s:,.0f} images/s"
-
-
 def _draw_host(host: Host, number: int) -> list[str]:
     """The wires of a host as a tree from its first CPU, then the wires that the tree leaves out."""
     table: dict[str, list[tuple[str, Link]]] = {}
@@ -57,13 +56,9 @@ def _draw_host(host: Host, number: int) -> list[str]:
             table.setdefault(here, []).append((there, link))
     roots = [name for name in ("cpu0", *table) if name in table and not name.isdecimal()][:1] or list(table)[:1]
     drawn: set[int] = set()
-    lines: list[str] = []
-    seen = set(roots)
-    for root in roots:
-        lines.append(_label(root, number))
-        lines += _branches(root, table, seen, drawn, number)
-    rest = [link for link in host.links if id(link) not in drawn]
-    return lines + _across(rest)
+    lines = [line for root in roots for line in (_label(root, number), *_branches(root, table, {root}, drawn, number))]
+    rest = _by_kind((link for link in host.links if id(link) not in drawn), _rate)
+    return lines + [f"{name} between {pairs}" for name, pairs in sorted(rest.items())]
 
 
 def _branches(
@@ -78,7 +73,7 @@ def _branches(
     for place, (there, link) in enumerate(below):
         drawn.add(id(link))
         last = place == len(below) - 1
-        lines.append(f"{'└' if last else '├'}─ {rate(link)} ─ {_label(there, number)}")
+        lines.append(f"{'└' if last else '├'}─ {_rate(link)} ─ {_label(there, number)}")
         pad = "   " if last else "│  "
         lines += [pad + line for line in _branches(there, table, seen, drawn, number)]
     return lines
@@ -88,20 +83,14 @@ def _label(node: str, host: int) -> str:
     return f"{host}:{node}" if node.isdecimal() else node
 
 
-def _across(links: Sequence[Link]) -> list[str]:
-    groups: dict[str, list[str]] = {}
-    for link in links:
-        groups.setdefault(rate(link), []).append("–".join(link.ends))
-    return [f"{name} between {', '.join(pairs)}" for name, pairs in sorted(groups.items())]
-
-
-def rate(link: Link) -> str:
+def _rate(link: Link) -> str:
     """`12.0 GB/s PIX`."""
     return f"{link.bytes_per_s / 1e9:.3g} GB/s {link.kind}"
 
 
-def _network(links: Sequence[Link]) -> list[str]:
+def _by_kind(links: Iterable[Link], called: Callable[[Link], str]) -> dict[str, str]:
+    """The ends of all links that are called alike."""
     groups: dict[str, list[str]] = {}
     for link in links:
-        groups.setdefault(f"{rate(link)}, {link.latency_s * 1e6:.3g} µs", []).append("–".join(link.ends))
-    return ["", *(f"network   {name}: {', '.join(pairs)}" for name, pairs in groups.items())] if groups else []
+        groups.setdefault(called(link), []).append("–".join(link.ends))
+    return {name: ", ".join(pairs) for name, pairs in groups.items()}

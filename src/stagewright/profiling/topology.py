@@ -73,11 +73,10 @@ class _Table:
         return f"nic{self.nics.index(name) or ''}"
 
     def link(self, first: str, second: str, kind: str) -> Link:
-        """A link between two nodes."""
         return _link(first, second, kind, self.classes)
 
 
-def parse_table(text: str, where: str = "the topology") -> _Table:
+def _parse_table(text: str, where: str) -> _Table:
     """The table in the text that `nvidia-smi topo -m` prints; a damaged one is refused with its line."""
     lines = [
         (number, clean.split())
@@ -123,25 +122,10 @@ def _row(name: str, rows: Mapping[str, tuple[int, list[str]]], names: Sequence[s
     return tuple(words[: len(names)])
 
 
-def make_host(table: _Table, devices: Sequence[Device], decode_images_per_s: float | None = None) -> Host:
-    """The host of a table; its devices are the table's GPUs, in order."""
-    if len(devices) != len(table.gpus):
-        raise ClusterError(f"the table has {count(len(table.gpus), 'GPU')}, but {len(devices)} devices are given")
-    if decode_images_per_s is None:
-        threads = sum(num_threads(text) for text in set(table.affinity.values()))
-        decode_images_per_s = threads * DECODE_IMAGES_PER_S_A_THREAD or None
-    links = (*_nvlinks(table), *_pci_links(table))
-    return Host(devices=tuple(devices), links=links, decode_images_per_s=decode_images_per_s)
-
-
-def num_threads(affinity: str) -> int:
+def _num_threads(affinity: str) -> int:
     """How many hardware threads `0-13,28-41` names."""
-    total = 0
-    for part in affinity.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
-        if match is not None:
-            total += int(match[2] or match[1]) - int(match[1]) + 1
-    return total
+    found = re.findall(r"(?:^|,)(\d{1,6})(?:-(\d{1,6}))?(?=,|$)", affinity, re.ASCII)
+    return sum(int(last or first) - int(first) + 1 for first, last in found)
 
 
 def _nvlinks(table: _Table) -> Iterator[Link]:
@@ -231,34 +215,30 @@ def join_hosts(
     return Cluster(name=name, hosts=tuple(hosts), links=tuple(wide), notes=tuple(notes))
 
 
-def with_rates(rates: Mapping[str, float]) -> Mapping[str, _LinkClass]:
-    """The default classes with some rates, in bytes a second, replaced."""
-    for key, rate in rates.items():
-        if key not in LINK_CLASSES or not 0 < rate < float("inf"):
+def read_topology(
+    texts: Sequence[str], device: Device | Sequence[Device], *, name: str = "cluster",
+    rates: Mapping[str, float] | None = None, decode_images_per_s: float | None = None, notes: Sequence[str] = (),
+    where: str = "the topology of host {}",
+) -> Cluster:  # fmt: skip
+    """The cluster of one table a host; `device` is what each GPU is, or one host's devices in order."""
+    if not texts:
+        raise ClusterError("no topology was given", "give what `nvidia-smi topo -m` prints, one text a host")
+    classes = dict(LINK_CLASSES)
+    for key, rate in (rates or {}).items():
+        if key not in classes or not 0 < rate < float("inf"):
             raise ClusterError(
                 f"rate {key}={rate}: expected bytes a second for one of {', '.join(LINK_CLASSES)}",
                 "write it like SYS=3.5e9",
             )
-    changed = {key: _LinkClass(rate, LINK_CLASSES[key].latency_s) for key, rate in rates.items()}
-    return {**LINK_CLASSES, **changed}
-
-
-def read_topology(
-    texts: Sequence[str],
-    device: Device | Sequence[Device],
-    *,
-    name: str = "cluster",
-    rates: Mapping[str, float] | None = None,
-    decode_images_per_s: float | None = None,
-    notes: Sequence[str] = (),
-) -> Cluster:
-    """The cluster of one table a host; `device` is what each GPU is, or one host's devices in order."""
-    classes = with_rates(rates or {})
+        classes[key] = classes[key]._replace(bytes_per_s=rate)
     hosts = []
     for number, text in enumerate(texts):
-        table = replace(parse_table(text, f"the topology of host {number}"), classes=classes)
+        table = replace(_parse_table(text, where.format(number)), classes=classes)
         devices = (device,) * len(table.gpus) if isinstance(device, Device) else tuple(device)
-        hosts.append(make_host(table, devices, decode_images_per_s))
-    if not hosts:
-        raise ClusterError("no topology was given", "give what `nvidia-smi topo -m` prints, one text a host")
+        if len(devices) != len(table.gpus):
+            raise ClusterError(f"the table has {count(len(table.gpus), 'GPU')}, but {len(devices)} devices are given")
+        threads = sum(map(_num_threads, set(table.affinity.values())))
+        decoded = threads * DECODE_IMAGES_PER_S_A_THREAD or None if decode_images_per_s is None else decode_images_per_s
+        links = (*_nvlinks(table), *_pci_links(table))
+        hosts.append(Host(devices=devices, links=links, decode_images_per_s=decoded))
     return join_hosts(hosts, name, classes, notes)
