@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,19 +32,16 @@ class _Node:
     backward_ms: float
     activation_bytes: float
     parameter_bytes: float
+    reads: dict[str, None] = field(default_factory=dict, kw_only=True)
+    """The nodes it reads, in the file's order."""
+    readers: dict[str, None] = field(default_factory=dict, kw_only=True)
 
     @property
     def is_input(self) -> bool:
         return self.description.startswith("Input")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Graph:
-    """Nodes by id, and for each the nodes it reads and the nodes that read it, in the file's order."""
-
-    nodes: Mapping[str, _Node]
-    reads: Mapping[str, Collection[str]]
-    readers: Mapping[str, Collection[str]]
+_Graph = dict[str, _Node]
 
 
 def import_pipedream(path: str | Path, *, batch: int, model: str | None = None, device: str = "unknown") -> Profile:
@@ -63,26 +60,25 @@ def read_pipedream(
     """The profile that PipeDream's text describes, its layers in an order in which few bytes cross."""
     if batch < 1:
         raise ProfileError(f"the batch is {batch} rows: expected the rows that PipeDream timed, 1 or more")
-    graph = _without_unused(parse_graph(text, where))
-    order = [id for id in order_nodes(graph, where) if not graph.nodes[id].is_input]
+    graph = _parse_graph(text, where)
+    _drop_unused(graph)
+    order = [id for id in _order_nodes(graph, where) if not graph[id].is_input]
     if not order:
         raise ProfileError(f"{where}: holds no node beside inputs")
-    layers = tuple(_layer(graph, id, place, order, batch) for place, id in enumerate(order))
-    inputs = [node for node in graph.nodes.values() if node.is_input]
     return Profile(
         model=model,
         device=device,
         source="imported",
         batch_sizes=(batch,),
-        layers=layers,
-        input_bytes=sum(node.activation_bytes for node in inputs) / batch,
+        layers=tuple(_layer(graph, id, before, batch) for before, id in zip(["", *order], order)),
+        input_bytes=sum(node.activation_bytes for node in graph.values() if node.is_input) / batch,
         notes=("imported from PipeDream's format; what is kept for backward is taken to be every layer's output",),
     )
 
 
-def parse_graph(text: str, where: str = "the graph") -> _Graph:
-    """The nodes and edges of the text; what is wrong is named with its line."""
-    nodes: dict[str, _Node] = {}
+def _parse_graph(text: str, where: str) -> _Graph:
+    """The nodes of the text, joined by its edges; what is wrong is named with its line."""
+    graph: _Graph = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.strip().split(" -- ")
@@ -92,10 +88,18 @@ def parse_graph(text: str, where: str = "the graph") -> _Graph:
             edges.append((number, parts[0], parts[1]))
             continue
         node = _node(parts, number, where)
-        if node.id in nodes:
-            raise ProfileError(f"{where}, line {number}: {node.id} was already in line {nodes[node.id].line}")
-        nodes[node.id] = node
-    return _graph(nodes, edges, where)
+        if node.id in graph:
+            raise ProfileError(f"{where}, line {number}: {node.id} was already in line {graph[node.id].line}")
+        graph[node.id] = node
+    if not graph:
+        raise ProfileError(f"{where}: holds no node")
+    for number, source, target in edges:
+        for id in (source, target):
+            if id not in graph:
+                raise ProfileError(f"{where}, line {number}: the edge names {id!r}, which is no node")
+        graph[target].reads[source] = graph[source].readers[target] = None
+    _check_connected(graph, where)
+    return graph
 
 
 def _node(parts: Sequence[str], number: int, where: str) -> _Node:
@@ -120,30 +124,15 @@ def _number(text: str | None, key: str, number: int, where: str) -> float:
     return value
 
 
-def _graph(nodes: dict[str, _Node], edges: Sequence[tuple[int, str, str]], where: str) -> _Graph:
-    if not nodes:
-        raise ProfileError(f"{where}: holds no node")
-    reads: dict[str, dict[str, None]] = {id: {} for id in nodes}
-    readers: dict[str, dict[str, None]] = {id: {} for id in nodes}
-    for number, source, target in edges:
-        for id in (source, target):
-            if id not in nodes:
-                raise ProfileError(f"{where}, line {number}: the edge names {id!r}, which is no node")
-        reads[target][source] = readers[source][target] = None
-    graph = _Graph(nodes=nodes, reads=reads, readers=readers)
-    _check_connected(graph, where)
-    return graph
-
-
 def _check_connected(graph: _Graph, where: str) -> None:
-    first = next(iter(graph.nodes))
+    first = next(iter(graph))
     seen, stack = {first}, [first]
     while stack:
-        id = stack.pop()
-        fresh = [other for other in (*graph.reads[id], *graph.readers[id]) if other not in seen]
-        seen.update(fresh)
+        node = graph[stack.pop()]
+        fresh = (node.reads.keys() | node.readers.keys()) - seen
+        seen |= fresh
         stack += fresh
-    lost = next((node for id, node in graph.nodes.items() if id not in seen), None)
+    lost = next((node for node in graph.values() if node.id not in seen), None)
     if lost is not None:
         raise ProfileError(
             f"{where}, line {lost.line}: {lost.id} is not connected with {first}: the graph falls apart",
@@ -151,56 +140,52 @@ def _check_connected(graph: _Graph, where: str) -> None:
         )
 
 
-def _without_unused(graph: _Graph) -> _Graph:
-    """The graph without the picked-out parts of results (`__getitem__`) that nothing reads."""
-    unused = {
-        id
-        for id, node in graph.nodes.items()
-        if node.description.startswith("__getitem__") and not graph.readers[id] and len(graph.nodes) > 1
-    }
-    kept = {id: node for id, node in graph.nodes.items() if id not in unused}
-    readers = {id: tuple(other for other in graph.readers[id] if other not in unused) for id in kept}
-    return _Graph(nodes=kept, reads={id: graph.reads[id] for id in kept}, readers=readers)
+def _drop_unused(graph: _Graph) -> None:
+    """Leaves out the picked-out parts of results (`__getitem__`) that nothing reads."""
+    picked = [node for node in graph.values() if node.description.startswith("__getitem__") and not node.readers]
+    for node in picked if len(graph) > 1 else ():
+        del graph[node.id]
+        for source in node.reads:
+            del graph[source].readers[node.id]
 
 
-def order_nodes(graph: _Graph, where: str = "the graph") -> list[str]:
+def _order_nodes(graph: _Graph, where: str) -> list[str]:
     """The nodes so that each comes after what it reads; of those that may come next, the one after which least crosses.
 
     a ─▶ b ─▶ d      a branch is finished before the next one begins, because leaving it open would carry its
     └──▶ c ──┘       tensors along:  a b c d
     """
-    sorter = TopologicalSorter(graph.reads)
+    sorter = TopologicalSorter({id: node.reads for id, node in graph.items()})
     try:
         sorter.prepare()
     except CycleError as fault:
-        stuck = min((graph.nodes[id] for id in fault.args[1]), key=lambda node: node.line)
+        stuck = min((graph[id] for id in fault.args[1]), key=lambda node: node.line)
         raise ProfileError(
             f"{where}, line {stuck.line}: {stuck.id} waits for itself: the graph has a cycle", "remove the edge back"
         ) from None
-    open_readers = {id: len(readers) for id, readers in graph.readers.items()}
+    open_readers = {id: len(node.readers) for id, node in graph.items()}
+
+    def preference(id: str) -> tuple[float, bool, int, str]:
+        """First what lets the fewest more bytes cross: its output, less what nothing reads any more."""
+        node, digits = graph[id], re.search(r"\d+", id)
+        made = node.activation_bytes if node.readers else 0.0
+        freed = (graph[source].activation_bytes for source in node.reads if open_readers[source] == 1)
+        return made - sum(freed), order[-1] not in node.reads, int(digits[0]) if digits else 0, id
+
     order, ready = [""], list(sorter.get_ready())
     while ready:
-        ready.remove(best := min(ready, key=lambda id: _preference(graph, id, open_readers, order[-1])))
+        ready.remove(best := min(ready, key=preference))
         order.append(best)
-        for source in graph.reads[best]:
+        for source in graph[best].reads:
             open_readers[source] -= 1
         sorter.done(best)
         ready += sorter.get_ready()
     return order[1:]
 
 
-def _preference(graph: _Graph, id: str, open_readers: Mapping[str, int], before: str) -> tuple[float, bool, int, str]:
-    """First what lets the fewest more bytes cross: its output, less what nothing reads any more."""
-    made = graph.nodes[id].activation_bytes if graph.readers[id] else 0.0
-    freed = (graph.nodes[source].activation_bytes for source in graph.reads[id] if open_readers[source] == 1)
-    digits = re.search(r"\d+", id)
-    return made - sum(freed), before not in graph.reads[id], int(digits[0]) if digits else 0, id
-
-
-def _layer(graph: _Graph, id: str, place: int, order: Sequence[str], batch: int) -> LayerProfile:
-    node = graph.nodes[id]
-    sources = tuple(source for source in graph.reads[id] if not graph.nodes[source].is_input)
-    chained = place == 0 or sources == (order[place - 1],)
+def _layer(graph: _Graph, id: str, before: str, batch: int) -> LayerProfile:
+    node = graph[id]
+    sources = tuple(source for source in node.reads if not graph[source].is_input)
     return LayerProfile(
         name=id,
         kind=re.split(r"[( ]", node.description)[0] or "layer",
@@ -209,5 +194,5 @@ def _layer(graph: _Graph, id: str, place: int, order: Sequence[str], batch: int)
         output_bytes=node.activation_bytes / batch,
         saved_bytes=node.activation_bytes / batch,
         parameter_bytes=round(node.parameter_bytes),
-        inputs=None if chained else sources,
+        inputs=None if not before or sources == (before,) else sources,
     )
