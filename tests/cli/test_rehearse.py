@@ -15,7 +15,7 @@ from stagewright.cli.rehearse import _NOT_HERE, rehearse
 from stagewright.cli.train import train
 from stagewright.errors import UsageError
 from stagewright.record import Record
-from stagewright.rehearsal.leftovers import is_stale, keys
+from stagewright.rehearsal.hosts import is_stale, keys
 from stagewright.rehearsal.slices import read_rate
 from stagewright.rehearsal.tools import missing
 from tests.rehearsal.clusters import star

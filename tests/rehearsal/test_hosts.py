@@ -16,10 +16,8 @@ import pytest
 
 from stagewright.errors import UsageError
 from stagewright.rehearsal import EmulatedHosts, emulated_hosts
-from stagewright.rehearsal.cores import groups, limits
-from stagewright.rehearsal.hosts import namespace
-from stagewright.rehearsal.leftovers import LOCKS, clean_up, namespaces, prefix
-from stagewright.rehearsal.tools import call, check_tools, missing
+from stagewright.rehearsal.hosts import LOCKS, clean_up, namespace, namespaces
+from stagewright.rehearsal.tools import call, check_tools, groups, limits, missing
 from tests.rehearsal.clusters import star
 
 needs_root = pytest.mark.skipif(missing() is not None, reason=f"emulated hosts: {missing()}")
@@ -142,9 +140,9 @@ def test_nothing_outside_of_the_namespaces_changes() -> None:
     before = interfaces()
     with emulated_hosts(star(1e7, 1e7)) as hosts:
         during = interfaces()
-        assert len(namespaces(prefix(hosts.key))) == 3
+        assert len(namespaces(namespace(hosts.key))) == 3
     assert before == during == interfaces()
-    assert namespaces(prefix(hosts.key)) == []
+    assert namespaces(namespace(hosts.key)) == []
     assert not (LOCKS / hosts.key).exists()
 
 
@@ -159,7 +157,7 @@ def test_a_failure_inside_removes_everything_too() -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_removes_everything_itself(how: signal.Signals) -> None:
     holder, key = start_holder()
-    assert len(namespaces(prefix(key))) == 3
+    assert len(namespaces(namespace(key))) == 3
     holder.send_signal(how)
     holder.wait(WAIT_S)
     assert left_of(key) == []
@@ -171,13 +169,13 @@ def test_after_kill_9_the_next_call_cleans_up_and_spares_the_living() -> None:
     try:
         dead.kill()
         dead.wait(WAIT_S)
-        assert len(namespaces(prefix(dead_key))) == 3, "nobody has cleaned up yet"
+        assert len(namespaces(namespace(dead_key))) == 3, "nobody has cleaned up yet"
         processes = call("ip", "netns", "pids", namespace(dead_key, 1)).split()
         assert processes, "what ran in the host still runs"
         assert dead_key in clean_up()
         assert left_of(dead_key) == []
         wait_until(lambda: not any(os.path.exists(f"/proc/{process}") for process in processes))
-        assert len(namespaces(prefix(alive_key))) == 3
+        assert len(namespaces(namespace(alive_key))) == 3
         assert call("ip", "netns", "pids", namespace(alive_key, 1)).split()
     finally:
         alive.terminate()
@@ -238,7 +236,7 @@ def start_holder() -> tuple[subprocess.Popen[str], str]:
 def left_of(key: str) -> list[str]:
     """What is left of a rehearsal."""
     marks = [str(LOCKS / key)] if (LOCKS / key).exists() else []
-    return [*namespaces(prefix(key)), *map(str, groups(prefix(key))), *marks]
+    return [*namespaces(namespace(key)), *map(str, groups(namespace(key))), *marks]
 
 
 def interfaces() -> list[str]:

@@ -5,33 +5,52 @@
        └ rate, latency      └ rate, latency: of what goes to host 0
 
 Nothing is made outside of these namespaces, so no other interface is touched and nobody else sees the addresses.
+
+Each rehearsal has a key, which all its names carry, and holds the lock of a file of that name while it lives. The lock
+goes with the process, however that ends; so a file whose lock is free marks what may be removed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
+import re
+import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from stagewright.cluster import Cluster
+from stagewright.errors import RunError
 from stagewright.plan import Plan
-from stagewright.rehearsal.cores import has_groups, kept_awake, make_group
-from stagewright.rehearsal.leftovers import new_mark, prefix, remove
-from stagewright.rehearsal.tools import batch, call, check_tools, works
+from stagewright.rehearsal.tools import (
+    batch,
+    call,
+    check_tools,
+    end,
+    groups,
+    has_groups,
+    kept_awake,
+    make_group,
+    remove_group,
+)
 from stagewright.rehearsal.wiring import Wiring, wirings
 
 _RANGE = "10.213.77"
 """The first three parts of the hosts' addresses; they only exist inside the namespaces."""
 _WIRE = "wire"
 """The interface of every emulated host."""
+LOCKS = Path("/run/lock/stagewright")
+_GATE = "gate"
+_PREFIX = "stagewright-"
 
 
 @dataclass(frozen=True)
@@ -76,30 +95,17 @@ class EmulatedHosts:
         return {"GLOO_SOCKET_IFNAME": _WIRE, "TP_SOCKET_IFNAME": _WIRE, "NCCL_SOCKET_IFNAME": _WIRE}
 
 
-def namespace(key: str, host: int | str) -> str:
-    """The name of a host's namespace."""
-    return f"{prefix(key)}{host}"
-
-
-def _address(host: int) -> str:
-    """A host's address."""
-    return f"{_RANGE}.{host + 1}"
-
-
 @contextmanager
 def emulated_hosts(cluster: Cluster) -> Iterator[EmulatedHosts]:
     """The cluster's hosts, emulated here; all is removed at the end, and what killed rehearsals left before."""
     check_tools()
     wanted = wirings(cluster)
-    mark = new_mark()
-    try:
-        with _answering(signal.SIGTERM, _leave), kept_awake(namespace(mark.key, "awake"), os.sched_getaffinity(0)):
-            yield replace(_make_hosts(mark.key, wanted), cpus=_shared_cpus(cluster))
-    finally:
-        # A second Ctrl-C must not stop the removal.
-        with _answering(signal.SIGINT, signal.SIG_IGN):
-            remove(mark.key)
-            mark.release()
+    with (
+        _own_key() as key,
+        _answering(signal.SIGTERM, _leave),
+        kept_awake(namespace(key, "awake"), os.sched_getaffinity(0)),
+    ):
+        yield replace(_make_hosts(key, wanted), cpus=_shared_cpus(cluster))
 
 
 @contextmanager
@@ -143,17 +149,13 @@ def _make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
         batch("ip", [f"address add {_address(number)}/24 dev {_WIRE}", f"link set {_WIRE} up", "link set lo up"], own)
         batch("tc", _limit(_WIRE, wiring, has_latency), own)
         batch("tc", _limit(f"port{number}", wiring, has_latency), switch)
-    groups = _make_groups(key, [wiring.cores for wiring in wanted])
-    return EmulatedHosts(key, wanted, groups, has_latency or not any(wiring.latency_s for wiring in wanted))
-
-
-def _make_groups(key: str, shares: Sequence[float | None]) -> tuple[str, ...]:
-    """For each host a control group with its share, or the one that all hosts without a share are in together."""
+    shares = [wiring.cores for wiring in wanted]
     common = os.fspath(make_group(namespace(key, "free"), None)) if None in shares and has_groups() else ""
-    return tuple(
+    folders = tuple(
         common if cores is None else os.fspath(make_group(namespace(key, number), cores))
         for number, cores in enumerate(shares)
     )
+    return EmulatedHosts(key, wanted, folders, has_latency or not any(wiring.latency_s for wiring in wanted))
 
 
 def _limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
@@ -174,7 +176,93 @@ def _limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
 
 def _knows_netem(switch: str) -> bool:
     """Whether the kernel can delay packets; tried on the bridge, which is new and empty."""
-    known = works("tc", "-n", switch, "qdisc", "add", "dev", "bridge", "root", "netem", "delay", "1us")
-    if known:
-        call("tc", "-n", switch, "qdisc", "delete", "dev", "bridge", "root")
-    return known
+    try:
+        call("tc", "-n", switch, "qdisc", "add", "dev", "bridge", "root", "netem", "delay", "1us")
+    except RunError:
+        return False
+    call("tc", "-n", switch, "qdisc", "delete", "dev", "bridge", "root")
+    return True
+
+
+# ── keys, and what is left of rehearsals that were killed ──────────────────────────────────────────────────────────
+
+
+def namespace(key: str, host: int | str = "") -> str:
+    """The name of a host's namespace or control group; without a host, how all of a key's begin."""
+    return f"{_PREFIX}{key}-{host}"
+
+
+def _address(host: int) -> str:
+    return f"{_RANGE}.{host + 1}"
+
+
+@contextmanager
+def _own_key() -> Iterator[str]:
+    """A key of its own, after what killed rehearsals left was removed; at the end all that carries it is."""
+    LOCKS.mkdir(parents=True, exist_ok=True)
+    # One process at a time: otherwise one could take another's new file for a stale one before its lock is held.
+    gate = os.open(LOCKS / _GATE, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        clean_up()
+        key = secrets.token_hex(3)
+        lock = os.open(LOCKS / key, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    finally:
+        os.close(gate)
+    try:
+        yield key
+    finally:
+        # A second Ctrl-C must not stop the removal.
+        with _answering(signal.SIGINT, signal.SIG_IGN):
+            _remove(key)
+            os.close(lock)
+
+
+def namespaces(start: str = _PREFIX) -> list[str]:
+    """The namespaces whose names begin like this."""
+    names = (line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip())
+    return sorted(name for name in names if name.startswith(start))
+
+
+def keys() -> set[str]:
+    """The keys of all rehearsals that have left or still hold anything."""
+    names = [*namespaces(), *(folder.name for folder in groups(_PREFIX))]
+    found = {match[1] for name in names if (match := re.fullmatch(rf"{_PREFIX}([0-9a-f]{{6}})-.*", name))}
+    return found | {path.name for path in (LOCKS.iterdir() if LOCKS.is_dir() else ()) if path.name != _GATE}
+
+
+def clean_up() -> list[str]:
+    """Removes what killed rehearsals left, and returns their keys."""
+    gone = [key for key in sorted(keys()) if is_stale(key)]
+    for key in gone:
+        _remove(key)
+    return gone
+
+
+def is_stale(key: str) -> bool:
+    """Whether nobody holds the key's lock any more."""
+    try:
+        file = os.open(LOCKS / key, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+
+
+def _remove(key: str) -> None:
+    """Ends the processes of a rehearsal's hosts, and removes namespaces, links, control groups and the mark."""
+    for name in namespaces(namespace(key)):
+        until = time.monotonic() + 30.0
+        while (running := call("ip", "netns", "pids", name).split()) and time.monotonic() < until:
+            end(running)
+            time.sleep(0.02)
+        call("ip", "netns", "delete", name)
+    for folder in groups(namespace(key)):
+        remove_group(folder)
+    (LOCKS / key).unlink(missing_ok=True)
