@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,15 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from stagewright.cluster import Cluster
 from stagewright.errors import ClusterError
 from stagewright.profiling.detect import num_cores
+from stagewright.profiling.inside import rate_of
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,18 @@ def measure_workers(num_workers: int, large_bytes: int = 16 << 20) -> list[dict[
     """What as many processes see of links and cores: neighbours over gloo, one pair at a time, then all at once."""
     memory = Path("/dev/shm")  # files there are nothing but memory
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        command = [sys.executable, "-m", __name__, str(num_workers), folder, str(large_bytes)]
+        asked = {"meet": f"file://{folder}/meet", "large_bytes": large_bytes, "threads": 1, "has_common_memory": True}
+        Path(folder, "inside.json").write_text(json.dumps(asked))
         workers = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-m", "stagewright.profiling.inside", folder],
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(num_workers)},
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )
             for rank in range(num_workers)
-        ]
+        ]  # fmt: skip
         _wait_for(workers)
-        return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("told-*.json"))]
+        return [json.loads(Path(folder, f"inside-{rank}.json").read_text()) for rank in range(num_workers)]
 
 
 def _wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
@@ -96,93 +102,6 @@ def _wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
             if worker.poll() is None:
                 worker.kill()
                 worker.wait()
-
-
-def _run_worker(num_workers: int, folder: str, large_bytes: int, rank: int) -> None:
-    """One process: bounces messages with every other one, adds up with all, and writes down what it saw."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_workers)
-    told = measure_as(rank, num_workers, large_bytes)
-    told["sum_core_s_per_byte"] = _sum_core_s_per_byte(rank, num_workers, large_bytes, f"{folder}/common")
-    Path(folder, f"told-{rank:05d}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
-
-
-def measure_as(rank: int, size: int, large_bytes: int) -> dict[str, Any]:
-    """What this worker sees of the link to the next one, so that every link is in two pairs, and of its core."""
-    pairs = sorted({(min(pair), max(pair)) for pair in ((one, (one + 1) % size) for one in range(size))})
-    seen = _bounce_pairs(rank, pairs, large_bytes)
-    return {"pairs": seen, "core_s_per_byte": _core_s_per_byte(rank, size, large_bytes)}
-
-
-def _core_s_per_byte(rank: int, size: int, num_bytes: int) -> float:
-    """What this end of a transfer spends on a byte: neighbours bounce messages, all at once."""
-    other = rank ^ 1
-    if other >= size:
-        dist.barrier()
-        return 0.0
-    _bounce(rank < other, other, num_bytes)
-    before = process_time()
-    for _ in range(4):
-        _bounce(rank < other, other, num_bytes)
-    spent = process_time() - before
-    dist.barrier()
-    # Each bounce sends the message once and receives it once.
-    return spent / (4 * 2 * num_bytes)
-
-
-def _sum_core_s_per_byte(rank: int, size: int, num_bytes: int, file: str) -> float:
-    """What this replica spends on a byte of gradients that all add up in memory that they have in common.
-
-    Each adds a part of all rows, and copies the whole sum into its own; bucket by bucket, for they meet at each.
-    """
-    numel = num_bytes // 4
-    rows = torch.from_file(file, shared=True, size=(size + 1) * numel).view(size + 1, numel)
-    buckets = 8  # as many as a stage's gradients mostly make
-    edges = [numel * at // (buckets * size) for at in range(buckets * size + 1)]
-    spent = []
-    for _ in range(6):  # the first time finds the memory
-        dist.barrier()
-        before = process_time()
-        for first in range(0, buckets * size, size):
-            own, whole = slice(*edges[first + rank : first + rank + 2]), slice(edges[first], edges[first + size])
-            dist.barrier()
-            torch.sum(rows[:-1, own], 0, out=rows[-1, own])
-            dist.barrier()
-            rows[rank, whole].copy_(rows[-1, whole])
-        spent.append(process_time() - before)
-    return median(spent[1:]) / num_bytes
-
-
-def _bounce_pairs(rank: int, pairs: Sequence[tuple[int, int]], large_bytes: int) -> list[tuple[int, int, float, float]]:
-    """What the pairs show that this worker begins: (first, second, bytes a second, latency); one pair at a time."""
-    found = []
-    for first, second in pairs:
-        if rank in (first, second):
-            other = second if rank == first else first
-            small = median(_bounce(rank == first, other, 1) for _ in range(30))
-            large = median(_bounce(rank == first, other, large_bytes) for _ in range(3))
-            if rank == first:
-                found.append((first, second, _rate_of(large_bytes, large, small), small))
-        dist.barrier()
-    return found
-
-
-def _rate_of(num_bytes: int, large_s: float, small_s: float) -> float:
-    """Bytes a second, the latency taken off; but never more than half, so that a disturbed latency cannot spoil it."""
-    return num_bytes / max(large_s - small_s, large_s / 2)
-
-
-def _bounce(starts: bool, other: int, num_bytes: int) -> float:
-    """Half of the seconds that a message takes there and back."""
-    message = torch.zeros(num_bytes, dtype=torch.uint8)
-    begin = perf_counter()
-    for sends in (starts, not starts):
-        if sends:
-            dist.send(message, other)
-        else:
-            dist.recv(message, other)
-    return (perf_counter() - begin) / 2
 
 
 def _measure_copies(num_devices: int, large_bytes: int = 64 << 20) -> _Pairs:
@@ -208,7 +127,7 @@ def _copy_between(first: int, second: int, large_bytes: int) -> Pair:
             target.copy_(source)
             gaps.append(moment() - begin)
         seconds.append(median(gaps[2:]))
-    return Pair(_rate_of(large_bytes, seconds[1], seconds[0]), seconds[0])
+    return Pair(rate_of(large_bytes, seconds[1], seconds[0]), seconds[0])
 
 
 def with_pairs(cluster: Cluster, pairs: _Pairs, how: str) -> Cluster:
@@ -236,7 +155,3 @@ def with_pairs(cluster: Cluster, pairs: _Pairs, how: str) -> Cluster:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-if __name__ == "__main__":
-    _run_worker(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

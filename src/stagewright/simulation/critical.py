@@ -11,15 +11,11 @@ from stagewright.simulation.log import Done, Log, Moved
 from stagewright.simulation.program import Program
 
 _LINK_WORDS: Mapping[str, str] = {
-    "PIX": "a PCIe switch",
-    "PXB": "PCIe switches",
-    "PHB": "the host bridge",
-    "NODE": "the host bridges",
-    "SYS": "the socket link",
-    "NET": "the network",
-    "IB": "the network",
-    "local": "the local link",
-}
+    "PIX": "a PCIe switch", "PXB": "PCIe switches", "PHB": "the host bridge", "NODE": "the host bridges",
+    "SYS": "the socket link", "NET": "the network", "IB": "the network", "local": "the local link",
+}  # fmt: skip
+_Before = tuple[int, int, float] | None
+"""What something waited for: a worker, the number of its action, and until when that counts; None: nothing more."""
 
 
 class Path:
@@ -29,7 +25,13 @@ class Path:
         self.program, self.log, self.start_s, self.stop_s = program, log, start_s, stop_s
         self.seconds: dict[str, float] = {}
         self.stops = [log.done_columns.stops_s[here] for here in log.done_columns.edges]
-        self.walk()
+        found: _Before = self.last_update()
+        while found is not None and found[2] > start_s:
+            worker, at, until_s = found
+            entry = log.done[worker][at]
+            what = "update" if entry.is_update else "compute"
+            self.add(f"{what} of stage {entry.action.stage}", entry.start_s, until_s)
+            found = self.before(worker, at, entry)
 
     def add(self, what: str, start_s: float, stop_s: float) -> None:
         """Counts a stretch, as far as it lies between the two moments."""
@@ -37,40 +39,27 @@ class Path:
         if length > 0:
             self.seconds[what] = self.seconds.get(what, 0.0) + length
 
-    def walk(self) -> None:
-        """Goes back from the last update before the end until before the start."""
-        worker, at = self.last_update()
-        entry = self.log.done[worker][at]
-        until_s = entry.stop_s
-        while until_s > self.start_s:
-            self.add(self.compute_words(entry), entry.start_s, until_s)
-            found = self.before(worker, at, entry)
-            if found is None:
-                return
-            worker, at, until_s = found
-            entry = self.log.done[worker][at]
-
-    def last_update(self) -> tuple[int, int]:
+    def last_update(self) -> _Before:
         """The update that ends the stretch."""
-        found, best = (0, len(self.log.done[0]) - 1), -1.0
+        found, best = (0, len(self.log.done[0]) - 1, self.log.done[0][-1].stop_s), -1.0
         for worker, entries in enumerate(self.log.done):
             at = self.ended_by(worker, self.stop_s)
             while at > 0 and not entries[at].is_update:
                 at -= 1
             if at >= 0 and entries[at].stop_s > best:
-                found, best = (worker, at), entries[at].stop_s
+                best = entries[at].stop_s
+                found = worker, at, best
         return found
 
     def ended_by(self, worker: int, time_s: float) -> int:
         """The last thing that a worker had finished by then; −1: nothing."""
         return bisect_right(self.stops[worker], time_s * (1 + SAME_MOMENT)) - 1
 
-    def before(self, worker: int, at: int, entry: Done) -> tuple[int, int, float] | None:
-        """What the start of an action waited for: a worker's action, and until when it counts."""
-        cause = entry.cause
-        if cause is None:
+    def before(self, worker: int, at: int, entry: Done) -> _Before:
+        """What the start of an action waited for."""
+        if entry.cause is None:
             return (worker, at - 1, entry.start_s) if at > 0 else None
-        kind, number = cause
+        kind, number = entry.cause
         if kind == "transfer":
             return self.before_transfer(number, entry)
         if kind == "reduction":
@@ -79,7 +68,7 @@ class Path:
             return self.before_data(worker, at, number)
         return self.on(number, entry.start_s, entry)
 
-    def on(self, worker: int, time_s: float, waiting: Done) -> tuple[int, int, float] | None:
+    def on(self, worker: int, time_s: float, waiting: Done) -> _Before:
         """The worker's action that was over, or under way, at a time, and began before the one that waits."""
         at = self.ended_by(worker, time_s)
         entries = self.log.done[worker]
@@ -89,7 +78,7 @@ class Path:
             at -= 1
         return (worker, at, min(time_s, entries[at].stop_s)) if at >= 0 else None
 
-    def before_transfer(self, number: int, waiting: Done) -> tuple[int, int, float] | None:
+    def before_transfer(self, number: int, waiting: Done) -> _Before:
         """Through a transfer, and those before it on its channel, to the end that issued it last."""
         until_s = waiting.start_s
         later: int | None = number
@@ -108,7 +97,7 @@ class Path:
             later = next((n for n in earlier if self.log.plain_moved[n][0] == moved.channel), None)
         return found
 
-    def before_reduction(self, number: int, waiting: Done) -> tuple[int, int, float] | None:
+    def before_reduction(self, number: int, waiting: Done) -> _Before:
         """Through the buckets that were reduced one after the other, to the backward that the first waited for."""
         until_s, last = waiting.start_s, self.log.reduced[number].last
         stage = self.log.reduced[number].stage
@@ -125,7 +114,7 @@ class Path:
                 return None
         return self.on(last, until_s, waiting)
 
-    def before_data(self, worker: int, at: int, host: int) -> tuple[int, int, float] | None:
+    def before_data(self, worker: int, at: int, host: int) -> _Before:
         """Decoding runs one batch ahead: it goes back to the forward of the batch before."""
         entries = self.log.done[worker]
         here = entries[at]
@@ -134,10 +123,6 @@ class Path:
         begin_s = 0.0 if last is None else entries[last].start_s
         self.add(f"data loading of host {host}", begin_s, here.start_s)
         return None if last is None else (worker, last, begin_s)
-
-    def compute_words(self, entry: Done) -> str:
-        """`compute of stage 0`, `update of stage 0`."""
-        return f"{'update' if entry.is_update else 'compute'} of stage {entry.action.stage}"
 
     def transfer_words(self, moved: Moved) -> str:
         """`transfer 0 → 1 over the host bridge`."""
