@@ -11,6 +11,7 @@ from stagewright.scheduling import make_schedule
 from stagewright.simulation.engine import Engine
 from stagewright.simulation.log import Log
 from stagewright.simulation.program import Program, make_program
+from stagewright.simulation.traffic import Traffic
 
 FREE = 1e30
 """Bytes a second of a link that costs nothing."""
@@ -79,6 +80,15 @@ def run(made: Plan, figures: Profile, cluster: Cluster | None = None, num_batche
 def length(log: Log) -> float:
     """When the last worker is done."""
     return max(entries[-1].stop_s for entries in log.done)
+
+
+def used(traffic: Traffic) -> list[float]:
+    """Bytes a second on each directed link now."""
+    found = [0.0] * len(traffic.rates)
+    for flow in traffic.flows:
+        for link, edges in flow.loads:
+            found[link] += flow.rate * edges
+    return found
 
 
 def star(*rates: float, latency_s: float = 0.0) -> Cluster:

@@ -19,7 +19,7 @@ from stagewright.simulation.critical import Path
 from stagewright.simulation.engine import Engine
 from stagewright.simulation.memory import Ledger
 from stagewright.simulation.program import make_program
-from tests.simulation.cases import layer, length, plan, profile, run, star
+from tests.simulation.cases import layer, length, plan, profile, run, star, used
 
 SLACK = 1 + 1e-9
 
@@ -79,11 +79,11 @@ def test_no_link_ever_carries_more_than_its_rate(case):
 
     def watched(now_s: float) -> None:
         settle(now_s)
-        assert all(used <= rate * SLACK for used, rate in zip(engine.traffic.used(), rates))
+        assert all(have <= rate * SLACK for have, rate in zip(used(engine.traffic), rates))
 
     engine.traffic.settle = watched  # type: ignore[method-assign]
     engine.run()
-    assert not any(engine.traffic.used())
+    assert not any(used(engine.traffic))
 
 
 @settings(max_examples=60, deadline=None)

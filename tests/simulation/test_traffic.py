@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.simulation.traffic import Flow, Traffic, shared_loads
+from tests.simulation.cases import used
 
 
 class Links:
@@ -44,7 +45,7 @@ def test_a_ring_that_crosses_a_link_twice_takes_two_shares():
     links = Links(9.0)
     ring, transfer = links.start(0, edges=2), links.start(0)
     assert links.settled(ring, transfer) == pytest.approx([3.0, 3.0])
-    assert links.traffic.used() == pytest.approx([9.0])
+    assert used(links.traffic) == pytest.approx([9.0])
 
 
 def test_when_a_flow_ends_the_others_speed_up():
@@ -79,10 +80,10 @@ def test_rates_are_max_min_fair(rates, wanted):
     links = Links(*rates)
     flows = [links.start(*sorted(some), edges=edges) for some, edges in wanted]
     links.settled()
-    used = links.traffic.used()
-    assert all(have <= rate * (1 + 1e-9) for have, rate in zip(used, rates))
+    have = used(links.traffic)
+    assert all(here <= rate * (1 + 1e-9) for here, rate in zip(have, rates))
     for flow in flows:
-        full = [link for link, _ in flow.loads if used[link] >= rates[link] * (1 - 1e-9)]
+        full = [link for link, _ in flow.loads if have[link] >= rates[link] * (1 - 1e-9)]
         fastest = [max(other.rate for other in flows if link in dict(other.loads)) for link in full]
         assert any(flow.rate >= rate * (1 - 1e-9) for rate in fastest)
 

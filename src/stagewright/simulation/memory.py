@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,21 +43,6 @@ class _Changes(NamedTuple):
     kinds: _Column
 
 
-class _Taken(NamedTuple):
-    """What an op of one work takes and gives back."""
-
-    is_forward: bool
-    workspace: float
-    at_start: float
-    """Activations, as it starts."""
-    at_stop: float
-    """Activations, as it stops: never positive."""
-
-
-_NOTHING_TAKEN = _Taken(True, 0.0, 0.0, 0.0)
-"""By an update, whose work is −1: the last of a table."""
-
-
 class Ledger:
     """The changes of every worker's memory in one run."""
 
@@ -65,7 +50,8 @@ class Ledger:
         self.program, self.log, self.plan, self.costs = program, log, program.plan, program.costs
         self.bounds = program.bounds
         self.devices = [self.costs.cluster.device(id) for id in self.plan.devices]
-        self.taken = np.array([*map(self.taken_by, program.works), _NOTHING_TAKEN], dtype=float)
+        # Of an update, whose work is −1, the last row: nothing.
+        self.taken = np.array([*map(self.taken_by, program.works), (1.0, 0.0, 0.0, 0.0)])
         self.slot_bytes = np.array([*program.slot_bytes, 0.0])
         self.gradients = np.array([self.costs.gradient_bytes(*bounds) for bounds in self.bounds], dtype=float)
         self.changes, self.edges = self.by_worker()
@@ -74,10 +60,9 @@ class Ledger:
 
     def by_worker(self) -> tuple[_Changes, list[int]]:
         """All changes, worker by worker, and where those of each worker begin and end."""
-        groups = [*self.moved(), *self.computed()]
-        found = _Changes(*(np.concatenate(column) for column in zip(*groups)))
-        order = np.argsort(found.workers, kind="stable")
-        found = _Changes(*(column[order] for column in found))
+        columns = [np.concatenate(column) for column in zip(*self.moved(), *self.computed())]
+        order = np.argsort(columns[0], kind="stable")
+        found = _Changes(*(column[order] for column in columns))
         return found, np.searchsorted(found.workers, np.arange(len(self.devices) + 1)).tolist()
 
     def moved(self) -> Iterator[_Changes]:
@@ -131,15 +116,13 @@ class Ledger:
         key = stages, framework
         if key not in self.known_bases:
             held = [self.stage_bytes(stage, rows=0, held=0) for stage in stages]
-            total = StageBytes(*(sum(column) for column in zip(*held)))
-            self.known_bases[key] = total._replace(gradients=0, framework=framework)
+            self.known_bases[key] = _total(held, framework)._replace(gradients=0)
         return self.known_bases[key]
 
     def stage_bytes(self, number: int, **how: Any) -> StageBytes:
         """What one replica of a stage holds."""
-        stage = self.plan.stages[number]
-        replicas = len(stage.devices)
-        return self.costs.stage_bytes(*self.bounds[number], versions=stage.versions, num_replicas=replicas, **how)
+        stage, bounds = self.plan.stages[number], self.bounds[number]
+        return self.costs.stage_bytes(*bounds, versions=stage.versions, num_replicas=len(stage.devices), **how)
 
     def set_aside(self, worker: int) -> StageBytes:
         """What a framework takes before anything runs if it takes all that may ever be needed."""
@@ -149,20 +132,20 @@ class Ledger:
             rows = max((work.rows for work in self.program.works if work.stage == number), default=0)
             how = {"held": held[number], "recompute": self.plan.stages[number].recompute, "device": device}
             every.append(self.stage_bytes(number, rows=rows, **how))
-        total = StageBytes(*(sum(column) for column in zip(*every)))
-        return total._replace(framework=device.framework_bytes)
+        return _total(every, device.framework_bytes)
 
-    def taken_by(self, work: Computation) -> _Taken:
-        """Workspace of a forward or backward, and the activations that it takes at its start and returns at its end."""
+    def taken_by(self, work: Computation) -> tuple[float, float, float, float]:
+        """Of a forward or backward: whether it is a forward, its workspace, and the change of activations as it starts
+        and, never positive, as it stops.
+        """
         kind, stage, rows, device = work
         bounds, recompute = self.bounds[stage], self.plan.stages[stage].recompute
         whole = rows * self.costs.held_bytes(*bounds, 1, device=device)
         kept = rows * self.costs.crossings[bounds[0]] if recompute else whole
         again = whole if recompute and kind in _FIRST_HALVES else 0.0
         freed = kept + (whole if recompute else 0.0) if kind in _LAST_HALVES else 0.0
-        is_forward = kind is Kind.FORWARD
-        space = rows * self.costs.workspace_bytes(*bounds)
-        return _Taken(is_forward, space, kept if is_forward else again, -freed)
+        is_forward, space = kind is Kind.FORWARD, rows * self.costs.workspace_bytes(*bounds)
+        return float(is_forward), space, kept if is_forward else again, -freed
 
     def use(self, worker: int, *, course: bool = True) -> _Use:
         """The peak of one worker's device and, where wanted, its course."""
@@ -174,6 +157,10 @@ class Ledger:
         if key not in self.known:
             self.known[key] = _use_of(base, _in_order(mine), aside, course=course)
         return self.known[key]
+
+
+def _total(every: Sequence[StageBytes], framework: int) -> StageBytes:
+    return StageBytes(*(sum(column) for column in zip(*every)))._replace(framework=framework)
 
 
 def _in_order(changes: _Changes) -> _Changes:

@@ -96,7 +96,11 @@ class Traffic:
             if self._on_link[link]:  # mostly all of its flows are over at one moment
                 for flow, rate in self._rates_of(self._component(link, touched)).items():
                     if rate != flow.rate:
-                        self._change(flow, rate, now_s)
+                        if flow.rate:
+                            flow.left_bytes = max(flow.left_bytes - flow.rate * (now_s - flow.since_s), 0.0)
+                        flow.rate, flow.since_s = rate, now_s
+                        flow.stop_s = now_s + flow.left_bytes / rate
+                        self.at(flow.stop_s, flow)
 
     def _component(self, first: int, touched: dict[int, None]) -> list[Flow]:
         """The flows that share links with a link, directly or through others; takes their links away."""
@@ -125,21 +129,6 @@ class Traffic:
             if len(self._known) < 100_000:  # or they would fill the memory
                 self._known[key] = found
         return found
-
-    def _change(self, flow: Flow, rate: float, now_s: float) -> None:
-        if flow.rate:
-            flow.left_bytes = max(flow.left_bytes - flow.rate * (now_s - flow.since_s), 0.0)
-        flow.rate, flow.since_s = rate, now_s
-        flow.stop_s = now_s + flow.left_bytes / rate
-        self.at(flow.stop_s, flow)
-
-    def used(self) -> list[float]:
-        """Bytes a second on each directed link now."""
-        used = [0.0] * len(self.rates)
-        for flow in self.flows:
-            for link, edges in flow.loads:
-                used[link] += flow.rate * edges
-        return used
 
 
 def shared_loads(every: Sequence[Loads], rates: Sequence[float]) -> list[Loads]:
