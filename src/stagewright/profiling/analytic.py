@@ -21,31 +21,23 @@ from stagewright.profiling.layers import make_pieces
 
 
 def make_analytic_profile(
-    model: Layered,
-    kind: DeviceKind,
-    *,
-    batch_sizes: Sequence[int],
-    precision: Precision = "fp32",
+    model: Layered, kind: DeviceKind, *, batch_sizes: Sequence[int], precision: Precision = "fp32",
     name: str | None = None,
-) -> Profile:
+) -> Profile:  # fmt: skip
     """The profile that a kind of device should show, from shapes alone."""
     pieces = make_pieces(model, precision)
     facts = find_facts(pieces)
     tables = [record_work(pieces, rows) for rows in batch_sizes]
     forward = [[_seconds(table[unit].forward, kind, precision) for table in tables] for unit in range(len(facts))]
     backward = [[_seconds(table[unit].backward, kind, precision) for table in tables] for unit in range(len(facts))]
+    note = f"roofline of {kind.name}: {', '.join(f'{work} {share:g}' for work, share in kind.efficiency.items())}"
     return Profile(
-        model=name or type(model.model).__name__.lower(),
-        device=kind.name,
-        precision=precision,
-        source="analytic",
-        batch_sizes=tuple(batch_sizes),
-        layers=layer_profiles(pieces, facts, forward, backward),
+        model=name or type(model.model).__name__.lower(), device=kind.name, precision=precision, source="analytic",
+        batch_sizes=tuple(batch_sizes), layers=layer_profiles(pieces, facts, forward, backward),
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
         optimizer_s=_optimizer_seconds(sum(fact.gradient_bytes for fact in facts), kind),
-        versions={"torch": str(torch.__version__)},
-        notes=(f"roofline of {kind.name}: {', '.join(f'{k} {v:g}' for k, v in kind.efficiency.items())}", *kind.notes),
-    )
+        versions={"torch": str(torch.__version__)}, notes=(note, *kind.notes),
+    )  # fmt: skip
 
 
 def profile_for(cluster: Cluster, model: str, sizes: tuple[int, ...], precision: Precision) -> Profile:

@@ -243,15 +243,13 @@ def _row_bytes(spec: TensorSpec, precision: Precision) -> float:
     return plain * _float_bytes(precision) / 4 if spec.dtype.is_floating_point else plain
 
 
+_Seconds = Sequence[Sequence[float]]
+
+
 def layer_profiles(
-    pieces: Pieces,
-    facts: Sequence[LayerProfile],
-    forward_s: Sequence[Sequence[float]],
-    backward_s: Sequence[Sequence[float]],
-    *,
-    weight_s: Sequence[Sequence[float]] | None = None,
-    spread: Sequence[float] | None = None,
-) -> tuple[LayerProfile, ...]:
+    pieces: Pieces, facts: Sequence[LayerProfile], forward_s: _Seconds, backward_s: _Seconds, *,
+    weight_s: _Seconds | None = None, spread: Sequence[float] | None = None,
+) -> tuple[LayerProfile, ...]:  # fmt: skip
     """One entry a layer; where a unit has several, the last has the figures, and no stage may begin after the first."""
     zeros = (0.0,) * len(forward_s[0])
     layers: list[LayerProfile] = []

@@ -64,15 +64,9 @@ def make_pieces(model: Layered, precision: Precision = "fp32") -> Pieces:
 
 
 def run_units(
-    pieces: Pieces,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    mark: _Mark,
-    *,
-    start: Callable[[int], None] = lambda unit: None,
-    accumulate: bool = True,
-    weights: bool = True,
-) -> None:
+    pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], mark: _Mark, *,
+    start: Callable[[int], None] = lambda unit: None, accumulate: bool = True, weights: bool = True,
+) -> None:  # fmt: skip
     """Runs every unit forward, then every unit backward in the opposite order; `start` opens each forward.
 
     Without `weights`, backward makes the gradients alone that the unit before asks for.
@@ -87,12 +81,9 @@ def run_units(
 
 
 def run_forward(
-    pieces: Pieces,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    mark: _Mark,
+    pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], mark: _Mark,
     start: Callable[[int], None] = lambda unit: None,
-) -> list[tuple[list[Tensor], list[GradientEdge | None]]]:
+) -> list[tuple[list[Tensor], list[GradientEdge | None]]]:  # fmt: skip
     """Runs every unit forward; for each what entered it, and where backward enters."""
     kept: list[tuple[list[Tensor], list[GradientEdge | None]]] = []
     tensors, dtype = inputs, _DTYPES.get(pieces.precision)
@@ -113,13 +104,9 @@ def _edge_of(tensor: Tensor) -> GradientEdge | None:
 
 
 def _run_backward(
-    unit: Unit,
-    entering: Sequence[Tensor],
-    outputs: Sequence[GradientEdge | None],
-    gradients: Sequence[Tensor | None],
-    accumulate: bool,
-    weights: bool,
-) -> list[Tensor | None]:
+    unit: Unit, entering: Sequence[Tensor], outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None],
+    accumulate: bool, weights: bool,
+) -> list[Tensor | None]:  # fmt: skip
     """The gradients of what entered a unit, from those of its outputs."""
     pairs = [(edge, grad) for edge, grad in zip(outputs, gradients) if edge is not None]
     if unit.module.has_loss:

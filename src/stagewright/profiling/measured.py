@@ -81,15 +81,9 @@ class _Timing:
 
 
 def make_profile(
-    model: Layered,
-    *,
-    batch_sizes: Sequence[int],
-    precision: Precision = "fp32",
-    name: str | None = None,
-    repeats: int = 7,
-    workers: int = 1,
-    progress: Progress | None = None,
-) -> Profile:
+    model: Layered, *, batch_sizes: Sequence[int], precision: Precision = "fp32", name: str | None = None,
+    repeats: int = 7, workers: int = 1, progress: Progress | None = None,
+) -> Profile:  # fmt: skip
     """The profile of a model on the device where it is, its sample repeated to each batch size.
 
     On a CPU it holds while so many `workers` compute at once, as far as there are cores for them.

@@ -66,14 +66,11 @@ def read_pipedream(
     if not order:
         raise ProfileError(f"{where}: holds no node beside inputs")
     return Profile(
-        model=model,
-        device=device,
-        source="imported",
-        batch_sizes=(batch,),
+        model=model, device=device, source="imported", batch_sizes=(batch,),
         layers=tuple(_layer(graph, id, before, batch) for before, id in zip(["", *order], order)),
         input_bytes=sum(node.activation_bytes for node in graph.values() if node.is_input) / batch,
         notes=("imported from PipeDream's format; what is kept for backward is taken to be every layer's output",),
-    )
+    )  # fmt: skip
 
 
 def _parse_graph(text: str, where: str) -> _Graph:
@@ -187,12 +184,9 @@ def _layer(graph: _Graph, id: str, before: str, batch: int) -> LayerProfile:
     node = graph[id]
     sources = tuple(source for source in node.reads if not graph[source].is_input)
     return LayerProfile(
-        name=id,
-        kind=re.split(r"[( ]", node.description)[0] or "layer",
-        forward_s=(node.forward_ms / 1e3,),
-        backward_s=(node.backward_ms / 1e3,),
-        output_bytes=node.activation_bytes / batch,
-        saved_bytes=node.activation_bytes / batch,
+        name=id, kind=re.split(r"[( ]", node.description)[0] or "layer",
+        forward_s=(node.forward_ms / 1e3,), backward_s=(node.backward_ms / 1e3,),
+        output_bytes=node.activation_bytes / batch, saved_bytes=node.activation_bytes / batch,
         parameter_bytes=round(node.parameter_bytes),
         inputs=None if not before or sources == (before,) else sources,
-    )
+    )  # fmt: skip

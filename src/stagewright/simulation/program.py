@@ -162,27 +162,23 @@ class _Compiler:
         self.known_s: dict[tuple[str, int, int, float], float] = {}
 
     def program(self) -> Program:
-        """The whole program."""
         ops = tuple(self.worker_ops(worker, order) for worker, order in enumerate(self.schedule.orders))
         channels = [self.channel(*key[:3]) for key in self.channels]
         reductions = [self.reduction(stage) for stage in range(len(self.plan.stages))]
         shares = self.core_shares()
         loads = [one.loads for group in (channels, reductions, shares) for one in group]
         shared = iter(shared_loads(loads, self.costs.network.rates))
+        slot_bytes = tuple(self.slot_bytes[slot] for slot in range(len(self.slots) * self.plan.num_microbatches))
+        # An agreement of all workers is an all-reduce of next to nothing.
+        agree = self.costs.network.collective(self.plan.devices, 0.0) if self.schedule.agree else None
         return Program(
-            self.plan,
-            self.costs,
-            self.bounds,
-            self.schedule.orders,
-            ops,
-            tuple(self.works),
-            tuple(one._replace(shared=next(shared)) for one in channels),
-            tuple(one._replace(shared=next(shared)) for one in reductions),
-            tuple(self.slot_bytes[slot] for slot in range(len(self.slots) * self.plan.num_microbatches)),
-            self.schedule.offsets,
-            self.agree_s(),
-            tuple(one._replace(shared=next(shared)) for one in shares),
-        )
+            plan=self.plan, costs=self.costs, bounds=self.bounds, orders=self.schedule.orders, ops=ops,
+            works=tuple(self.works), slot_bytes=slot_bytes, offsets=self.schedule.offsets,
+            agree_s=0.0 if agree is None else agree.latency_s,
+            channels=tuple(one._replace(shared=next(shared)) for one in channels),
+            reductions=tuple(one._replace(shared=next(shared)) for one in reductions),
+            shares=tuple(one._replace(shared=next(shared)) for one in shares),
+        )  # fmt: skip
 
     def core_shares(self) -> list[_CoreShare]:
         """For each worker the cores it computes on; none where every device has its own."""
@@ -199,11 +195,6 @@ class _Compiler:
         devices, buckets = self.plan.stages[stage].devices, self.plan.stages[stage].num_buckets
         num_bytes = self.costs.gradient_bytes(*self.bounds[stage]) / buckets
         return _Reduction(len(devices), buckets, num_bytes, self.costs.network.collective(devices, num_bytes))
-
-    def agree_s(self) -> float:
-        """An agreement of all workers: an all-reduce of next to nothing."""
-        way = self.costs.network.collective(self.plan.devices, 0.0) if self.schedule.agree else None
-        return 0.0 if way is None else way.latency_s
 
     def worker_ops(self, worker: int, order: Order) -> list[Op]:
         """The op of each action of one worker's turn."""
@@ -250,7 +241,6 @@ class _Compiler:
         return last
 
     def op(self, worker: int, action: Action) -> Op:
-        """One action's costs."""
         code, stage, peer = _CODES[action.kind._value_], action.stage, action.peer
         if code is Code.COMPUTES:
             return self.compute_op(worker, action)
@@ -271,12 +261,11 @@ class _Compiler:
         is_forward, device = kind is Kind.FORWARD, self.devices[worker]
         may_wait = stage > 0 if is_forward else kind is not Kind.BACKWARD_WEIGHT and stage + 1 < len(self.bounds)
         return Op(
-            Code.COMPUTES,
-            seconds=self.compute_s(kind, stage, stop - first, device.speed),
+            Code.COMPUTES, seconds=self.compute_s(kind, stage, stop - first, device.speed),
             slot=self.slot(worker, stage, is_forward) if may_wait else -1,
             work=self.works.setdefault(Computation(kind, stage, stop - first, device), len(self.works)),
             needs_data=is_forward and stage == 0,
-        )
+        )  # fmt: skip
 
     def user(self, worker: int, action: Action) -> int:
         """The stage that will use what is received: schedules name the stage that made it."""

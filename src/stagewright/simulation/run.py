@@ -46,21 +46,12 @@ def simulate(
         steady = find_steady(_batches_done(log, count), high - low, program.busiest_s)
         path = Path(program, log, steady.start_s, steady.stop_s)
         return Record(
-            name=name or plan.model,
-            source="simulated",
-            plan=plan,
-            cluster=program.costs.cluster.name,
-            precision=program.costs.profile.precision,
-            data=data,
-            epoch_samples=epoch_images,
-            step_s=steady.step_s,
-            step_samples=plan.batch,
-            start_up_s=steady.start_s,
-            devices=_device_uses(program, log, steady, detail),
-            spans=log.spans(program) if detail else (),
+            name=name or plan.model, source="simulated", plan=plan, cluster=program.costs.cluster.name, data=data,
+            precision=program.costs.profile.precision, epoch_samples=epoch_images, step_samples=plan.batch,
+            step_s=steady.step_s, start_up_s=steady.start_s, devices=_device_uses(program, log, steady, detail),
+            spans=log.spans(program) if detail else (), notes=tuple(_notes(program, log, steady, path.seconds)),
             limit=max(path.seconds, key=lambda what: path.seconds[what], default="nothing"),
-            notes=tuple(_notes(program, log, steady, path.seconds)),
-        )
+        )  # fmt: skip
 
 
 @contextmanager
@@ -150,17 +141,11 @@ def _device_uses(program: Program, log: Log, steady: _Steady, detail: bool) -> t
     ledger, columns, uses = Ledger(program, log), log.done_columns, []
     for worker, device in enumerate(program.plan.devices):
         use, here = ledger.use(worker, course=detail), columns.edges[worker]
-        uses.append(
-            DeviceUse(
-                device=str(device),
-                stages=program.plan.stages_of[worker],
-                busy_share=_busy_share(columns.starts_s[here], columns.stops_s[here], steady),
-                peak_bytes=use.peak_bytes,
-                peak_parts=use.peak_parts,
-                memory_s=use.times_s,
-                memory_parts=use.parts,
-            )
-        )
+        busy_share = _busy_share(columns.starts_s[here], columns.stops_s[here], steady)
+        uses.append(DeviceUse(
+            device=str(device), stages=program.plan.stages_of[worker], busy_share=busy_share,
+            peak_bytes=use.peak_bytes, peak_parts=use.peak_parts, memory_s=use.times_s, memory_parts=use.parts,
+        ))  # fmt: skip
     return tuple(uses)
 
 

@@ -37,13 +37,12 @@ class Scenario:
         """The simulation on a cluster, under a plan as the options have it."""
         profile = self.profile or self.analytic(cluster, self.rows(cluster, options))
         profile = profile if self.states is None else profile.with_states(self.states)
-        own = self.plan
-        made = (
-            fixed_plan(profile, options, cluster)
-            if own is None
-            else replace(own, batch=options.batch or own.batch, hold=options.hold or own.hold)
-        )
-        agree = self.precision == "fp16" or profile.precision == "fp16"
+        made = self.plan
+        if made is None:
+            made = fixed_plan(profile, options, cluster)
+        else:
+            made = replace(made, batch=options.batch or made.batch, hold=options.hold or made.hold)
+        agree = "fp16" in (self.precision, profile.precision)
         schedule = fastest_schedule(made, profile, cluster, agree=agree, data=self.data)
         return simulate(
             schedule, profile, cluster, data=self.data, epoch_images=self.epoch_images, detail=detail, name=name
