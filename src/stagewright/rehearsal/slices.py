@@ -51,14 +51,10 @@ def slice_hosts(slices: int, rate: str) -> AbstractContextManager[EmulatedHosts]
 def slice_cluster(slices: int, bytes_per_s: float = 1e9) -> Cluster:
     """The hosts of the slices, each with a link to one switch, by default about as fast as loopback, and its memory."""
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else slices << 30
-    host = Host(devices=(Device(kind=_SLICE, memory_bytes=memory // slices),), links=(_local_link(),))
+    own = Link(ends=("0", "nic"), kind="local", bytes_per_s=1e12)  # from a slice to its network card: as good as none
+    host = Host(devices=(Device(kind=_SLICE, memory_bytes=memory // slices),), links=(own,))
     links = (
         Link(ends=(f"{number}:nic", "net"), kind="NET", bytes_per_s=bytes_per_s, latency_s=0.0)
         for number in range(slices)
     )
     return Cluster(name=f"{slices} slices", hosts=(host,) * slices, links=tuple(links))
-
-
-def _local_link() -> Link:
-    """From a slice to its host's network card: as good as no link."""
-    return Link(ends=("0", "nic"), kind="local", bytes_per_s=1e12)

@@ -10,6 +10,7 @@ one's own link:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -32,25 +33,28 @@ class Wiring:
 def wirings(cluster: Cluster) -> tuple[Wiring, ...]:
     """For each host of the cluster what a rehearsal gives it."""
     _check_hosts(cluster)
-    _check_shares(cluster)
     numbers = range(len(cluster.hosts))
-    pairs = {pair: _along(cluster, *pair) for pair in combinations(numbers, 2)}
-    _check_trunks(cluster)
-    rates = [max(rate for pair, (rate, _) in pairs.items() if number in pair) for number in numbers]
-    for (first, second), (rate, _) in pairs.items():
-        if abs(rate - min(rates[first], rates[second])) > 1e-6 * rate:
+    links = {
+        pair: [wire for wire, _ in cluster.path(DeviceId(pair[0], 0), DeviceId(pair[1], 0))]
+        for pair in combinations(numbers, 2)
+    }
+    _check_trunks(cluster, links)
+    speeds = {pair: min(cluster.wires[wire].bytes_per_s for wire in each) for pair, each in links.items()}
+    delays = {pair: sum(cluster.wires[wire].latency_s for wire in each) for pair, each in links.items()}
+    rates = [max(rate for pair, rate in speeds.items() if number in pair) for number in numbers]
+    for (first, second), rate in speeds.items():
+        least = min(rates[first], rates[second])
+        if abs(rate - least) > 1e-6 * rate:
             raise ClusterError(
                 f"hosts {first} and {second} of {cluster.name} are joined at {rate:.4g} bytes/s, though each has a "
-                f"link of {min(rates[first], rates[second]):.4g} or more: emulated hosts have one switch",
+                f"link of {least:.4g} or more: emulated hosts have one switch",
                 "give each host one link to a common junction",
             )
-    delays = [_own_latency_s(number, {pair: delay for pair, (_, delay) in pairs.items()}) for number in numbers]
-    shares = [host.cpu_share for host in cluster.hosts]
-    return tuple(Wiring(*each) for each in zip(rates, delays, shares))
+    return tuple(Wiring(rates[n], _own_latency_s(n, delays), cluster.hosts[n].cpu_share) for n in numbers)
 
 
 def _check_hosts(cluster: Cluster) -> None:
-    """Refuses what is no set of hosts with one worker each."""
+    """Refuses what is no set of hosts with one worker each, and shares of the CPU that this machine does not have."""
     if not 2 <= len(cluster.hosts) <= 250:  # as many as the private range has addresses
         raise ClusterError(
             f"{cluster.name} has {len(cluster.hosts)} hosts: a rehearsal emulates 2 to 250",
@@ -62,12 +66,7 @@ def _check_hosts(cluster: Cluster) -> None:
                 f"host {number} of {cluster.name} has {len(host.devices)} devices: a rehearsal runs one worker a host",
                 "write each device as a host of its own",
             )
-
-
-def _check_shares(cluster: Cluster) -> None:
-    """Refuses shares of the CPU that this machine does not have."""
-    wanted = max(sum(host.cpu_share or 0.0 for host in cluster.hosts), cluster.cores or 0.0)
-    cores = num_cores()
+    wanted, cores = max(sum(host.cpu_share or 0.0 for host in cluster.hosts), cluster.cores or 0.0), num_cores()
     if wanted > cores * (1 + 1e-6):
         raise ClusterError(
             f"the hosts of {cluster.name} want {wanted:g} CPU cores together, and this machine has {cores}",
@@ -75,28 +74,22 @@ def _check_shares(cluster: Cluster) -> None:
         )
 
 
-def _along(cluster: Cluster, first: int, second: int) -> tuple[float, float]:
-    """Rate and latency between two hosts' devices."""
-    links = [cluster.wires[wire] for wire, _ in cluster.path(DeviceId(first, 0), DeviceId(second, 0))]
-    return min(link.bytes_per_s for link in links), sum(link.latency_s for link in links)
-
-
-def _check_trunks(cluster: Cluster) -> None:
+def _check_trunks(cluster: Cluster, links: Mapping[tuple[int, int], Sequence[int]]) -> None:
     """Refuses a wire that two pairs of hosts share without a host in common: one switch has no such wire."""
-    users: dict[int, set[int]] = {}
-    for pair in combinations(range(len(cluster.hosts)), 2):
-        for wire, _ in cluster.path(DeviceId(pair[0], 0), DeviceId(pair[1], 0)):
-            users[wire] = users[wire] & set(pair) if wire in users else set(pair)
-    for wire, common in users.items():
-        if not common:
-            ends = " – ".join(cluster.wires[wire].ends)
-            raise ClusterError(
-                f"several pairs of hosts share the link {ends} of {cluster.name}: emulated hosts have one switch",
-                "give each host one link to a common junction",
-            )
+    common: dict[int, set[int]] = {}
+    for pair, wires in links.items():
+        for wire in wires:
+            common[wire] = common.get(wire, set(pair)) & set(pair)
+    trunk = next((wire for wire, hosts in common.items() if not hosts), None)
+    if trunk is not None:
+        raise ClusterError(
+            f"several pairs of hosts share the link {' – '.join(cluster.wires[trunk].ends)} of {cluster.name}: "
+            "emulated hosts have one switch",
+            "give each host one link to a common junction",
+        )
 
 
-def _own_latency_s(host: int, delays: dict[tuple[int, int], float]) -> float:
+def _own_latency_s(host: int, delays: Mapping[tuple[int, int], float]) -> float:
     """A host's part of its latencies: a(b) + b(c) − a(c) is twice its own, for any two others; half of it for one."""
 
     def between(one: int, other: int) -> float:

@@ -22,6 +22,8 @@ from stagewright.simulation.program import Code, Op, Program
 from stagewright.simulation.traffic import Flow, Traffic
 from stagewright.simulation.transfers import Transfers
 
+# Looked up once: an enumeration's member takes Python 3.11 as long as a call.
+_COMPUTES, _RECEIVE, _SEND, _GATHER, _AGREE, _UPDATE, _ = Code
 _Placed = tuple[Op, Action, int]
 """An op, its action and its batch."""
 
@@ -72,26 +74,16 @@ class Engine:
             bool(self.loader),
             self.shared,
         )
-        lanes, missing, landing, pair_up = transfers.lanes, transfers.missing, transfers.landing, transfers.pair_up
-        at, has_rows, did, next_order = events.at, transfers.has_rows, worker.done.append, self.next_order
-        send, receive, computes, update = Code.SEND, Code.RECEIVE, Code.COMPUTES, Code.UPDATE
+        issue, missing, landing, has_rows = transfers.issue, transfers.missing, transfers.landing, transfers.has_rows
+        at, did, next_order = events.at, worker.done.append, self.next_order
         for turn in self.turns:
             for op, action in zip(worker.ops, worker.order):
                 code, batch = op.code, turn + action.batch
                 if not 0 <= batch < batches:
                     continue
-                if code is send:
-                    lane = lanes[op.channel]
-                    lane.sent.append((op, action, batch, events.now_s))
-                    if lane.posted and not lane.busy:
-                        pair_up(lane)
-                elif code is receive:
-                    lane, key = lanes[op.channel], op.slot + action.microbatch + batch * num_slots
-                    missing[key] = missing.get(key, 0) + 1
-                    lane.posted.append((action, batch, events.now_s, key))
-                    if lane.sent and not lane.busy:
-                        pair_up(lane)
-                elif code is computes:
+                if code is _SEND or code is _RECEIVE:
+                    issue(op, action, batch)
+                elif code is _COMPUTES:
                     if op.slot >= 0:
                         key = op.slot + action.microbatch + batch * num_slots
                         while (key in missing or key in landing) and not has_rows(worker, action, batch, key):
@@ -111,7 +103,7 @@ class Engine:
                 else:
                     while not self.passes(worker, op, action, batch):
                         yield
-                    if code is update:
+                    if code is _UPDATE:
                         self.occupy(worker, op, action, batch)
                         yield
         worker.is_over = True
@@ -147,7 +139,7 @@ class Engine:
                 while not self.passes(worker, op, action, batch):
                     while worker.wait is not None:
                         yield
-                if op.code is Code.UPDATE:
+                if op.code is _UPDATE:
                     self.occupy(worker, op, action, batch)
                     yield from self.until_free(worker)
         worker.is_over = True
@@ -202,11 +194,11 @@ class Engine:
     def passes(self, worker: Worker, op: Op, action: Action, batch: int) -> bool:
         """Whether a worker gets past a reduction, an update or an agreement; if not, it waits for what that lacks."""
         worker.head = action, batch
-        if op.code is Code.GATHER:
+        if op.code is _GATHER:
             self.collectives.bucket_ready(worker.number, action.stage, batch, action.peer)
-        if op.code is Code.UPDATE:
+        if op.code is _UPDATE:
             return self.collectives.reduced_whole(worker, action.stage, batch)
-        return op.code is not Code.AGREE or self.collectives.agree(worker, batch)
+        return op.code is not _AGREE or self.collectives.agree(worker, batch)
 
     def occupy(self, worker: Worker, op: Op, action: Action, batch: int) -> None:
         """Starts an op that takes time; buckets become ready while a batch's last backward runs."""

@@ -67,10 +67,8 @@ def no_collection() -> Iterator[None]:
 
 
 class _Steady(NamedTuple):
-    """The steady part of a run: the batches first … last − 1."""
+    """The steady part of a run."""
 
-    first: int
-    last: int
     step_s: tuple[float, ...]
     start_s: float
     stop_s: float
@@ -86,8 +84,8 @@ def _batches_needed(schedule: Schedule) -> int:
 
 def _batches_done(log: Log, num_batches: int) -> list[float]:
     """When the last update of each batch was over."""
-    done, columns = [0.0] * num_batches, log.done_columns
-    for at in [number for number, op in enumerate(columns.ops) if op.code is Code.UPDATE]:
+    done, columns, update = [0.0] * num_batches, log.done_columns, Code.UPDATE
+    for at in [number for number, op in enumerate(columns.ops) if op.code is update]:
         batch = columns.batches[at]
         done[batch] = max(done[batch], columns.stops_s[at])
     return done
@@ -107,25 +105,23 @@ def find_steady(done: Sequence[float], drain: int, least_s: float = 0.0) -> _Ste
 def _repeating(done: Sequence[float], drain: int) -> _Steady:
     last = max(len(done) - drain, min(len(done), 2))
     if last < 2 or done[last // 2 - 1] == done[last - 1]:  # too few to tell: stale batches may even end together
-        return _Steady(0, last, (done[last - 1] / last,), 0.0, done[last - 1])
-    period = next((n for n in range(1, 5) if _repeats(done[:last], n)), None)
+        return _Steady((done[last - 1] / last,), 0.0, done[last - 1])
+    period = next((count for count in range(1, 5) if _repeats(done[:last], count)), None)
     if period is None:
         first = last // 2
-        mean = (done[last - 1] - done[first - 1]) / (last - first)
-        return _Steady(first, last, (mean,), done[first - 1], done[last - 1])
-    first = last - period
-    while first > 1 and _same_step(done, first - 1, period):
-        first -= 1
-    steps = tuple((done[at] - done[at - period]) / period for at in range(first + period - 1, last))
-    return _Steady(first, last, steps, done[first - 1], done[last - 1])
+        steps: tuple[float, ...] = ((done[last - 1] - done[first - 1]) / (last - first),)
+    else:
+        first = last - period
+        while first > 1 and _same_step(done, first - 1, period):
+            first -= 1
+        steps = tuple((done[at] - done[at - period]) / period for at in range(first + period - 1, last))
+    return _Steady(steps, done[first - 1], done[last - 1])
 
 
 def _repeats(done: Sequence[float], period: int) -> bool:
     """Whether the last steps show this period: each of them equals the one a period before."""
-    count = len(done)
-    return count >= 2 * period + 2 and all(
-        _same_step(done, at, period) for at in range(count - 2 * period, count - period)
-    )
+    later = range(len(done) - 2 * period, len(done) - period)
+    return len(done) >= 2 * period + 2 and all(_same_step(done, at, period) for at in later)
 
 
 def _same_step(done: Sequence[float], at: int, period: int) -> bool:

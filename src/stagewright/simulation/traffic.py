@@ -168,10 +168,18 @@ def _fair_rates(flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence
     Links with one flow only are in that flow's own bound already.
     """
     waiting = sorted(flows, key=lambda flow: (-flow.alone, -flow.number))
-    left, edges_on = _shared_links(waiting, rates, on_link)
+    left: dict[int, float] = {}
+    edges_on: dict[int, int] = {}
+    for flow in waiting:
+        for link, edges in flow.shared:
+            if len(on_link[link]) > 1:
+                left[link] = rates[link]
+                edges_on[link] = edges_on.get(link, 0) + edges
     found: dict[Flow, float] = {}
     while waiting:
-        full, level = _fullest(left, edges_on)
+        shares = {link: left[link] / edges for link, edges in edges_on.items()}
+        full = min(shares, key=lambda link: shares[link], default=-1)
+        level = shares.get(full, inf)
         if waiting[-1].alone <= level:
             level = waiting[-1].alone
             fixed = [waiting.pop()]
@@ -179,39 +187,12 @@ def _fair_rates(flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence
             fixed = [flow for flow in on_link[full] if flow not in found]
         for flow in fixed:
             found[flow] = level
-            _take(flow, level, left, edges_on)
+            for link, edges in flow.shared:
+                if link in edges_on:
+                    left[link] -= edges * level
+                    edges_on[link] -= edges
+                    if not edges_on[link]:
+                        del edges_on[link]
         while waiting and waiting[-1] in found:
             waiting.pop()
     return found
-
-
-def _shared_links(
-    flows: Iterable[Flow], rates: Sequence[float], on_link: Sequence[dict[Flow, int]]
-) -> tuple[dict[int, float], dict[int, int]]:
-    left: dict[int, float] = {}
-    edges_on: dict[int, int] = {}
-    for flow in flows:
-        for link, edges in flow.shared:
-            if len(on_link[link]) > 1:
-                left[link] = rates[link]
-                edges_on[link] = edges_on.get(link, 0) + edges
-    return left, edges_on
-
-
-def _fullest(left: dict[int, float], edges_on: dict[int, int]) -> tuple[int, float]:
-    """The link that is full first, and the rate of its edges then."""
-    full, level = -1, inf
-    for link, edges in edges_on.items():
-        share = left[link] / edges
-        if share < level:
-            full, level = link, share
-    return full, level
-
-
-def _take(flow: Flow, rate: float, left: dict[int, float], edges_on: dict[int, int]) -> None:
-    for link, edges in flow.shared:
-        if link in edges_on:
-            left[link] -= edges * rate
-            edges_on[link] -= edges
-            if not edges_on[link]:
-                del edges_on[link]

@@ -13,7 +13,7 @@ from stagewright.errors import SimulationError
 from stagewright.policy import RULES
 from stagewright.schedule import Action
 from stagewright.simulation.events import Events, Worker
-from stagewright.simulation.program import Code, Op, Program
+from stagewright.simulation.program import Op, Program
 from stagewright.simulation.traffic import Flow, Traffic
 
 
@@ -66,7 +66,7 @@ class Transfers:
     def issue(self, op: Op, action: Action, batch: int) -> None:
         """Issues a sending or a receipt."""
         lane, now_s = self.lanes[op.channel], self.events.now_s
-        if op.code is Code.SEND:
+        if op.slot < 0:  # a sending fills none
             lane.sent.append((op, action, batch, now_s))
         else:
             key = op.slot + action.microbatch + batch * self.num_slots
