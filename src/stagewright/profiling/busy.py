@@ -33,8 +33,14 @@ def busy_cores(count: int, threads: int) -> Iterator[None]:
             process.communicate()
 
 
-def _train_for_ever(threads: int) -> None:
-    """Convolutions, a linear layer and its optimizer, as workers have them."""
+def _end_with_parent() -> None:
+    sys.stdin.read()  # until whoever started this lets go of it, or is gone
+    os._exit(0)
+
+
+def _main(threads: int) -> None:
+    """Trains for ever what workers have: convolutions, a linear layer and its optimizer."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     net = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3136, 2048))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
@@ -46,12 +52,5 @@ def _train_for_ever(threads: int) -> None:
         optimizer.zero_grad()
 
 
-def _end_with_parent() -> None:
-    """Ends this process when whoever started it lets go of its input, or is gone."""
-    sys.stdin.read()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _train_for_ever(int(sys.argv[1]))
+    _main(int(sys.argv[1]))

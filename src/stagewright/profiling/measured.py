@@ -108,10 +108,9 @@ def make_profile(
         for number in range(_WARM_UP + repeats):
             # All sizes in every round: a machine that is slow for a while is so for all of them.
             for rows, timing in zip(batch_sizes, timings):
-                kept = timing if number >= _WARM_UP else _Timing([], [], [], [])
-                _time_once(pieces, whole, rows, device, kept)
-                if number >= _WARM_UP and (number - _WARM_UP) % 2 == 0:  # every second repeat without weights as well
-                    _time_weights(pieces, rows, device, kept)
+                repeat = number - _WARM_UP
+                kept = timing if repeat >= 0 else _Timing([], [], [], [])
+                _time_once(pieces, whole, rows, kept, weights=repeat >= 0 and repeat % 2 == 0)
                 done += 1
                 if progress is not None:
                     progress(done, total)
@@ -135,34 +134,31 @@ def _medians(by_size: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, 
     return list(zip(*([median(seconds) for seconds in zip(*runs)] for runs in by_size)))
 
 
-def _time_once(pieces: Pieces, whole: Pieces, rows: int, device: torch.device, timing: _Timing) -> None:
-    """Times the layers and, right after, the whole model, so that both see the same machine."""
+def _time_once(pieces: Pieces, whole: Pieces, rows: int, timing: _Timing, *, weights: bool) -> None:
+    """Times the layers and, right after, the whole model, so that both see the same machine.
+
+    With `weights` also what of each unit's backward only its weights need, against the unit as it was just timed.
+    """
     inputs, targets = pieces.rows(rows)
-    forward, backward = _timed_run(pieces, inputs, targets, device)
+    forward, backward = _timed_run(pieces, inputs, targets)
     timing.forward.append(forward)
     timing.backward.append(backward)
-    timing.whole.append(sum(map(sum, _timed_run(whole, inputs, targets, device))))
-
-
-def _time_weights(pieces: Pieces, rows: int, device: torch.device, timing: _Timing) -> None:
-    """Times what of each unit's backward only its weights need, with that of the unit as it was timed last."""
-    if timing.backward:
-        _, without = _timed_run(pieces, *pieces.rows(rows), device, weights=False)
-        timing.weight.append([max(with_ - own, 0.0) for with_, own in zip(timing.backward[-1], without)])
+    timing.whole.append(sum(map(sum, _timed_run(whole, inputs, targets))))
+    if weights:
+        _, without = _timed_run(pieces, inputs, targets, weights=False)
+        timing.weight.append([max(with_ - own, 0.0) for with_, own in zip(backward, without)])
 
 
 def _timed_run(
-    pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, *, weights: bool = True
+    pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, weights: bool = True
 ) -> tuple[list[float], list[float]]:
     """Seconds of each unit's forward, and of each unit's backward."""
     pieces.model.model.zero_grad(set_to_none=True)
+    device, units = inputs[0].device, len(pieces.units)
     clock = _Clock(device)
-    run_units(
-        pieces, inputs, targets, lambda unit, is_backward: clock.mark(), start=lambda unit: clock.mark(),
-        weights=weights,
-    )  # fmt: skip
-    gaps, units = clock.gaps_s(), len(pieces.units)
-    # marks stand before and after each forward, so that every second gap is what cutting itself costs
+    run_units(pieces, inputs, targets, lambda *_: clock.mark(), start=lambda unit: clock.mark(), weights=weights)
+    gaps = clock.gaps_s()
+    # Marks stand before and after each forward, so that every second gap is what cutting itself costs.
     own_s = _backward_call_s() if device.type == "cpu" else 0.0
     return gaps[: 2 * units : 2], [max(gap - own_s, 0.0) for gap in gaps[: 2 * units - 2 : -1]]
 
