@@ -90,13 +90,10 @@ def _make_profile(model: str | None, own: _Profiling) -> Profile:
     if model is None:
         raise UsageError("no model is given", "name one of `stagewright models`, or add --from-pipedream FILE")
     sizes = own.sizes
-    import torch
-
     from stagewright.models import build_model
-    from stagewright.profiling.measured import make_profile
+    from stagewright.profiling.measured import has_cuda, make_profile
 
-    has_cuda = torch.cuda.is_available()
-    device = own.device or ("cuda" if has_cuda else "cpu")
+    device = own.device or ("cuda" if has_cuda() else "cpu")
     shape: dict[str, Any] = {"image_size": own.image_size, "sequence_length": own.sequence_length}
     if own.calibrate or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         from stagewright.profiling.analytic import make_analytic_profile
@@ -104,7 +101,7 @@ def _make_profile(model: str | None, own: _Profiling) -> Profile:
         kind = _fitted_kind(device, own.calibrate, own.precision, own.save_device)
         built = build_model(model, device="meta", **shape)
         return make_analytic_profile(built, kind, batch_sizes=sizes, precision=own.precision, name=model)
-    if device != "cpu" and not has_cuda:
+    if device != "cpu" and not has_cuda():
         raise UsageError(f"--device {device}: this machine has no such device", "use cpu, or a kind such as h200")
     scratch = model.startswith("hf:")  # what a layer costs does not depend on what the weights are
     built = build_model(model, device=device, from_scratch=scratch, **shape)

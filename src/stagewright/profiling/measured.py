@@ -202,6 +202,11 @@ def _spread(timing: _Timing, unit: int) -> float:
     return max(0.0, (high - low) / 2 / median(sums))
 
 
+def has_cuda() -> bool:
+    """Whether torch finds a GPU here."""
+    return torch.cuda.is_available()
+
+
 def _device_name(device: torch.device) -> str:
     """The kind of a torch device: `h200`, `cpu`."""
     if device.type != "cuda":

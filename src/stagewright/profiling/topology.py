@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
@@ -50,9 +50,10 @@ class _Table:
     """One host's table: GPUs first, then network cards."""
 
     names: tuple[str, ...]
-    cells: tuple[tuple[str, ...], ...]
-    affinity: Mapping[str, str] = field(default_factory=dict)
-    classes: Mapping[str, _LinkClass] = field(default_factory=lambda: LINK_CLASSES)
+    cells: Mapping[tuple[str, str], str]
+    """The class between each two of them, or NV#."""
+    affinity: Mapping[str, str]
+    classes: Mapping[str, _LinkClass]
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -61,10 +62,6 @@ class _Table:
     @property
     def nics(self) -> tuple[str, ...]:
         return tuple(name for name in self.names if not name.startswith("GPU"))
-
-    def crossing(self, first: str, second: str) -> str:
-        """The class between two of them, or NV#."""
-        return self.cells[self.names.index(first)][self.names.index(second)]
 
     def node(self, name: str) -> str:
         """One of them as a node of the host: `3` for GPU3, `nic`, `nic1` … for network cards."""
@@ -76,12 +73,10 @@ class _Table:
         return _link(first, second, kind, self.classes)
 
 
-def _parse_table(text: str, where: str) -> _Table:
+def _parse_table(text: str, where: str, classes: Mapping[str, _LinkClass]) -> _Table:
     """The table in the text that `nvidia-smi topo -m` prints; a damaged one is refused with its line."""
     lines = [
-        (number, clean.split())
-        for number, clean in enumerate(map(without_colours, text.splitlines()), 1)
-        if clean.strip()
+        (number, words) for number, line in enumerate(text.splitlines(), 1) if (words := without_colours(line).split())
     ]
     if not lines or not lines[0][1][0].startswith("GPU"):
         raise ClusterError(f"{where}, line 1: expected the header GPU0 GPU1 …", "give what `nvidia-smi topo -m` prints")
@@ -94,9 +89,11 @@ def _parse_table(text: str, where: str) -> _Table:
         if words[0] not in names:
             raise ClusterError(f"{where}, line {number}: row {words[0]!r} is no column of the header")
         rows[words[0]] = (number, words[1:])
-    cells = tuple(_row(name, rows, names, where) for name in names)
+    cells: dict[tuple[str, str], str] = {}
+    for name in names:
+        _read_row(name, names, rows, cells, where)
     affinity = {name: words[len(names)] for name, (_, words) in rows.items() if len(words) > len(names)}
-    return _Table(names=names, cells=cells, affinity=affinity)
+    return _Table(names=names, cells=cells, affinity=affinity, classes=classes)
 
 
 def without_colours(text: str) -> str:
@@ -104,22 +101,25 @@ def without_colours(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def _row(name: str, rows: Mapping[str, tuple[int, list[str]]], names: Sequence[str], where: str) -> tuple[str, ...]:
+def _read_row(
+    name: str, names: Sequence[str], rows: Mapping[str, tuple[int, list[str]]], cells: dict[tuple[str, str], str],
+    where: str,
+) -> None:  # fmt: skip
+    """Adds a row to the cells, in which those above it are."""
     if name not in rows:
         raise ClusterError(f"{where}: column {name} has no row: the table is not square")
     number, words = rows[name]
-    here = f"{where}, line {number}: row {name}"
+    here = f"{where}, line {number}"
     if len(words) < len(names):
-        raise ClusterError(f"{here} has {len(words)} of {len(names)} entries: the table is not square")
+        raise ClusterError(f"{here}: row {name} has {len(words)} of {len(names)} entries: the table is not square")
     for other, word in zip(names, words):
         if word not in _RANKS and not re.fullmatch(r"NV[1-9]\d?", word):
             known = f"known: {', '.join(_RANKS)}, and NV1, NV2 …"
-            raise ClusterError(f"{here} holds the unknown link class {word!r}", known)
-        back = (rows[other][1] if other in rows else [])[names.index(name) :][:1]
-        if names.index(other) < names.index(name) and back and back != [word]:
-            there = f"{other} to {name} is {back[0]}"
-            raise ClusterError(f"{where}, line {number}: {name} to {other} is {word}, but {there}")
-    return tuple(words[: len(names)])
+            raise ClusterError(f"{here}: row {name} holds the unknown link class {word!r}", known)
+        back = cells.get((other, name), word)
+        if back != word:
+            raise ClusterError(f"{here}: {name} to {other} is {word}, but {other} to {name} is {back}")
+        cells[name, other] = word
 
 
 def _num_threads(affinity: str) -> int:
@@ -130,7 +130,7 @@ def _num_threads(affinity: str) -> int:
 
 def _nvlinks(table: _Table) -> Iterator[Link]:
     """One wire a pair; or one wire a GPU to the switch, where every pair has all the links of its GPUs."""
-    pairs = {(a, b): table.crossing(a, b) for a, b in combinations(table.gpus, 2)}
+    pairs = {(a, b): table.cells[a, b] for a, b in combinations(table.gpus, 2)}
     counts = {int(cell[2:]) if cell.startswith("NV") else 0 for cell in pairs.values()}
     if len(table.gpus) > 2 and len(counts) == 1 and 0 not in counts:
         for gpu in table.gpus:
@@ -161,7 +161,8 @@ def _below(table: _Table, names: Sequence[str], parent: str, kind: str, junction
         if len(group) == 1:
             yield table.link(table.node(group[0]), parent, kind)
             continue
-        inner = _worst_of(table, group)
+        cells = {table.cells[pair] for pair in combinations(group, 2)}
+        inner = max(cells & _RANKS.keys(), key=lambda cell: _RANKS[cell])
         word = _JUNCTIONS[inner]
         node = f"{word}{junctions[word]}"
         junctions[word] += 1
@@ -185,17 +186,11 @@ def _grouped(table: _Table, names: Sequence[str], level: str) -> list[tuple[str,
 
 
 def _meets(table: _Table, first: str, second: str, level: str) -> bool:
-    cell = table.crossing(first, second)
+    cell = table.cells[first, second]
     if cell in _RANKS:
         return _RANKS[cell] <= _RANKS[level]
     near = table.affinity.get(first)
     return level == "NODE" and (near is None or near == table.affinity.get(second))
-
-
-def _worst_of(table: _Table, names: Sequence[str]) -> str:
-    """The worst known crossing among some of the names."""
-    cells = {table.crossing(first, second) for first, second in combinations(names, 2)}
-    return max(cells & _RANKS.keys(), key=lambda cell: _RANKS[cell])
 
 
 def _link(first: str, second: str, kind: str, classes: Mapping[str, _LinkClass]) -> Link:
@@ -233,7 +228,7 @@ def read_topology(
         classes[key] = classes[key]._replace(bytes_per_s=rate)
     hosts = []
     for number, text in enumerate(texts):
-        table = replace(_parse_table(text, where.format(number)), classes=classes)
+        table = _parse_table(text, where.format(number), classes)
         devices = (device,) * len(table.gpus) if isinstance(device, Device) else tuple(device)
         if len(devices) != len(table.gpus):
             raise ClusterError(f"the table has {count(len(table.gpus), 'GPU')}, but {len(devices)} devices are given")
