@@ -16,9 +16,8 @@ from stagewright.bench.suite import make_suite, ready_made_suites
 from stagewright.cluster import Cluster, Device, make_cluster, parse_devices, parse_placement, parse_ratio
 from stagewright.errors import StagewrightError
 from stagewright.plan import Plan, Stage, parse_staleness
-from stagewright.planning.fixed import fixed_plan
+from stagewright.planning.fixed import LayerTable, fixed_plan
 from stagewright.planning.options import PlanOptions
-from stagewright.planning.ratio import LayerTable
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.topology import read_topology
 from stagewright.record import Point, Record, Span

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from stagewright.cluster import Device, make_cluster
 from stagewright.planning import PlanOptions
-from stagewright.planning.reasons import shape
+from stagewright.planning.choose import shape
 from stagewright.planning.search import make_plan
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.pipedream import import_pipedream

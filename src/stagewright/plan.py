@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, TypeVar, get_args
 
@@ -147,6 +147,25 @@ class Plan(Saved):
     def transfers(self, boundary: int, microbatch: int) -> list[tuple[int, int, int, int]]:
         """(replica of stage `boundary`, replica of the next stage, first row, end) wherever rows pass between them."""
         return overlaps(self.shares(boundary, microbatch), self.shares(boundary + 1, microbatch))
+
+    def peers(self, stage: int, microbatch: int) -> Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """For each replica that has rows of a microbatch those of the stage before and of the next that share them."""
+        key = stage, self.patterns[microbatch]
+        if key not in self._peers:
+            before = self.transfers(stage - 1, microbatch) if stage else []
+            after = self.transfers(stage, microbatch) if stage + 1 < len(self.stages) else []
+            self._peers[key] = {
+                share.replica: (
+                    tuple([source for source, target, _, _ in before if target == share.replica]),
+                    tuple([target for source, target, _, _ in after if source == share.replica]),
+                )
+                for share in self.shares(stage, microbatch)
+            }
+        return self._peers[key]
+
+    @cached_property
+    def _peers(self) -> dict[tuple[int, tuple[int, int]], dict[int, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        return {}
 
     @cached_property
     def patterns(self) -> tuple[tuple[int, int], ...]:

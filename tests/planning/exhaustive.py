@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
 from stagewright.cost import Costs
-from stagewright.planning.candidates import Candidate, price
 from stagewright.planning.estimate import Estimator
+from stagewright.planning.exact import Candidate, Devices, price
 from stagewright.planning.groups import Setting
-from stagewright.planning.spaces import Devices
 
 
 def best_of_all(costs: Costs, settings: Sequence[Setting]) -> tuple[float, Candidate | None]:

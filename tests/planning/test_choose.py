@@ -6,8 +6,8 @@ from typing import Any
 
 from stagewright.cluster import DeviceId
 from stagewright.plan import Plan, Stage
-from stagewright.planning.candidates import Candidate, Found, Leaders
 from stagewright.planning.choose import TIE, Choice, plainest, to_score
+from stagewright.planning.exact import Candidate, Found, Leaders
 from stagewright.planning.groups import Setting
 
 

@@ -13,13 +13,11 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
-from stagewright.planning.candidates import Candidate, Found, Leaders, price
 from stagewright.planning.estimate import estimate
-from stagewright.planning.exact import PLAIN_SLACK, search_exactly
+from stagewright.planning.exact import PLAIN_SLACK, Candidate, Found, Leaders, price, runs, search_exactly, subsets
 from stagewright.planning.groups import Setting
 from stagewright.planning.problem import Problem, make_problem
 from stagewright.planning.search import make_plan
-from stagewright.planning.spaces import runs, subsets
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_options, random_profile
 from tests.planning.exhaustive import best_of_all, every_candidate
 

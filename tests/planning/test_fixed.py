@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stagewright.cluster import Cluster, Device, Host, make_cluster
 from stagewright.errors import PlacementError, PlanError, UsageError
 from stagewright.planning import LayerTable, PlanOptions, fixed_plan, table_of
-from stagewright.planning.ratio import cut_by_names, cut_by_ratio
+from stagewright.planning.fixed import cut_by_names, cut_by_ratio
 from tests.planning.cases import MIB, chain
 
 TABLE = LayerTable(

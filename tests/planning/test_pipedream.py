@@ -15,7 +15,7 @@ from stagewright.cluster import Device, make_cluster
 from stagewright.cost import Costs
 from stagewright.errors import PlanError
 from stagewright.planning import PlanOptions
-from stagewright.planning.candidates import Candidate, price
+from stagewright.planning.exact import Candidate, price
 from stagewright.planning.problem import make_problem
 from stagewright.planning.search import Search, make_plan
 from stagewright.profile import Profile

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.plan import Share, overlaps
-from stagewright.scheduling.routing import make_routes
 from tests.scheduling.cases import plan_of
 
 
@@ -63,17 +62,14 @@ def test_every_row_passes_every_boundary_once(replicas, num_microbatches, extra_
 
 @settings(max_examples=50, deadline=None)
 @given(replica_counts, st.integers(1, 12), st.integers(0, 60), st.sampled_from(["split", "rotate"]))
-def test_all_routes_at_once_agree_with_one_at_a_time(replicas, num_microbatches, extra_rows, route):
+def test_peers_are_those_that_rows_pass_between(replicas, num_microbatches, extra_rows, route):
     plan = plan_of(replicas, num_microbatches, batch=num_microbatches + extra_rows, route=route)
-    routes = make_routes(plan)
+    last = len(replicas) - 1
     for stage in range(len(replicas)):
         for number in range(num_microbatches):
-            shares = plan.shares(stage, number)
-            assert routes.own[stage][number] == tuple(one.replica for one in shares)
-            links = plan.transfers(stage, number) if stage + 1 < len(replicas) else []
-            targets = [(a, b) for a, some in routes.targets[stage][number].items() for b in some]
-            assert targets == [part[:2] for part in links]
-            if stage + 1 < len(replicas):
-                sources = routes.sources[stage + 1][number].items()
-                assert {(a, b) for b, some in sources for a in some} == set(targets)
-    assert not any(routes.sources[0])
+            peers = plan.peers(stage, number)
+            assert tuple(peers) == tuple(one.replica for one in plan.shares(stage, number))
+            before = {(a, b) for b, (some, _) in peers.items() for a in some}
+            after = {(a, b) for a, (_, some) in peers.items() for b in some}
+            assert before == {part[:2] for part in (plan.transfers(stage - 1, number) if stage else ())}
+            assert after == {part[:2] for part in (plan.transfers(stage, number) if stage < last else ())}

@@ -10,7 +10,7 @@ import pytest
 from stagewright.errors import ScheduleError
 from stagewright.schedule import COMPUTE, format_order
 from stagewright.scheduling import check_schedule, make_schedule
-from stagewright.scheduling.torch_csv import write_csv
+from stagewright.scheduling.drawing import write_csv
 from tests.scheduling.cases import drawn, placed, plan_of
 from tests.scheduling.interpreter import carry_out
 from tests.scheduling.torch_reader import read_csv

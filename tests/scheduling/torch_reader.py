@@ -12,9 +12,8 @@ from stagewright.cluster import DeviceId
 from stagewright.errors import ScheduleError
 from stagewright.plan import Plan
 from stagewright.schedule import Action, Kind, Schedule
-from stagewright.scheduling.clock import Timed, Timing, flushed
 from stagewright.scheduling.lower import lower
-from stagewright.scheduling.routing import make_routes
+from stagewright.scheduling.orders import Timed, Timing, flushed
 from stagewright.scheduling.sketch import sketch_plan
 
 _CELL = re.compile(r"(\d{1,6})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d{0,6})", re.ASCII)
@@ -42,7 +41,7 @@ def read_csv(text: str, batch: int | None = None) -> Schedule:
         policy="zero-bubble" if halves else "interleaved" if len(orders) < len(stages) else "1f1b",
     )
     timing = _time_orders(plan, [order for order in orders if order])
-    return Schedule(plan=plan, orders=lower(plan, make_routes(plan), timing))
+    return Schedule(plan=plan, orders=lower(plan, timing))
 
 
 def _row_actions(row: list[str]) -> Iterator[Action]:

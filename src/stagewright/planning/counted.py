@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from stagewright.errors import ModelError
-from stagewright.planning.ratio import LayerTable
+from stagewright.planning.fixed import LayerTable
 
 
 class _Layer(NamedTuple):

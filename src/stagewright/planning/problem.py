@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, combinations, pairwise, product
 
-from stagewright.cluster import parse_placement
+from stagewright.cluster import DeviceId, parse_placement
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import DEFAULT_POLICY, ROUTES, Plan, Policy, Route
-from stagewright.planning.candidates import (
-    Candidate,
-    Found,
-    joined,
-    moved_cuts,
-    moved_devices,
-    price,
-    swapped_devices,
-)
 from stagewright.planning.estimate import Estimator, Shortage
-from stagewright.planning.fixed import whole_plan
+from stagewright.planning.exact import Candidate, Found, price
+from stagewright.planning.fixed import LayerTable, given_cuts, table_of, whole_plan
 from stagewright.planning.groups import FLUSHED, ClusterRates, Devices, Setting
 from stagewright.planning.options import PlanOptions
-from stagewright.planning.ratio import LayerTable, given_cuts, table_of
 from stagewright.policy import DISTINCT, RULES
 
 _ANY_STALENESS = "any"
@@ -203,3 +194,61 @@ def _find_cuts(
                 "cut elsewhere, or give each its own weights",
             )
     return (0, *chosen, len(layers)), True
+
+
+def moved_cuts(here: Candidate, cuts: Sequence[int], together: int = 1) -> Iterator[Candidate]:
+    """With one cut, or so many beside one another, a few places earlier or later."""
+    place = {cut: number for number, cut in enumerate(cuts)}
+    for number in range(1, len(here.edges) - together):
+        some = [place.get(edge) for edge in here.edges[number : number + together]]
+        for move in (-8, -3, -1, 1, 3, 8) if None not in some else ():
+            moved = [at + move for at in some if at is not None]
+            if moved[0] > 0 and moved[-1] < len(cuts) - 1:
+                fresh = (cuts[at] for at in moved)
+                edges = (*here.edges[:number], *fresh, *here.edges[number + together :])
+                if all(low < high for low, high in pairwise(edges)):
+                    yield here._replace(edges=edges)
+
+
+def moved_devices(here: Candidate) -> Iterator[Candidate]:
+    """With some devices of one stage in the next, or the other way."""
+    for number in range(len(here.groups) - 1):
+        left, right = here.groups[number], here.groups[number + 1]
+        pairs = []
+        for few in (1, 2, 4, 8):
+            if len(left) > few:
+                pairs.append((left[:-few], (*left[-few:], *right)))
+            if len(right) > few:
+                pairs.append(((*left, *right[:few]), right[few:]))
+        for pair in pairs:
+            tidy = tuple(tuple(sorted(group)) for group in pair)
+            yield here._replace(groups=(*here.groups[:number], *tidy, *here.groups[number + 2 :]))
+
+
+def swapped_devices(here: Candidate, devices: Devices, twins: Mapping[DeviceId, Devices]) -> Iterator[Candidate]:
+    """With two devices that differ in one another's place, or one that does nothing in one's place, or beside it."""
+    idle = tuple(sorted(set(devices) - {id for group in here.groups for id in group}))
+    places = [*enumerate(here.groups), (-1, idle)]
+    for (left, ours), (right, theirs) in combinations(places, 2):
+        for one in {twins[id]: id for id in ours}.values():
+            if right < 0 and len(ours) > 1:
+                yield _regrouped(here, {left: {*ours} - {one}})
+            for other in {twins[id]: id for id in theirs}.values():
+                if twins[one] != twins[other]:
+                    yield _regrouped(here, {left: {*ours, other} - {one}, right: {*theirs, one} - {other}})
+        if right < 0:
+            for other in {twins[id]: id for id in theirs}.values():
+                yield _regrouped(here, {left: {*ours, other}})
+
+
+def _regrouped(here: Candidate, groups: Mapping[int, set[DeviceId]]) -> Candidate:
+    fresh = (tuple(sorted(groups.get(number, group))) for number, group in enumerate(here.groups))
+    return here._replace(groups=tuple(fresh))
+
+
+def joined(here: Candidate) -> Iterator[Candidate]:
+    """With two stages as one."""
+    for number in range(len(here.groups) - 1):
+        joined = tuple(sorted((*here.groups[number], *here.groups[number + 1])))
+        groups = (*here.groups[:number], joined, *here.groups[number + 2 :])
+        yield Candidate((*here.edges[: number + 1], *here.edges[number + 2 :]), groups, here.setting)

@@ -1,12 +1,11 @@
-"""Plan → schedule, in four passes: routing → orders (and their ideal times) → lowering → check.
+"""Plan → schedule, in three passes: orders (as ideal times) → lowering → check.
 
     make_schedule(plan, policy="1f1b", staleness="ssp", …) → Schedule     `.plan` carries what was overridden
     check_schedule(schedule)                                             raises a ScheduleError, or all is well
 
-The files, in the order of the passes: routing; orders (by rule) and greedy (by trying); lower; check.
-clock is the one interpreter: greedy runs compute with it, ideal (for check and drawing) whole schedules.
-windows cuts an order for those who run it dynamically.
-Faces: drawing (over time, SVG), torch_csv, sketch (plans without a model).
+The files, in the order of the passes: orders (when everyone computes), lower, check. ideal carries a schedule out for
+check and drawing (over time, SVG, CSV); windows cuts an order for those who run it dynamically; sketch makes plans
+without a model.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ from dataclasses import replace
 
 from stagewright.errors import PlanError, ScheduleError
 from stagewright.plan import POLICIES, ROUTES, Plan, Policy, Route, parse_staleness
-from stagewright.policy import RULES, holds
+from stagewright.policy import holds
 from stagewright.schedule import Schedule
 from stagewright.scheduling.check import check_batches, check_schedule
-from stagewright.scheduling.clock import Timing
-from stagewright.scheduling.greedy import time_greedily
 from stagewright.scheduling.lower import lower
-from stagewright.scheduling.orders import steps, time_steps
-from stagewright.scheduling.routing import Routes, make_routes
+from stagewright.scheduling.orders import make_timing
 
 __all__ = ["check_schedule", "make_schedule"]
 
@@ -51,9 +47,7 @@ def make_schedule(
     if num_batches is not None:
         check_batches(plan, num_batches)
     _check_hold(plan)
-    routes = make_routes(plan)
-    timing = _make_timing(plan, routes, agree)
-    return Schedule(plan=plan, orders=lower(plan, routes, timing, agree), agree=agree)
+    return Schedule(plan=plan, orders=lower(plan, make_timing(plan, agree), agree), agree=agree)
 
 
 def _overridden(
@@ -73,18 +67,6 @@ def _overridden(
             )
         stages = tuple(replace(stage, versions=count) for stage, count in zip(stages, versions))
     return replace(plan, stages=stages, **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
-
-
-def _make_timing(plan: Plan, routes: Routes, agree: bool) -> Timing:
-    """The order of compute, as times: by rule, or by trying where idle time is to be filled.
-
-    Where batches follow each other without a flush there is no idle time to fill, and the rule serves all policies.
-    """
-    several_stages, rule = len(plan.devices) < sum(plan.replicas), RULES[plan.policy]
-    to_fill = rule.halves or (several_stages and not rule.all_forwards_first)
-    if to_fill and plan.is_synchronous:
-        return time_greedily(plan, routes, agree)
-    return time_steps(plan, routes, list(steps(plan, agree)))
 
 
 def _check_hold(plan: Plan) -> None:

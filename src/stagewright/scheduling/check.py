@@ -19,7 +19,6 @@ from stagewright.errors import ScheduleError
 from stagewright.plan import Plan
 from stagewright.schedule import SENDS, TRANSFERS, Action, Kind, Schedule, format_order
 from stagewright.scheduling.ideal import run_ideally
-from stagewright.scheduling.routing import Routes, make_routes
 
 _Key = tuple[Kind, int, int, int]
 """An action without its batch: kind, stage, microbatch, peer."""
@@ -31,9 +30,9 @@ def check_schedule(schedule: Schedule, num_batches: int | None = None) -> None:
     """Raises a ScheduleError with the reason, the action and the grid unless the schedule is right."""
     if num_batches is not None:
         check_batches(schedule.plan, num_batches)
-    routes, own = make_routes(schedule.plan), _own_microbatches(schedule.plan)
+    own = _own_microbatches(schedule.plan)
     for worker in range(len(schedule.orders)):
-        _check_places(schedule, worker, routes, own[worker])
+        _check_places(schedule, worker, own[worker])
         _check_held(schedule, worker)
     _check_sequences(schedule)
     _check_completion(schedule, schedule.num_batches_drawn if num_batches is None else num_batches)
@@ -59,19 +58,19 @@ def _own_microbatches(plan: Plan) -> list[_Own]:
         for replica, worker in enumerate(workers):
             own[worker][stage] = replica, []
         for number in range(plan.num_microbatches):
-            for replica, _, _ in plan.shares(stage, number):
+            for replica in plan.peers(stage, number):
                 own[workers[replica]][stage][1].append(number)
     return own
 
 
-def _check_places(schedule: Schedule, worker: int, routes: Routes, own: _Own) -> None:
+def _check_places(schedule: Schedule, worker: int, own: _Own) -> None:
     """Every action that a worker owes stands in its order once, and no other; each after what it needs."""
     order, places = schedule.orders[worker], dict[_Key, int]()
     for number, action in enumerate(order):
         if _key(action) in places:
             _fail(schedule, worker, action, "it stands in the order twice")
         places[_key(action)] = number - action.batch * len(order)
-    rules = list(_Rules(schedule, worker, routes, places).of(own))
+    rules = list(_Rules(schedule, worker, places).of(own))
     wanted = {key for first, second, _ in rules for key in (first, second)}
     for key in sorted(wanted - places.keys()):
         _fail(schedule, worker, _action(key), "it is missing")
@@ -91,9 +90,8 @@ _Rule = tuple[_Key, _Key, int]
 class _Rules:
     """Who must stand before whom in one worker's order; every action that it owes stands in a rule."""
 
-    def __init__(self, schedule: Schedule, worker: int, routes: Routes, places: Container[_Key]) -> None:
-        self.plan, self.agree, self.worker = schedule.plan, schedule.agree, worker
-        self.routes, self.places = routes, places
+    def __init__(self, schedule: Schedule, worker: int, places: Container[_Key]) -> None:
+        self.plan, self.agree, self.worker, self.places = schedule.plan, schedule.agree, worker, places
 
     def of(self, own: _Own) -> Iterator[_Rule]:
         """All of them, stage by stage."""
@@ -115,22 +113,19 @@ class _Rules:
         yield forward, backward, 0
         if last != backward:
             yield backward, last, 0
-        for peer in self.peers(_FORWARD, stage, number, replica):
+        sources, targets = self.plan.peers(stage, number)[replica]
+        for peer in (self.plan.workers[stage - 1][one] for one in sources):
             if peer == self.worker:
                 yield (_FORWARD, stage - 1, number, -1), forward, 0
             else:
                 yield (Kind.RECEIVE_FORWARD, stage - 1, number, peer), forward, 0
                 yield backward, (Kind.SEND_BACKWARD, stage, number, peer), 0
-        for peer in self.peers(_BACKWARD, stage, number, replica):
+        for peer in (self.plan.workers[stage + 1][one] for one in targets):
             if peer == self.worker:
                 yield self.backward(stage + 1, number)[0], backward, 0
             else:
                 yield forward, (Kind.SEND_FORWARD, stage, number, peer), 0
                 yield (Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward, 0
-
-    def peers(self, kind: Kind, stage: int, number: int, replica: int) -> list[int]:
-        """The workers that make what a forward or backward needs; itself, where rows stay."""
-        return [self.plan.workers[other][one] for _, other, _, one in self.routes.needs(kind, stage, number, replica)]
 
     def of_batch(self, stage: int, numbers: list[int]) -> Iterator[_Rule]:
         """Reductions after backward, then the agreement and the update, and K batches later the forwards."""

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from stagewright.policy import lanes
 from stagewright.schedule import COMPUTE, SENDS, TRANSFERS, Action, Kind, Schedule
-from stagewright.scheduling.clock import Clock, Event, unit_cost
+from stagewright.scheduling.orders import unit_cost
+
+_Event = tuple[object, ...]
 
 
 class TimedAction(NamedTuple):
@@ -22,7 +24,7 @@ class TimedAction(NamedTuple):
     action: Action
 
 
-class IdealRun(NamedTuple):
+class _IdealRun(NamedTuple):
     """What came of it: spans of compute and updates by worker, and where those wait that never came to their end."""
 
     spans: list[list[TimedAction]]
@@ -40,82 +42,79 @@ class IdealRun(NamedTuple):
         return 1 - busy / (self.length * len(self.spans)) if self.length else 0.0
 
 
-def run_ideally(schedule: Schedule, num_batches: int = 1, *, is_balanced: bool = False) -> IdealRun:
+def run_ideally(schedule: Schedule, num_batches: int = 1, *, is_balanced: bool = False) -> _IdealRun:
     """Carries out the schedule over a run of batches, forward taking 1, backward 2.
 
     Balanced stages take longer where replicas take turns: every replica is then busy for the same part of a batch.
     """
     plan = schedule.plan
     run = _Run(schedule, num_batches, lanes(plan) if is_balanced else (1,) * len(plan.stages))
-    run.clock.run(run.act)
+    while run.awake:
+        run.go_on(run.awake.pop())
     ends = ((worker, run.lists[worker], at) for worker, at in enumerate(run.at))
-    return IdealRun(run.spans, {worker: actions[at] for worker, actions, at in ends if at < len(actions)})
+    return _IdealRun(run.spans, {worker: actions[at] for worker, actions, at in ends if at < len(actions)})
 
 
 class _Run:
-    """Workers with their lists, and the place each has reached."""
+    """Workers with their lists, and the place and the time that each has reached."""
 
     def __init__(self, schedule: Schedule, num_batches: int, times: Sequence[int]) -> None:
         self.plan, self.times = schedule.plan, times
         self.lists = [tuple(schedule.unroll(worker, num_batches)) for worker in range(len(schedule.orders))]
-        self.at = [0] * len(self.lists)
-        self.clock = Clock(len(self.lists))
+        self.at, self.now = [0] * len(self.lists), [0.0] * len(self.lists)
         self.spans: list[list[TimedAction]] = [[] for _ in self.lists]
-        self.receipts: dict[tuple[int, ...], list[Event]] = {}
+        self.awake = list(range(len(self.lists)))
+        self.asleep: dict[_Event, list[int]] = {}
+        """The workers that wait for an event."""
+        self.parts: dict[_Event, dict[tuple[int, int], float]] = {}
+        self.ended: dict[_Event, float] = {}
+        self.receipts: dict[tuple[int, ...], list[_Event]] = {}
         """By (worker, whether forward, stage that sends, batch, microbatch): the transfers that compute waits for."""
-        self.agreeing: set[tuple[int, int]] = set()
 
-    def act(self, worker: int, time: float) -> None:
-        """Goes on with a worker's list until something takes time or has to wait."""
+    def go_on(self, worker: int) -> None:
+        """Goes on with a worker's list until it has to wait."""
         actions = self.lists[worker]
-        while self.at[worker] < len(actions) and self.clock.free[worker] <= time:
-            if not self.does(worker, time, actions[self.at[worker]]):
+        while self.at[worker] < len(actions):
+            action = actions[self.at[worker]]
+            events = self.issue(worker, action)
+            missing = next((event for event in events if event not in self.ended), None)
+            if missing is not None:
+                self.asleep.setdefault(missing, []).append(worker)
                 return
+            if action.kind not in TRANSFERS and action.kind is not Kind.REDUCE:
+                start = max([self.now[worker], *(self.ended[event] for event in events)])
+                duration = unit_cost(action.kind) * self.times[action.stage] if action.kind in COMPUTE else 0
+                self.now[worker] = start + duration
+                self.spans[worker].append(TimedAction(start, start + duration, action))
             self.at[worker] += 1
 
-    def does(self, worker: int, time: float, action: Action) -> bool:
-        """Carries out an action; False if it must wait."""
-        kind, stage, batch, _, _ = action
+    def issue(self, worker: int, action: Action) -> Sequence[_Event]:
+        """Does a worker's part in what others do with it; the events that its action waits for."""
+        kind, stage, batch, number, peer = action
         if kind in TRANSFERS:
-            self.transfer(worker, time, action)
+            is_forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+            source, target = (worker, peer) if kind in SENDS else (peer, worker)
+            event = (is_forward, stage, batch, number, source, target)
+            if kind not in SENDS:
+                self.receipts.setdefault((worker, is_forward, stage, batch, number), []).append(event)
+            self.end(event, worker, 2)
         elif kind is Kind.REDUCE:
             num_parts = self.plan.replicas[stage] * self.plan.stages[stage].num_buckets
-            self.clock.end((Kind.REDUCE, stage, batch), time, self.plan.workers[stage], num_parts)
-        elif not self.may_start(worker, time, action):
-            return False
-        else:
-            duration = unit_cost(kind) * self.times[stage] if kind in COMPUTE else 0
-            self.spans[worker].append(TimedAction(time, time + duration, action))
-            if duration:
-                self.clock.occupy(worker, time, duration)
-        return True
-
-    def may_start(self, worker: int, time: float, action: Action) -> bool:
-        """Whether what compute, an update or an agreement waits for has come."""
-        kind, stage, batch, number, _ = action
-        waits_for: list[Event] = []
-        if kind is Kind.UPDATE and self.plan.replicas[stage] > 1:
-            waits_for = [(Kind.REDUCE, stage, batch)]
+            self.end((kind, stage, batch), worker, num_parts, bucket=peer)
+        elif kind is Kind.UPDATE:
+            return [(Kind.REDUCE, stage, batch)] if self.plan.replicas[stage] > 1 else []
         elif kind is Kind.AGREE:
-            waits_for = [(Kind.AGREE, batch)]
-            if (worker, batch) not in self.agreeing:
-                self.agreeing.add((worker, batch))
-                self.clock.end((Kind.AGREE, batch), time, range(len(self.lists)), len(self.lists))
-        elif kind in _WAITING:
+            self.end((kind, batch), worker, len(self.lists))
+            return [(kind, batch)]
+        elif kind is not Kind.BACKWARD_WEIGHT:
             is_forward = kind is Kind.FORWARD
-            user = (worker, is_forward, stage - 1 if is_forward else stage + 1, batch, number)
-            waits_for = self.receipts.get(user, [])
-        return all(self.clock.is_over(event, time) for event in waits_for)
+            return self.receipts.get((worker, is_forward, stage + (-1 if is_forward else 1), batch, number), [])
+        return []
 
-    def transfer(self, worker: int, time: float, action: Action) -> None:
-        """Issues one end of a transfer; a receipt is noted for the compute that needs it."""
-        kind, stage, batch, number, peer = action
-        is_forward = kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD
-        source, target = (worker, peer) if kind in SENDS else (peer, worker)
-        event = (is_forward, stage, batch, number, source, target)
-        if kind not in SENDS:
-            self.receipts.setdefault((worker, is_forward, stage, batch, number), []).append(event)
-        self.clock.end(event, time, [target], 2)
-
-
-_WAITING = COMPUTE - {Kind.BACKWARD_WEIGHT}
+    def end(self, event: _Event, worker: int, num_parts: int, bucket: int = -1) -> None:
+        """One part of an event is over; with the last one, all who wait for it go on."""
+        parts = self.parts.setdefault(event, {})
+        parts[worker, bucket] = self.now[worker]
+        if len(parts) == num_parts and event not in self.ended:
+            self.ended[event] = max(parts.values())
+            self.awake += self.asleep.pop(event, ())

@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 from stagewright.plan import Plan
 from stagewright.schedule import COMPUTE, TRANSFERS, Action, Kind, Order
-from stagewright.scheduling.clock import Timed, Timing
-from stagewright.scheduling.orders import NEVER
-from stagewright.scheduling.routing import Routes
+from stagewright.scheduling.orders import NEVER, Timing, users
 
 
 def _rank(kind: Kind) -> int:
@@ -35,26 +33,30 @@ class _Entry(NamedTuple):
     peer: int
 
 
-def lower(plan: Plan, routes: Routes, timing: Timing, agree: bool = False) -> tuple[Order, ...]:
+def lower(plan: Plan, timing: Timing, agree: bool = False) -> tuple[Order, ...]:
     """The order of each worker."""
     lists: list[list[_Entry]] = [[] for _ in plan.devices]
-    _add_compute(lists, plan, routes, timing)
+    _add_compute(lists, plan, timing)
     _add_reductions(lists, plan, timing)
+    starts = [1 << 60] * len(plan.devices)
+    # The moment between two turns of a worker is the earliest at which one of its stages is through with one.
+    for (stage, replica), end in timing.ends.items():
+        worker = plan.workers[stage][replica]
+        starts[worker] = min(starts[worker], end - timing.period)
     if agree:
         for entries in lists:
             entries.append(_whole_batch(Kind.AGREE, timing.agreed, -1))
-    return tuple(_fold(entries, timing.period, cut) for entries, cut in zip(lists, _turn_starts(plan, timing)))
+    return tuple(_fold(entries, timing.period, start) for entries, start in zip(lists, starts))
 
 
-def _add_compute(lists: list[list[_Entry]], plan: Plan, routes: Routes, timing: Timing) -> None:
+def _add_compute(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> None:
     """Adds forwards, backwards and updates, and a send and a receipt wherever rows pass from one worker to another."""
     for start, stop, kind, stage, replica, number in timing.timed:
         is_forward, source = kind is Kind.FORWARD, plan.workers[stage][replica]
         lists[source].append(_Entry(start, _rank(kind), True, stage, number, -1, -1, kind, -1))
         send = Kind.SEND_FORWARD if is_forward else Kind.SEND_BACKWARD
         receive = Kind.RECEIVE_FORWARD if is_forward else Kind.RECEIVE_BACKWARD
-        other, users = routes.users(kind, stage, number, replica)
-        for target in (plan.workers[other][user] for user in users):
+        for target in users(plan, kind, stage, number, replica):
             if source != target:
                 lists[source].append(_Entry(stop, 0, is_forward, stage, number, source, target, send, target))
                 lists[target].append(_Entry(stop, 0, is_forward, stage, number, source, target, receive, source))
@@ -66,37 +68,21 @@ def _add_reductions(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> No
     A worker with several stages reduces them in the order in which all of their replicas are done, which is the same
     order on every worker that shares two of them.
     """
-    last = _last_backwards(plan, timing.timed)
-    for number, stage in enumerate(plan.stages):
-        if len(stage.devices) == 1:
-            continue
-        done = max(last[number])
-        for replica, worker in enumerate(plan.workers[number]):
-            own = last[number][replica]
-            time = done if own == NEVER or len(plan.stages_of[worker]) > 1 else own
-            lists[worker] += (_whole_batch(Kind.REDUCE, time, number, bucket) for bucket in range(stage.num_buckets))
-
-
-def _last_backwards(plan: Plan, timed: list[Timed]) -> list[list[int]]:
-    """[stage][replica]: when its last backward of batch 0 stops; NEVER where it has no rows."""
     last = [[NEVER] * count for count in plan.replicas]
-    for _, stop, kind, stage, replica, _ in timed:
+    for _, stop, kind, stage, replica, _ in timing.timed:
         if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             last[stage][replica] = max(last[stage][replica], stop)
-    return last
+    for number, reduced in enumerate(plan.stages):
+        if len(reduced.devices) == 1:
+            continue
+        for replica, worker in enumerate(plan.workers[number]):
+            own = last[number][replica]  # NEVER where the replica has no rows
+            time = max(last[number]) if own == NEVER or len(plan.stages_of[worker]) > 1 else own
+            lists[worker] += (_whole_batch(Kind.REDUCE, time, number, bucket) for bucket in range(reduced.num_buckets))
 
 
 def _whole_batch(kind: Kind, time: int, stage: int, peer: int = -1) -> _Entry:
     return _Entry(time, _rank(kind), True, stage, -1, peer, -1, kind, peer)
-
-
-def _turn_starts(plan: Plan, timing: Timing) -> list[int]:
-    """For each worker the moment between two turns: the earliest at which one of its stages is through with one."""
-    starts = [1 << 60] * len(plan.devices)
-    for (stage, replica), end in timing.ends.items():
-        worker = plan.workers[stage][replica]
-        starts[worker] = min(starts[worker], end - timing.period)
-    return starts
 
 
 def _fold(entries: list[_Entry], period: int, start: int) -> Order:

@@ -18,8 +18,8 @@ from stagewright.errors import DataError, PlacementError, UsageError
 from stagewright.models import Layered, build_model, forward_flops, parameter_counts
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
+from stagewright.planning.fixed import LayerTable
 from stagewright.planning.options import spelled
-from stagewright.planning.ratio import LayerTable
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import expand_hosts, is_main, is_worker
