@@ -122,7 +122,7 @@ def busiest_s(plan: Plan, policy: Policy, costs: Costs) -> float:
         shares = (share for microbatch in range(plan.num_microbatches) for share in plan.shares(number, microbatch))
         for (replica, rows), count in Counter((one.replica, one.stop - one.start) for one in shares).items():
             size = (first, last, rows, costs.cluster.device(stage.devices[replica]).speed)
-            turn_s = costs.forward_s(*size) + costs.backward_s(*size, handled=handled)
+            turn_s = sum(costs.seconds(*size, handled=handled)[:2])
             total[stage.devices[replica]] += count * turn_s
         for id in stage.devices:
             total[id] += costs.optimizer_s(first, last, costs.cluster.device(id).speed, versions=stage.versions)

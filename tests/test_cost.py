@@ -52,13 +52,13 @@ def test_prefix_sums_are_sums(seconds, rows, data):
     costs = Costs(profile(*(layer(f"l{n}", value, 2 * value) for n, value in enumerate(seconds))), make_cluster(1))
     first = data.draw(st.integers(0, len(seconds)))
     last = data.draw(st.integers(first, len(seconds)))
-    assert costs.forward_s(first, last, rows) == pytest.approx(rows * sum(seconds[first:last]), abs=1e-9)
-    assert costs.backward_s(first, last, rows, 2.0) == pytest.approx(rows * sum(seconds[first:last]), abs=1e-9)
+    assert costs.seconds(first, last, rows).forward == pytest.approx(rows * sum(seconds[first:last]), abs=1e-9)
+    assert costs.seconds(first, last, rows, 2.0).backward == pytest.approx(rows * sum(seconds[first:last]), abs=1e-9)
 
 
 def test_recomputing_adds_a_forward_to_backward():
     costs = Costs(even_profile(2), make_cluster(1))
-    assert costs.backward_s(0, 2, 1, recompute=True) == pytest.approx(2 * (2.0 + 1.0))
+    assert costs.seconds(0, 2, 1, recompute=True).backward == pytest.approx(2 * (2.0 + 1.0))
 
 
 def test_a_linear_layer_folds_while_its_rows_take_half_of_its_weights():
@@ -66,17 +66,17 @@ def test_a_linear_layer_folds_while_its_rows_take_half_of_its_weights():
     fixed = {"kind": "matmul", "saved_bytes": 1.0, "output_bytes": 1.0, "parameter_bytes": 100, "weight_share": 0.5}
     wide = LayerProfile(name="l0", forward_s=(1.0, 1.0), backward_s=(10.0, 10.0), **fixed)
     costs = Costs(replace(profile(layer("l0")), batch_sizes=(1, 64), layers=(wide,)), make_cluster(1))
-    assert costs.backward_s(0, 1, rows=10) == 10.0
-    assert costs.backward_s(0, 1, rows=10, handled=Handled(8)) == pytest.approx(5.0 + 5.0 / 2)
-    assert costs.backward_s(0, 1, rows=5, handled=Handled(8)) == pytest.approx(5.0 + 5.0 / 5)
-    assert costs.backward_s(0, 1, rows=5, handled=Handled(3)) == pytest.approx(5.0 + 5.0 / 3)
-    assert costs.backward_s(0, 1, rows=40, handled=Handled(8)) == 10.0
-    assert costs.kept_weight_s(0, 1, rows=5, handled=Handled(3)) == pytest.approx(5.0 / 3), "until the batch's last"
-    assert costs.kept_weight_s(0, 1, rows=5, handled=Handled(8)) == 0.0, "not of eight, for five are all that it keeps"
-    assert costs.kept_weight_s(0, 1, rows=5, handled=Handled(3, folds=False)) == 0.0
+    assert costs.seconds(0, 1, rows=10).backward == 10.0
+    assert costs.seconds(0, 1, rows=10, handled=Handled(8)).backward == pytest.approx(5.0 + 5.0 / 2)
+    assert costs.seconds(0, 1, rows=5, handled=Handled(8)).backward == pytest.approx(5.0 + 5.0 / 5)
+    assert costs.seconds(0, 1, rows=5, handled=Handled(3)).backward == pytest.approx(5.0 + 5.0 / 3)
+    assert costs.seconds(0, 1, rows=40, handled=Handled(8)).backward == 10.0
+    assert costs.seconds(0, 1, rows=5, handled=Handled(3)).kept == pytest.approx(5.0 / 3), "until the batch's last"
+    assert costs.seconds(0, 1, rows=5, handled=Handled(8)).kept == 0.0, "not of eight, for five are all that it keeps"
+    assert costs.seconds(0, 1, rows=5, handled=Handled(3, folds=False)).kept == 0.0
     conv = replace(wide, kind="conv")
     plain = Costs(replace(profile(layer("l0")), batch_sizes=(1, 64), layers=(conv,)), make_cluster(1))
-    assert plain.backward_s(0, 1, rows=5, handled=Handled(8)) == 10.0
+    assert plain.seconds(0, 1, rows=5, handled=Handled(8)).backward == 10.0
 
 
 def test_the_weights_half_counts_as_it_was_measured():
@@ -85,12 +85,14 @@ def test_the_weights_half_counts_as_it_was_measured():
     steep = LayerProfile(name="l1", forward_s=(1.0, 1.0), backward_s=(10.0, 40.0), weight_s=(1.0, 35.0), **fixed)
     before = replace(steep, name="l0", weight_s=())
     costs = Costs(replace(profile(layer("l0")), batch_sizes=(1, 4), layers=(before, steep)), make_cluster(1))
-    assert costs.weight_gradient_s(1, 2, rows=1, handled=Handled(1, folds=False)) == pytest.approx(1.0)
-    assert costs.weight_gradient_s(1, 2, rows=4, handled=Handled(1, folds=False)) == pytest.approx(35.0)
+    assert costs.seconds(1, 2, rows=1, handled=Handled(1, folds=False)).weight == pytest.approx(1.0)
+    assert costs.seconds(1, 2, rows=4, handled=Handled(1, folds=False)).weight == pytest.approx(35.0)
     two = (1.0 + (35.0 - 1.0) / 3) / 2
-    assert costs.backward_s(1, 2, rows=1, handled=Handled(2)) == pytest.approx(10.0 - 1.0 + two)
+    assert costs.seconds(1, 2, rows=1, handled=Handled(2)).backward == pytest.approx(10.0 - 1.0 + two)
     # Beyond the largest size its line is steeper than backward's, of which it is a part all the same.
-    assert costs.weight_gradient_s(1, 2, rows=400, handled=Handled(1, folds=False)) <= costs.backward_s(1, 2, rows=400)
+    assert (
+        costs.seconds(1, 2, rows=400, handled=Handled(1, folds=False)).weight <= costs.seconds(1, 2, rows=400).backward
+    )
 
 
 def test_what_a_replica_handles_folds_unless_backward_is_in_halves():
@@ -111,25 +113,25 @@ def adding_costs(kind: str) -> Costs:
 def test_every_microbatch_but_a_batchs_first_adds_its_weight_gradients_to_those_before():
     costs = adding_costs("conv")
     two, many = Handled(2), Handled(100)
-    assert 2 * costs.backward_s(0, 1, rows=1, handled=two) == pytest.approx(2 * 10.0 + 0.6 * 3.0)
-    assert 2 * costs.backward_s(1, 2, rows=1, handled=two) == pytest.approx(2 * 10.0 + 0.6 * 1.0)
-    assert costs.backward_s(0, 2, 1, 2.0, handled=many) == pytest.approx((20.0 + 0.99 * 0.6 * 4.0) / 2)
+    assert 2 * costs.seconds(0, 1, rows=1, handled=two).backward == pytest.approx(2 * 10.0 + 0.6 * 3.0)
+    assert 2 * costs.seconds(1, 2, rows=1, handled=two).backward == pytest.approx(2 * 10.0 + 0.6 * 1.0)
+    assert costs.seconds(0, 2, 1, 2.0, handled=many).backward == pytest.approx((20.0 + 0.99 * 0.6 * 4.0) / 2)
 
 
 @pytest.mark.parametrize("kind", ["conv", "matmul"])
 @pytest.mark.parametrize("folds", [True, False])
 def test_one_microbatch_adds_nothing(kind, folds):
-    assert adding_costs(kind).backward_s(0, 2, rows=1, handled=Handled(1, folds)) == pytest.approx(20.0)
+    assert adding_costs(kind).seconds(0, 2, rows=1, handled=Handled(1, folds)).backward == pytest.approx(20.0)
 
 
 def test_a_layer_that_folds_adds_inside_its_product():
-    assert adding_costs("matmul").backward_s(0, 2, rows=1, handled=Handled(4)) == pytest.approx(20.0)
+    assert adding_costs("matmul").seconds(0, 2, rows=1, handled=Handled(4)).backward == pytest.approx(20.0)
 
 
 def test_a_backward_in_halves_adds_in_the_weights_half():
     costs, halves = adding_costs("matmul"), Handled(2, folds=False)
-    whole = costs.backward_s(1, 2, rows=1, handled=halves)
-    weight = costs.weight_gradient_s(1, 2, rows=1, handled=halves)
+    whole = costs.seconds(1, 2, rows=1, handled=halves).backward
+    weight = costs.seconds(1, 2, rows=1, handled=halves).weight
     assert weight == pytest.approx(5.0 + 0.6 * 1.0 / 2)
     assert whole - weight == pytest.approx(5.0)
 
@@ -137,8 +139,8 @@ def test_a_backward_in_halves_adds_in_the_weights_half():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_all_of_the_first_stages_backward_is_for_its_weights(recompute):
     costs = adding_costs("conv")
-    whole = costs.backward_s(0, 1, rows=1, recompute=recompute)
-    assert costs.weight_gradient_s(0, 1, rows=1, recompute=recompute) == whole == pytest.approx(10.0 + recompute)
+    whole = costs.seconds(0, 1, rows=1, recompute=recompute).backward
+    assert costs.seconds(0, 1, rows=1, recompute=recompute).weight == whole == pytest.approx(10.0 + recompute)
 
 
 def test_a_skip_connection_crosses_every_cut_that_it_spans():
@@ -204,7 +206,7 @@ def test_transfers_that_start_together_take_as_long_as_the_fullest_link():
     costs = Costs(even_profile(1), star(*[100.0] * 7, 10.0))
     moves = [(DeviceId(0, number), DeviceId(0, 7), 50.0) for number in range(7)]
     assert costs.network.exchange_s(moves) == pytest.approx(35.0)
-    assert costs.transfer_s(50.0, *moves[0][:2]) == pytest.approx(5.0)
+    assert costs.network.exchange_s(moves[:1]) == pytest.approx(5.0)
 
 
 def test_bytes_of_a_stage_by_kind():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import stagewright
 from stagewright.plan import Plan, Policy
-from stagewright.planning.estimate import setting_of
-from stagewright.policy import RULES, held_before, holds, reach
+from stagewright.planning.groups import Setting
+from stagewright.policy import RULES, holds, reach
 from stagewright.schedule import Kind, Schedule
 from stagewright.scheduling import make_schedule
 from tests.scheduling.cases import plan_of, wrapped
@@ -80,12 +80,12 @@ def test_a_search_from_the_last_stage_on_counts_the_same(schedule: Schedule) -> 
 
 
 def seen_from_the_end(plan: Plan) -> tuple[int, ...]:
-    setting, depths = setting_of(plan), reach(plan)
+    setting, depths = Setting.of(plan), reach(plan)
     assert depths == tuple(setting.reach(later) for later in reversed(range(len(depths))))
     found = []
     for stage, own in enumerate(plan.replicas):
         later = plan.replicas[stage + 1 :]
-        found.append(held_before(setting, own, len(later), sum(later), depths[stage]))
+        found.append(setting.held(len(later), own, sum(later)))
     return tuple(found)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple, Self
@@ -144,7 +145,7 @@ class Cluster(Saved):
         devices = self.hosts[id.host].devices
         if id.device >= len(devices):
             raise PlacementError(
-                f"{id} names device {id.device} of host {id.host}, which has {numbers(len(devices))}",
+                f"{id} names device {id.device} of host {id.host}, which has {_numbers(len(devices))}",
                 "change the placement, or give another cluster file with --cluster",
             )
         return devices[id.device]
@@ -153,12 +154,7 @@ class Cluster(Saved):
     def wires(self) -> tuple[Link, ...]:
         """All links, their ends written as nodes of the whole cluster."""
         inner = (
-            Link(
-                ends=(f"{number}:{link.ends[0]}", f"{number}:{link.ends[1]}"),
-                kind=link.kind,
-                bytes_per_s=link.bytes_per_s,
-                latency_s=link.latency_s,
-            )
+            replace(link, ends=(f"{number}:{link.ends[0]}", f"{number}:{link.ends[1]}"))
             for number, host in enumerate(self.hosts)
             for link in host.links
         )
@@ -175,34 +171,28 @@ class Cluster(Saved):
         return table
 
     @cached_property
-    def _paths(self) -> dict[tuple[DeviceId, DeviceId], tuple[tuple[int, bool], ...]]:
-        return {}
-
-    @cached_property
     def _trees(self) -> dict[str, Mapping[str, tuple[str, int]]]:
         return {}
 
     def path(self, source: DeviceId, target: DeviceId) -> tuple[tuple[int, bool], ...]:
         """The links from one device to another, as (index in `wires`, whether along its `ends`)."""
-        found = self._paths.get((source, target))
-        if found is None:
-            found = self._paths[source, target] = self._search(str(source), str(target))
-        return found
-
-    def _search(self, source: str, target: str) -> tuple[tuple[int, bool], ...]:
         if source == target:
             return ()
-        if source not in self._trees:
-            self._trees[source] = self._tree(source)
-        came = self._trees[source]
-        last = next((node for node in came if target in self._neighbours[node][0]), None)
-        if last is None:
+        here, there = str(source), str(target)
+        if here not in self._trees:
+            self._trees[here] = self._tree(here)
+        came = self._trees[here]
+        node = next((node for node in came if there in self._neighbours[node][0]), None)
+        if node is None:
             raise ClusterError(
-                f"no link leads from {source} to {target} in {self.name}",
-                "add the missing link to the cluster file",
+                f"no link leads from {here} to {there} in {self.name}", "add the missing link to the cluster file"
             )
-        wire = self._neighbours[last][0][target]
-        return (*tuple(self._walk_back(came, last))[::-1], (wire, self.wires[wire].ends[0] == last))
+        wire = self._neighbours[node][0][there]
+        back = [(wire, self.wires[wire].ends[0] == node)]
+        while node != here:
+            node, wire = came[node]
+            back.append((wire, self.wires[wire].ends[0] == node))
+        return tuple(reversed(back))
 
     def _tree(self, source: str) -> Mapping[str, tuple[str, int]]:
         """All junctions that a device reaches, the nearest first, with the node and the wire before each."""
@@ -217,17 +207,11 @@ class Cluster(Saved):
                     queue.append(other)
         return came
 
-    def _walk_back(self, came: Mapping[str, tuple[str, int]], node: str) -> Iterator[tuple[int, bool]]:
-        while came[node][1] >= 0:
-            before, wire = came[node]
-            yield wire, self.wires[wire].ends[0] == before
-            node = before
-
 
 def _check_end(end: str, host: Host, number: int) -> None:
     """Refuses a link end inside a host that is neither a device of it nor a junction's name."""
     if end.isdecimal() and int(end) >= len(host.devices):
-        raise ClusterError(f"a link of host {number} ends at device {end}; the host has {numbers(len(host.devices))}")
+        raise ClusterError(f"a link of host {number} ends at device {end}; the host has {_numbers(len(host.devices))}")
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", end):
         raise ClusterError(f"a link of host {number} ends at {end!r}: expected a device number or a word")
 
@@ -254,7 +238,7 @@ def count(number: int, word: str, plural: str = "") -> str:
     return f"{number:,} {word if number == 1 else plural or word + 's'}"
 
 
-def numbers(length: int) -> str:
+def _numbers(length: int) -> str:
     """`devices 0 to 7`, or `device 0`."""
     return "device 0" if length == 1 else f"devices 0 to {length - 1}"
 
@@ -325,11 +309,6 @@ def parse_ratio(text: str) -> tuple[float, ...]:
             raise PlacementError(f"ratio {text!r}: expected positive numbers separated by colons, such as 11:7")
         shares.append(float(part))
     return tuple(shares)
-
-
-def format_ratio(shares: Sequence[float]) -> str:
-    """The ratio as `parse_ratio` reads it."""
-    return ":".join(f"{share:.9f}".rstrip("0").rstrip(".") for share in shares)
 
 
 def _devices_from_text(value: object) -> object:

@@ -4,7 +4,7 @@ The planner's bounds, the simulator's durations and the reports' limits all come
 explains each of them. `Costs` answers for any run of layers from sums that are made once:
 
     costs = Costs(profile, cluster)
-    costs.forward_s(0, 7, rows=32)            layers 0 … 6 on 32 rows
+    costs.seconds(0, 7, rows=32).forward      layers 0 … 6 on 32 rows
     costs.reduce_s(1 << 20, devices)          an all-reduce among devices, alone on the wires
     costs.stage_bytes(0, 7, rows=32, …)       what a replica of that stage holds, kind by kind
 """
@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from stagewright.cluster import Cluster, Device, DeviceId, plain_kind
 from stagewright.errors import ProfileError
@@ -28,6 +28,7 @@ KEPT_SHARE = 0.5
 """Of a linear layer's weights, what the rows that it keeps for later weight gradients may take beside them."""
 
 _Number = TypeVar("_Number", int, float)
+_Each = TypeVar("_Each")
 
 
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,7 +71,12 @@ def _weight_s(profile: Profile, layer: LayerProfile, rows: float) -> float:
 
 def crossings(profile: Profile) -> tuple[float, ...]:
     """Bytes a row of what is made before each cut and read after it, from 0 (the model's input) to the end (none)."""
-    last_reader = _last_readers(profile)
+    number_of = {name: number for number, name in enumerate(profile.names)}
+    last_reader = [0] * len(profile.layers)
+    for number, layer in enumerate(profile.layers):
+        for source in (number - 1,) if layer.inputs is None else (number_of[name] for name in layer.inputs):
+            if source >= 0:
+                last_reader[source] = number
     change = [0.0] * (len(profile.layers) + 2)
     for number, layer in enumerate(profile.layers):
         if last_reader[number] > number:
@@ -78,16 +84,6 @@ def crossings(profile: Profile) -> tuple[float, ...]:
             change[last_reader[number] + 1] -= layer.output_bytes
     running = list(accumulate(change))[1 : len(profile.layers)]
     return (profile.input_bytes, *running, 0.0)
-
-
-def _last_readers(profile: Profile) -> list[int]:
-    number_of = {name: number for number, name in enumerate(profile.names)}
-    last = [0] * len(profile.layers)
-    for number, layer in enumerate(profile.layers):
-        for source in (number - 1,) if layer.inputs is None else (number_of[name] for name in layer.inputs):
-            if source >= 0:
-                last[source] = number
-    return last
 
 
 class Handled(NamedTuple):
@@ -129,15 +125,16 @@ def _folded_weight_s(profile: Profile, layer: LayerProfile, rows: float, num_mic
     return _weight_s(profile, layer, rows * count) / count
 
 
-class _RowSums(NamedTuple):
-    """Seconds of the layers before each cut, at one number of rows."""
+class _Seconds(NamedTuple, Generic[_Each]):
+    """What a microbatch takes: in some layers, or in the layers before each cut."""
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    """The part of backward that only the weights' gradients need."""
-    kept: tuple[float, ...]
-    """The part of that for which layers keep rows until a batch's last backward is over."""
+    forward: _Each
+    backward: _Each
+    """With forward once more before it where the stage recomputes."""
+    weight: _Each
+    """The part of backward that only the weights' gradients need (action W; I is the rest)."""
+    kept: _Each
+    """The part of that for which layers keep rows until a batch's last backward is over; its gradients leave first."""
 
 
 class StageBytes(NamedTuple):
@@ -173,7 +170,7 @@ class Costs:
         self._states = _sums([*states])
         self._buffers = _sums([layer.buffer_bytes for layer in layers])
         self._saved = _sums([layer.saved_bytes for layer in layers])
-        self._rows: dict[tuple[float, Handled], _RowSums] = {}
+        self._rows: dict[tuple[float, Handled], _Seconds[tuple[float, ...]]] = {}
         self._buckets: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._workspaces = [layer.workspace_bytes for layer in layers]
 
@@ -183,7 +180,7 @@ class Costs:
         """A device's speed while some compute; only cores that hosts share make that differ."""
         return self.cluster.device(id).speed * self.network.cores.crowded(id, computing)
 
-    def row_sums(self, rows: float, handled: Handled = _ONE) -> _RowSums:
+    def row_sums(self, rows: float, handled: Handled = _ONE) -> _Seconds[tuple[float, ...]]:
         """Sums of all layers' seconds at this number of rows, made at the first call."""
         found = self._rows.get((rows, handled))
         if found is None:
@@ -191,7 +188,7 @@ class Costs:
             forward = [interpolate(sizes, layer.forward_s, rows) for layer in layers]
             backward, weight = zip(*(self._backward_halves(layer, rows, handled) for layer in layers))
             kept = [own if handled.keeps(layer, rows) else 0.0 for layer, own in zip(layers, weight)]
-            found = self._rows[rows, handled] = _RowSums(_sums(forward), _sums(backward), _sums(weight), _sums(kept))
+            found = self._rows[rows, handled] = _Seconds(_sums(forward), _sums(backward), _sums(weight), _sums(kept))
         return found
 
     def _backward_halves(self, layer: LayerProfile, rows: float, handled: Handled) -> tuple[float, float]:
@@ -212,12 +209,7 @@ class Costs:
         """The optimizer step of so many bytes of trained parameters."""
         return self.profile.optimizer_s * num_bytes / self._trained[-1] if self._trained[-1] else 0.0
 
-    def forward_s(self, first: int, last: int, rows: float, speed: float = 1.0) -> float:
-        """Forward."""
-        sums = self.row_sums(rows).forward
-        return (sums[last] - sums[first]) / speed
-
-    def backward_s(
+    def seconds(
         self,
         first: int,
         last: int,
@@ -226,37 +218,14 @@ class Costs:
         *,
         recompute: bool = False,
         handled: Handled = _ONE,
-    ) -> float:
-        """Backward, with forward once more before it where the stage recomputes."""
-        sums = self.row_sums(rows, handled).backward
-        again = self.forward_s(first, last, rows, speed) if recompute else 0.0
-        return (sums[last] - sums[first]) / speed + again
-
-    def weight_gradient_s(
-        self,
-        first: int,
-        last: int,
-        rows: float,
-        speed: float = 1.0,
-        *,
-        recompute: bool = False,
-        handled: Handled = _ONE,
-    ) -> float:
-        """The part of backward that only the weights' gradients need (action W; I is the rest).
-
-        In the first stage that is all of it: nobody asks for gradients of the model's inputs.
-        """
-        if first == 0:
-            return self.backward_s(first, last, rows, speed, recompute=recompute, handled=handled)
-        sums = self.row_sums(rows, handled).weight
-        return (sums[last] - sums[first]) / speed
-
-    def kept_weight_s(
-        self, first: int, last: int, rows: float, speed: float = 1.0, *, handled: Handled = _ONE
-    ) -> float:
-        """The part of a microbatch's backward that waits for the batch's last, whose gradients leave before it."""
-        sums = self.row_sums(rows, handled).kept
-        return (sums[last] - sums[first]) / speed
+    ) -> _Seconds[float]:
+        """What a microbatch of so many rows takes in some layers."""
+        sums = self.row_sums(rows, handled)
+        forward, backward, weight, kept = [(before[last] - before[first]) / speed for before in sums]
+        if recompute:
+            backward += forward
+        # In the first stage all of backward is for the weights: nobody asks for gradients of the model's inputs.
+        return _Seconds(forward, backward, weight if first else backward, kept)
 
     def optimizer_s(self, first: int, last: int, speed: float = 1.0, *, versions: int = 1) -> float:
         """The optimizer step of some layers: their parameters' share of the whole one.
@@ -293,10 +262,6 @@ class Costs:
 
     # links
 
-    def transfer_s(self, num_bytes: float, source: DeviceId, target: DeviceId) -> float:
-        """One transfer alone on its path: Σ latency + bytes / slowest link."""
-        return self.network.latency_s(source, target) + num_bytes / self.network.rate(source, target)
-
     def reduce_s(self, num_bytes: float, devices: Sequence[DeviceId], num_buckets: int = 1) -> float:
         """An all-reduce among devices, alone on the wires, in buckets one after the other."""
         way = self.network.collective(devices, num_bytes / num_buckets)
@@ -304,17 +269,9 @@ class Costs:
 
     # bytes
 
-    def parameter_bytes(self, first: int, last: int) -> int:
-        """Bytes of the parameters."""
-        return self._parameters[last] - self._parameters[first]
-
     def gradient_bytes(self, first: int, last: int) -> int:
         """Bytes of the parameters that are trained, which are also those of their gradients."""
         return self._trained[last] - self._trained[first]
-
-    def saved_bytes(self, first: int, last: int) -> float:
-        """Bytes a row that forward leaves behind for backward."""
-        return self._saved[last] - self._saved[first]
 
     def workspace_bytes(self, first: int, last: int) -> float:
         """Bytes a row that come and go: those of the layer that needs most."""
@@ -342,7 +299,7 @@ class Costs:
         buffers      rows · (inputs and outputs, twice each: one on the wire, one at work); P more to reduce from
         workspace    rows · that of the hungriest layer     framework  as the device says
         """
-        parameters, trained = self.parameter_bytes(first, last), self.gradient_bytes(first, last)
+        parameters, trained = self._parameters[last] - self._parameters[first], self.gradient_bytes(first, last)
         entering = self.crossings[first] if first else 0.0
         wire = 2 * rows * (entering + self.crossings[last])
         many = num_replicas > 1
@@ -361,8 +318,8 @@ class Costs:
     def held_bytes(
         self, first: int, last: int, held: int, recompute: bool = False, device: Device | None = None
     ) -> float:
-        """Bytes a row of `held` microbatches' activations."""
-        saved = self.saved_bytes(first, last) * (device.saved_factor if device is not None else 1.0)
+        """Bytes a row of `held` microbatches' activations: what forward leaves behind for backward."""
+        saved = (self._saved[last] - self._saved[first]) * (device.saved_factor if device is not None else 1.0)
         return held * self.crossings[first] + saved if recompute and held else held * saved
 
 

@@ -210,16 +210,13 @@ class Network:
         """
         key = tuple(devices)
         if key not in self._orders:
-            self._orders[key] = self._find_order(key)
+            hosts: dict[int, list[DeviceId]] = {}
+            for id in key:
+                hosts.setdefault(id.host, []).append(id)
+            order = [id for members in hosts.values() for id in self._walk(members)]
+            # The search is cubic: rings of more devices are not improved.
+            self._orders[key] = self._two_opt(order) if len(hosts) == 1 and 3 < len(order) <= 16 else tuple(order)
         return self._orders[key]
-
-    def _find_order(self, devices: tuple[DeviceId, ...]) -> tuple[DeviceId, ...]:
-        hosts: dict[int, list[DeviceId]] = {}
-        for id in devices:
-            hosts.setdefault(id.host, []).append(id)
-        order = [id for members in hosts.values() for id in self._walk(members)]
-        # The search is cubic: rings of more devices are not improved.
-        return self._two_opt(order) if len(hosts) == 1 and 3 < len(order) <= 16 else tuple(order)
 
     def _walk(self, members: Sequence[DeviceId]) -> list[DeviceId]:
         walk, left = [members[0]], list(members[1:])

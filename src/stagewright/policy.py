@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from stagewright.plan import Plan, Policy, Route
+from stagewright.plan import Plan, Policy
 
 
 class _Rule(NamedTuple):
@@ -43,19 +43,6 @@ RULES: Mapping[Policy, _Rule] = {
 
 DISTINCT = tuple(name for name in RULES if name != "interleaved")
 """Those that differ even where every worker has one stage."""
-
-
-class _Pace(Protocol):
-    """What a plan and a planner's setting share: how batches are cut up and ordered."""
-
-    @property
-    def num_microbatches(self) -> int: ...
-    @property
-    def route(self) -> Route: ...
-    @property
-    def policy(self) -> Policy: ...
-    @property
-    def hold(self) -> int | None: ...
 
 
 def lanes(plan: Plan) -> tuple[int, ...]:
@@ -132,18 +119,3 @@ def outstanding(plan: Plan) -> tuple[int, ...]:
     """How many microbatches a replica of each stage has run forward at most whose gradients have not left it yet."""
     widths = lanes(plan)
     return tuple(map(held, [plan.num_microbatches] * len(widths), widths, aheads(plan), reach(plan)))
-
-
-def held_before(pace: _Pace, replicas: int, later_stages: int, later_replicas: int, depth: int) -> int:
-    """`holds` of one stage for a search that goes from the last stage to the first, and so knows only later ones.
-
-    The same number, with two exceptions that only the whole plan can tell: with `hold` it is no less than the truth,
-    and with a backward in halves it is what 1f1b holds there.
-    """
-    num, rotates = pace.num_microbatches, pace.route == "rotate"
-    width, later = (replicas, later_replicas) if rotates else (1, later_stages)
-    if RULES[pace.policy].all_forwards_first:
-        return -(-num // width) * depth
-    if pace.hold is not None and later:
-        return min(pace.hold, -(-num // width) * depth)
-    return held(num, width, -(-later // width) * width, depth)

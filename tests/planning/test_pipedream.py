@@ -50,8 +50,8 @@ def objective_by_hand(profile: Profile, plan: PipeDreamPlan, bytes_per_s: float)
     worst = 0.0
     for number, replicas in enumerate(plan.replicas):
         first, last = edges[number], edges[number + 1]
-        compute = costs.forward_s(first, last, rows) + costs.backward_s(first, last, rows)
-        reduction = 4 * (replicas - 1) / replicas * costs.parameter_bytes(first, last) / bytes_per_s
+        compute = sum(costs.seconds(first, last, rows)[:2])
+        reduction = 4 * (replicas - 1) / replicas * costs.gradient_bytes(first, last) / bytes_per_s
         worst = max(worst, (compute + reduction) / replicas)
         for cut in (first, last) if number else ():
             carried = costs.crossings[cut] if cut < len(profile.layers) else 0.0

@@ -28,7 +28,7 @@ from stagewright.cluster import DeviceId
 from stagewright.cost import Costs, num_buckets
 from stagewright.plan import Plan
 from stagewright.planning.groups import FLUSHED, ClusterRates, Devices, Group, Setting, make_group
-from stagewright.policy import RULES, held_before, holds, outstanding
+from stagewright.policy import RULES, holds, outstanding
 
 
 class _Part(NamedTuple):
@@ -68,9 +68,6 @@ class _Crossing(NamedTuple):
 
     one_s: float
     all_s: float
-
-
-NO_CROSSING = _Crossing(0.0, 0.0)
 
 
 class Label(NamedTuple):
@@ -123,7 +120,7 @@ class Estimator:
         setting, versions = self.setting, self.setting.versions(later)
         if versions is None:
             return None
-        held = held_before(setting, len(devices), later, later_replicas, setting.reach(later))
+        held = setting.held(later, len(devices), later_replicas)
         if setting.hold is not None and held > setting.hold:
             return None
         key = (first, last, self.shared.looks(devices), held, versions)
@@ -164,13 +161,14 @@ class Estimator:
         count = group.handled.microbatches
         forward = backward = late = kept = 0.0
         for rows, _, _, speed in group.kinds:
-            size, handled = (first, last, rows * group.evenness, speed), group.handled
-            forward = max(forward, costs.forward_s(*size))
-            backward = max(backward, costs.backward_s(*size, recompute=recompute, handled=handled))
+            rows_s = costs.seconds(
+                first, last, rows * group.evenness, speed, recompute=recompute, handled=group.handled
+            )
+            forward, backward = max(forward, rows_s.forward), max(backward, rows_s.backward)
             if self.rule.halves:
-                late = max(late, costs.weight_gradient_s(*size, recompute=recompute, handled=handled))
+                late = max(late, rows_s.weight)
             elif len(devices) == 1:
-                kept = costs.kept_weight_s(*size, handled=handled)
+                kept = rows_s.kept
         backward = max(backward - late - kept, 0.0)
         reduce_s = self.reduce_s(first, last, devices, buckets)
         busy_s = count * (forward + backward + late)
@@ -227,7 +225,9 @@ class Estimator:
     # boundaries
 
     def crossing(self, cut: int, sources: Devices, targets: Devices) -> _Crossing:
-        """What crosses the cut before a layer, from the replicas of one stage to those of the next."""
+        """What crosses the cut before a layer, from the replicas of one stage to those of the next, if there is one."""
+        if not targets:
+            return _Crossing(0.0, 0.0)
         latency, one, every = self._wires(sources, targets)
         row_bytes, setting = self.costs.crossings[cut], self.setting
         return _Crossing(latency + row_bytes * setting.rows * one, latency + row_bytes * setting.batch * every)
@@ -293,21 +293,9 @@ class _Estimate(NamedTuple):
     limit: str
 
 
-def setting_of(plan: Plan) -> Setting:
-    """The setting of a plan."""
-    return Setting(
-        batch=plan.batch,
-        num_microbatches=plan.num_microbatches,
-        route=plan.route,
-        policy=plan.policy,
-        hold=plan.hold,
-        staleness=",".join(map(str, plan.versions)),
-    )
-
-
 def estimate(plan: Plan, costs: Costs, shared: ClusterRates | None = None) -> _Estimate:
     """The plan's step time, and whether it fits: the same figures that the searches add up."""
-    estimator, edges = Estimator(costs, setting_of(plan), shared), (0, *accumulate(len(s.layers) for s in plan.stages))
+    estimator, edges = Estimator(costs, Setting.of(plan), shared), (0, *accumulate(len(s.layers) for s in plan.stages))
     parts, crossings, shortage, label = list[_Part](), list[_Crossing](), None, Label()
     for stage in plan.stages:
         estimator.group(stage.devices, stage.row_weights or (1.0,) * len(stage.devices))
@@ -315,11 +303,11 @@ def estimate(plan: Plan, costs: Costs, shared: ClusterRates | None = None) -> _E
     for later, (stage, first, last, held, waiting) in enumerate(reversed(every)):
         peak, short = estimator.fullest(first, last, stage.devices, held, stage.versions, stage.recompute)
         shortage = short or shortage
-        if later:
-            crossings.insert(0, estimator.crossing(last, stage.devices, plan.stages[-later].devices))
+        targets = plan.stages[-later].devices if later else ()
+        crossings.insert(0, estimator.crossing(last, stage.devices, targets))
         how = (waiting, stage.versions, stage.recompute, peak, stage.num_buckets)
         parts.insert(0, estimator.timed(first, last, stage.devices, *how))
-        label = estimator.extend(label, crossings[0] if later else NO_CROSSING, parts[0])
+        label = estimator.extend(label, crossings[0], parts[0])
     step_s = estimator.total(label, len(parts))
     return _Estimate(step_s, parts, crossings, shortage, _name_limit(costs, edges, parts, crossings, step_s))
 
@@ -338,7 +326,7 @@ def _name_limit(
             size = f"{heaviest.gradient_bytes / 2**20:,.0f} MiB"
             what = f"{shown * 1e3:,.0f} ms{' exposed' if part.versions == 1 else ''}"
             found.append((shown, -number, f"all-reduce of {heaviest.name} ({size}; {what})"))
-    for number, crossing in enumerate(crossings):
+    for number, crossing in enumerate(crossings[:-1]):
         found.append((crossing.all_s, -number, f"transfer {number} → {number + 1}"))
     most, _, text = max(found)
     waiting = step_s - max(part.busy_s for part in parts)

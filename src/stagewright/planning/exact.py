@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from stagewright.cluster import DeviceId
 from stagewright.cost import Costs
-from stagewright.planning.estimate import NO_CROSSING, Estimator, Label
+from stagewright.planning.estimate import Estimator, Label
 from stagewright.planning.groups import Devices, Setting, find_twins
 
 Shape = tuple[tuple[int, int], ...]
@@ -123,7 +123,7 @@ def longer(tail: Tail, first: int, last: int, devices: Devices, estimator: Estim
     part = estimator.part(first, last, devices, later, replicas)
     if part is None:
         return None
-    between = estimator.crossing(last, devices, groups[0]) if later else NO_CROSSING
+    between = estimator.crossing(last, devices, groups[0] if later else ())
     label = estimator.extend(label, between, part)
     step_s, replicas = estimator.total(label, later + 1), replicas + len(devices)
     return Tail(label, (first, *firsts), (devices, *groups), (part.recompute, *recompute), replicas, step_s)

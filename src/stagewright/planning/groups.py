@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from stagewright.cluster import Device, DeviceId
 from stagewright.cost import Costs, Handled, handled_by_each
-from stagewright.plan import DEFAULT_POLICY, Policy, Route, overlaps, parse_staleness, split_edges
+from stagewright.plan import DEFAULT_POLICY, Plan, Policy, Route, overlaps, parse_staleness, split_edges
+from stagewright.policy import RULES, held
 
 Devices = tuple[DeviceId, ...]
 
@@ -31,6 +32,18 @@ class Setting:
     recompute: bool | None = None
     """None: in the stages that would not fit otherwise."""
     staleness: str = FLUSHED
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """The setting of a plan."""
+        return cls(
+            batch=plan.batch,
+            num_microbatches=plan.num_microbatches,
+            route=plan.route,
+            policy=plan.policy,
+            hold=plan.hold,
+            staleness=",".join(map(str, plan.versions)),
+        )
 
     @property
     def rows(self) -> int:
@@ -54,6 +67,20 @@ class Setting:
         if self.listed_versions is not None:
             return min(self.listed_versions[: len(self.listed_versions) - later])
         return self.versions(later) or 1
+
+    def held(self, later: int, replicas: int, later_replicas: int) -> int:
+        """`policy.holds` of one stage, for a search that goes from the last stage on and so knows only later ones.
+
+        The same number, with two exceptions that only the whole plan can tell: with `hold` it is no less than the
+        truth, and with a backward in halves it is what 1f1b holds there.
+        """
+        num, depth = self.num_microbatches, self.reach(later)
+        width, after = (replicas, later_replicas) if self.route == "rotate" else (1, later)
+        if RULES[self.policy].all_forwards_first:
+            return -(-num // width) * depth
+        if self.hold is not None and later:
+            return min(self.hold, -(-num // width) * depth)
+        return held(num, width, -(-after // width) * width, depth)
 
     def is_flushed(self, num_stages: int) -> bool:
         """Whether every stage keeps one version."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import NoReturn
 
 from stagewright.errors import ScheduleError
@@ -30,9 +30,8 @@ def check_schedule(schedule: Schedule, num_batches: int | None = None) -> None:
     """Raises a ScheduleError with the reason, the action and the grid unless the schedule is right."""
     if num_batches is not None:
         check_batches(schedule.plan, num_batches)
-    own = _own_microbatches(schedule.plan)
     for worker in range(len(schedule.orders)):
-        _check_places(schedule, worker, own[worker])
+        _check_places(schedule, worker)
         _check_held(schedule, worker)
     _check_sequences(schedule)
     _check_completion(schedule, schedule.num_batches_drawn if num_batches is None else num_batches)
@@ -47,30 +46,14 @@ def check_batches(plan: Plan, num_batches: int) -> None:
         )
 
 
-_Own = dict[int, tuple[int, list[int]]]
-"""By stage: which replica a worker is there, and its microbatches."""
-
-
-def _own_microbatches(plan: Plan) -> list[_Own]:
-    """Who has to do what, worker by worker, from the routes alone."""
-    own: list[_Own] = [{} for _ in plan.devices]
-    for stage, workers in enumerate(plan.workers):
-        for replica, worker in enumerate(workers):
-            own[worker][stage] = replica, []
-        for number in range(plan.num_microbatches):
-            for replica in plan.peers(stage, number):
-                own[workers[replica]][stage][1].append(number)
-    return own
-
-
-def _check_places(schedule: Schedule, worker: int, own: _Own) -> None:
+def _check_places(schedule: Schedule, worker: int) -> None:
     """Every action that a worker owes stands in its order once, and no other; each after what it needs."""
     order, places = schedule.orders[worker], dict[_Key, int]()
     for number, action in enumerate(order):
         if _key(action) in places:
             _fail(schedule, worker, action, "it stands in the order twice")
         places[_key(action)] = number - action.batch * len(order)
-    rules = list(_Rules(schedule, worker, places).of(own))
+    rules = [rule for stage in schedule.plan.stages_of[worker] for rule in _rules(schedule, worker, stage, places)]
     wanted = {key for first, second, _ in rules for key in (first, second)}
     for key in sorted(wanted - places.keys()):
         _fail(schedule, worker, _action(key), "it is missing")
@@ -87,58 +70,51 @@ _Rule = tuple[_Key, _Key, int]
 """An action that must stand before another one, and how many batches later that one is."""
 
 
-class _Rules:
-    """Who must stand before whom in one worker's order; every action that it owes stands in a rule."""
-
-    def __init__(self, schedule: Schedule, worker: int, places: Container[_Key]) -> None:
-        self.plan, self.agree, self.worker, self.places = schedule.plan, schedule.agree, worker, places
-
-    def of(self, own: _Own) -> Iterator[_Rule]:
-        """All of them, stage by stage."""
-        for stage, (replica, numbers) in own.items():
-            for number in numbers:
-                yield from self.of_microbatch(stage, number, replica)
-            yield from self.of_batch(stage, numbers)
-
-    def backward(self, stage: int, number: int) -> tuple[_Key, _Key]:
-        """The backward that others wait for, and the one that completes gradients; halves if the order has them."""
-        halves: tuple[_Key, _Key] = (_INPUT, stage, number, -1), (_WEIGHT, stage, number, -1)
-        whole: _Key = (_BACKWARD, stage, number, -1)
-        return halves if halves[0] in self.places else (whole, whole)
-
-    def of_microbatch(self, stage: int, number: int, replica: int) -> Iterator[_Rule]:
-        """Forward, then backward; each after the rows that it needs, and before they are sent on."""
+def _rules(schedule: Schedule, worker: int, stage: int, places: Container[_Key]) -> Iterator[_Rule]:
+    """Who must stand before whom in a worker's order, for one of its stages; all that it owes stands in a rule."""
+    plan, lasts = schedule.plan, list[_Key]()
+    replica = plan.workers[stage].index(worker)
+    update: _Key = (Kind.UPDATE, stage, -1, -1)
+    for number in range(plan.num_microbatches):
+        if replica not in plan.peers(stage, number):
+            continue
+        # Forward, then backward; each after the rows that it needs, and before they are sent on.
         forward: _Key = (_FORWARD, stage, number, -1)
-        backward, last = self.backward(stage, number)
+        backward, last = _backward(stage, number, places)
+        lasts.append(last)
         yield forward, backward, 0
         if last != backward:
             yield backward, last, 0
-        sources, targets = self.plan.peers(stage, number)[replica]
-        for peer in (self.plan.workers[stage - 1][one] for one in sources):
-            if peer == self.worker:
+        sources, targets = plan.peers(stage, number)[replica]
+        for peer in (plan.workers[stage - 1][one] for one in sources):
+            if peer == worker:
                 yield (_FORWARD, stage - 1, number, -1), forward, 0
             else:
                 yield (Kind.RECEIVE_FORWARD, stage - 1, number, peer), forward, 0
                 yield backward, (Kind.SEND_BACKWARD, stage, number, peer), 0
-        for peer in (self.plan.workers[stage + 1][one] for one in targets):
-            if peer == self.worker:
-                yield self.backward(stage + 1, number)[0], backward, 0
+        for peer in (plan.workers[stage + 1][one] for one in targets):
+            if peer == worker:
+                yield _backward(stage + 1, number, places)[0], backward, 0
             else:
                 yield forward, (Kind.SEND_FORWARD, stage, number, peer), 0
                 yield (Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward, 0
+        yield update, forward, plan.versions[stage]
+    # Reductions after backward, then the agreement and the update.
+    num_buckets = plan.stages[stage].num_buckets if plan.replicas[stage] > 1 else 0
+    steps: list[list[_Key]] = [
+        lasts,
+        [(Kind.REDUCE, stage, -1, bucket) for bucket in range(num_buckets)],
+        [(Kind.AGREE, -1, -1, -1)] if schedule.agree else [],
+        [update],
+    ]
+    yield from ((first, second, 0) for one, other in combinations(steps, 2) for first, second in product(one, other))
 
-    def of_batch(self, stage: int, numbers: list[int]) -> Iterator[_Rule]:
-        """Reductions after backward, then the agreement and the update, and K batches later the forwards."""
-        update: _Key = (Kind.UPDATE, stage, -1, -1)
-        agreement: list[_Key] = [(Kind.AGREE, -1, -1, -1)] if self.agree else []
-        num_buckets = self.plan.stages[stage].num_buckets if self.plan.replicas[stage] > 1 else 0
-        reductions: list[_Key] = [(Kind.REDUCE, stage, -1, bucket) for bucket in range(num_buckets)]
-        lasts = [self.backward(stage, number)[1] for number in numbers]
-        yield from ((last, after, 0) for after in [*reductions, update, *agreement] for last in lasts)
-        yield from ((reduction, after, 0) for after in [update, *agreement] for reduction in reductions)
-        yield from ((key, update, 0) for key in agreement)
-        for number in numbers:
-            yield update, (_FORWARD, stage, number, -1), self.plan.versions[stage]
+
+def _backward(stage: int, number: int, places: Container[_Key]) -> tuple[_Key, _Key]:
+    """The backward that others wait for, and the one that completes gradients; halves if the order has them."""
+    halves: tuple[_Key, _Key] = (_INPUT, stage, number, -1), (_WEIGHT, stage, number, -1)
+    whole: _Key = (_BACKWARD, stage, number, -1)
+    return halves if halves[0] in places else (whole, whole)
 
 
 def _check_held(schedule: Schedule, worker: int) -> None:

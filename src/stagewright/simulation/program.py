@@ -304,15 +304,12 @@ class _Compiler:
         return self.known_s[key]
 
     def fresh_s(self, kind: Kind, stage: int, rows: int, speed: float) -> float:
-        layers, handled = self.bounds[stage], self.handled(stage)
-        if kind is Kind.FORWARD:
-            return self.costs.forward_s(*layers, rows, speed)
         recompute = self.plan.stages[stage].recompute
-        whole = self.costs.backward_s(*layers, rows, speed, recompute=recompute, handled=handled)
+        found = self.costs.seconds(*self.bounds[stage], rows, speed, recompute=recompute, handled=self.handled(stage))
         if kind is Kind.BACKWARD:
-            return whole - self.kept_s(stage, rows, speed)
-        weight = self.costs.weight_gradient_s(*layers, rows, speed, recompute=recompute, handled=handled)
-        return weight if kind is Kind.BACKWARD_WEIGHT else whole - weight
+            return found.backward - self.kept_s(stage, rows, speed)
+        halves = {Kind.BACKWARD_INPUT: found.backward - found.weight, Kind.BACKWARD_WEIGHT: found.weight}
+        return halves.get(kind, found.forward)
 
     def handled(self, stage: int) -> Handled:
         """What each replica of a stage handles."""
@@ -326,7 +323,7 @@ class _Compiler:
         """
         if self.plan.replicas[stage] > 1:
             return 0.0
-        return self.costs.kept_weight_s(*self.bounds[stage], rows, speed, handled=self.handled(stage))
+        return self.costs.seconds(*self.bounds[stage], rows, speed, handled=self.handled(stage)).kept
 
     def update_s(self, worker: int, stage: int) -> float:
         """Seconds of U, with the products that are left of its batch."""
