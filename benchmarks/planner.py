@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from stagewright.cluster import Device, make_cluster
 from stagewright.planning import PlanOptions
-from stagewright.planning.choose import shape
-from stagewright.planning.search import make_plan
+from stagewright.planning.search import make_plan, shape
 from stagewright.profile import LayerProfile, Profile
 from stagewright.profiling.pipedream import import_pipedream
 from stagewright.simulation import simulator

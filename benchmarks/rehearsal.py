@@ -33,10 +33,9 @@ from benchmarks.slices import Slices, sliced_card
 from stagewright.cluster import Cluster, Link, find_cluster
 from stagewright.errors import FileError, RunError, StagewrightError, UsageError
 from stagewright.plan import Plan
-from stagewright.planning.choose import shape
 from stagewright.planning.fixed import cut_by_ratio, fixed_plan, table_of
 from stagewright.planning.options import PlanOptions
-from stagewright.planning.search import make_plan
+from stagewright.planning.search import make_plan, shape
 from stagewright.profile import Profile
 from stagewright.profiling.heap import keep_longer
 from stagewright.record import Record

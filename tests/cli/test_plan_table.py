@@ -10,8 +10,7 @@ import pytest
 from stagewright.cli.plan import _passed_over, _tell_apart, rows
 from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
-from stagewright.planning.choose import Choice
-from stagewright.planning.search import Search
+from stagewright.planning.search import Choice, Search
 
 from .conftest import Run
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
+from stagewright.cluster import Devices
 from stagewright.cost import Costs
 from stagewright.planning.estimate import Estimator
-from stagewright.planning.exact import Candidate, Devices, price
+from stagewright.planning.exact import Candidate, price
 from stagewright.planning.groups import Setting
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from stagewright.cluster import DeviceId
 from stagewright.plan import Plan, Stage
-from stagewright.planning.choose import TIE, Choice, plainest, to_score
 from stagewright.planning.exact import Candidate, Found, Leaders
 from stagewright.planning.groups import Setting
+from stagewright.planning.search import TIE, Choice, plainest
 
 
 def choice(num_stages: int, step_s: float, **other: Any) -> Choice:
@@ -39,7 +39,7 @@ def test_the_best_plans_of_few_stages_are_simulated_though_the_estimate_prefers_
     offer((1, 1, 2), 1.2)
     offer((1,) * 6, 1.3)
     assert [found.step_s for found in leaders.found] == [1.0, 1.1]
-    assert [found.step_s for found in to_score(leaders)] == [1.0, 1.1, 1.3, 1.5, 1.2], "of 2-1 the better cut, and 3-1"
+    assert [found.step_s for found in leaders.to_score] == [1.0, 1.1, 1.3, 1.5, 1.2], "of 2-1 the better cut, and 3-1"
     for sizes, step_s in (((2, 2), 1.6), ((1, 2), 1.7), ((1, 1), 1.35)):
         offer(sizes, step_s)
-    assert [found.step_s for found in to_score(leaders)] == [1.0, 1.1, 1.3, 1.35, 1.5, 1.2], "three sizes of two stages"
+    assert [found.step_s for found in leaders.to_score] == [1.0, 1.1, 1.3, 1.35, 1.5, 1.2], "three sizes of two stages"

@@ -14,8 +14,7 @@ import stagewright as sw
 from stagewright.cluster import format_placement
 from stagewright.errors import PlanError
 from stagewright.plan import POLICIES, ROUTES
-from stagewright.planning.choose import TIE
-from stagewright.planning.search import Search, make_plan
+from stagewright.planning.search import TIE, Search, make_plan
 from stagewright.simulation import simulator
 
 BEHIND = 0.02

@@ -17,8 +17,8 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError, StagewrightError, UsageError
 from stagewright.plan import Plan, Policy
 from stagewright.planning import PlanOptions
-from stagewright.planning.choose import Score, bytes_text, shape
-from stagewright.planning.search import make_plan, thin_cuts
+from stagewright.planning.explore import thin_cuts
+from stagewright.planning.search import Score, bytes_text, make_plan, shape
 from stagewright.profile import Profile
 from stagewright.record import Record
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_options, random_profile

@@ -15,9 +15,8 @@ from stagewright.cli.show import show, table
 from stagewright.cluster import Cluster, count
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
-from stagewright.planning.choose import Choice, shape
 from stagewright.planning.options import PlanOptions
-from stagewright.planning.search import Search, make_plan
+from stagewright.planning.search import Choice, Search, make_plan, shape
 from stagewright.profile import Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.drawing import describe_devices

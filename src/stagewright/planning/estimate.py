@@ -24,10 +24,10 @@ from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from stagewright.cluster import DeviceId
+from stagewright.cluster import DeviceId, Devices
 from stagewright.cost import Costs, num_buckets
 from stagewright.plan import Plan
-from stagewright.planning.groups import FLUSHED, ClusterRates, Devices, Group, Setting, make_group
+from stagewright.planning.groups import FLUSHED, ClusterRates, Group, Setting, make_group
 from stagewright.policy import RULES, holds, outstanding
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from stagewright.cluster import DeviceId
+from stagewright.cluster import DeviceId, Devices
 from stagewright.cost import Costs
 from stagewright.planning.estimate import Estimator, Label
-from stagewright.planning.groups import Devices, Setting, find_twins
+from stagewright.planning.groups import Setting, find_twins
 
-Shape = tuple[tuple[int, int], ...]
+_Shape = tuple[tuple[int, int], ...]
 
 
 class Candidate(NamedTuple):
@@ -30,7 +30,7 @@ class Candidate(NamedTuple):
     setting: Setting
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> _Shape:
         """Where it is cut and how many replicas each stage has."""
         return tuple((first, len(devices)) for first, devices in zip(self.edges, self.groups))
 
@@ -71,7 +71,17 @@ class Leaders:
         """What the best plan takes."""
         return self.found[0].step_s if self.found else float("inf")
 
-    def limit_s(self, shape: Shape) -> float:
+    @property
+    def to_score(self) -> list[Found]:
+        """Those that are worth a simulation: the best of all, and of few stages the best of some sizes of groups.
+
+        The estimate may hold a dozen cuts of one deep pipeline for a little faster than all that has two stages, and of
+        two stages three cuts of 2-1 for a little faster than 3-1, where a simulation knows better.
+        """
+        shallow = (entry for _, found in sorted(self.shallow.items()) for entry in found)
+        return [*self.found, *(entry for entry in shallow if entry not in self.found)]
+
+    def limit_s(self, shape: _Shape) -> float:
         """What a plan of this shape must be faster than to be kept."""
         known = [each.step_s for each in self.found if each.candidate.shape == shape]
         last = self.found[-1].step_s if len(self.found) >= self.most else float("inf")
@@ -101,7 +111,7 @@ def _keep(found: list[Found], most: int, fresh: Found, kind_of: Callable[[Found]
     del found[most:]
 
 
-class Tail(NamedTuple):
+class _Tail(NamedTuple):
     """The last stages of a plan, priced."""
 
     label: Label = Label()
@@ -113,10 +123,10 @@ class Tail(NamedTuple):
     """What a step of these stages would take."""
 
 
-NO_STAGES = Tail()
+_NO_STAGES = _Tail()
 
 
-def longer(tail: Tail, first: int, last: int, devices: Devices, estimator: Estimator) -> Tail | None:
+def _longer(tail: _Tail, first: int, last: int, devices: Devices, estimator: Estimator) -> _Tail | None:
     """The tail with one stage more in front; None where that does not fit."""
     label, firsts, groups, recompute, replicas, _ = tail
     later = len(groups)
@@ -126,15 +136,15 @@ def longer(tail: Tail, first: int, last: int, devices: Devices, estimator: Estim
     between = estimator.crossing(last, devices, groups[0] if later else ())
     label = estimator.extend(label, between, part)
     step_s, replicas = estimator.total(label, later + 1), replicas + len(devices)
-    return Tail(label, (first, *firsts), (devices, *groups), (part.recompute, *recompute), replicas, step_s)
+    return _Tail(label, (first, *firsts), (devices, *groups), (part.recompute, *recompute), replicas, step_s)
 
 
 def price(candidate: Candidate, estimator: Estimator, below: float = float("inf")) -> Found | None:
     """The estimate of a candidate, from its last stage on; None where it does not fit, or is not below."""
     edges, groups, _ = candidate
-    tail = NO_STAGES
+    tail = _NO_STAGES
     for number in reversed(range(len(groups))):
-        found = longer(tail, edges[number], edges[number + 1], groups[number], estimator)
+        found = _longer(tail, edges[number], edges[number + 1], groups[number], estimator)
         if found is None or found.step_s >= below:
             return None
         tail = found
@@ -206,8 +216,8 @@ def search_exactly(
 
     `cuts` are where a stage may begin or end, from 0 to the number of layers.
     """
-    table: dict[int, dict[_Key, list[Tail]]] = {cut: {} for cut in cuts}
-    table[cuts[-1]][space.start, (), 0] = [NO_STAGES]
+    table: dict[int, dict[_Key, list[_Tail]]] = {cut: {} for cut in cuts}
+    table[cuts[-1]][space.start, (), 0] = [_NO_STAGES]
     for place in range(len(cuts) - 1, 0, -1):
         last, firsts = cuts[place], cuts[place - 1 : place] if every_cut else cuts[:place]
         for (used, _, later), known in table[last].items():
@@ -223,12 +233,12 @@ def search_exactly(
 
 
 def _grown(
-    estimator: Estimator, tail: Tail, last: int, devices: Devices, firsts: Sequence[int], leaders: Leaders
-) -> Iterator[Tail]:
+    estimator: Estimator, tail: _Tail, last: int, devices: Devices, firsts: Sequence[int], leaders: Leaders
+) -> Iterator[_Tail]:
     """A tail with a stage more in front on these devices, for each place where that may begin and could still lead."""
     slack = PLAIN_SLACK if len(tail.groups) < 3 else 1.0
     for first in reversed(firsts):
-        found = longer(tail, first, last, devices, estimator)
+        found = _longer(tail, first, last, devices, estimator)
         if found is None:
             continue
         if found.step_s <= leaders.bound * slack:
@@ -239,7 +249,7 @@ def _grown(
             return
 
 
-def _add(known: list[Tail], fresh: Tail) -> None:
+def _add(known: list[_Tail], fresh: _Tail) -> None:
     """Keeps a tail unless another is no worse in every field, and drops those that it makes needless."""
     if not any(all(old <= new for old, new in zip(each.label, fresh.label)) for each in known):
         known[:] = [each for each in known if not all(new <= old for new, old in zip(fresh.label, each.label))]

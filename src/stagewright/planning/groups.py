@@ -9,12 +9,10 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple, Self
 
-from stagewright.cluster import Device, DeviceId
+from stagewright.cluster import Device, DeviceId, Devices
 from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.plan import DEFAULT_POLICY, Plan, Policy, Route, overlaps, parse_staleness, split_edges
 from stagewright.policy import RULES, held
-
-Devices = tuple[DeviceId, ...]
 
 FLUSHED = "0"
 """The staleness of exact training."""

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise, product
 
-from stagewright.cluster import DeviceId, parse_placement
+from stagewright.cluster import DeviceId, Devices, parse_placement
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import DEFAULT_POLICY, ROUTES, Plan, Policy, Route
 from stagewright.planning.estimate import Estimator, Shortage
 from stagewright.planning.exact import Candidate, Found, price
 from stagewright.planning.fixed import LayerTable, given_cuts, table_of, whole_plan
-from stagewright.planning.groups import FLUSHED, ClusterRates, Devices, Setting
+from stagewright.planning.groups import FLUSHED, ClusterRates, Setting
 from stagewright.planning.options import PlanOptions
 from stagewright.policy import DISTINCT, RULES
 
@@ -101,12 +101,12 @@ class Problem:
         """The candidate with one thing changed, of what is open: cuts, devices, or one of these settings."""
         if not self.every_cut:
             for together in range(1, most_cuts + 1):
-                yield from moved_cuts(here, self.cuts, together)
+                yield from _moved_cuts(here, self.cuts, together)
         if self.groups is None:
-            yield from moved_devices(here)
-            yield from swapped_devices(here, self.costs.cluster.device_ids, self.shared.twins) if swaps else ()
+            yield from _moved_devices(here)
+            yield from _swapped_devices(here, self.costs.cluster.device_ids, self.shared.twins) if swaps else ()
         if self.is_free:
-            yield from joined(here)
+            yield from _joined(here)
         yield from (here._replace(setting=setting) for setting in settings if setting != here.setting)
 
     def near(self, here: Setting) -> Iterator[Setting]:
@@ -196,7 +196,7 @@ def _find_cuts(
     return (0, *chosen, len(layers)), True
 
 
-def moved_cuts(here: Candidate, cuts: Sequence[int], together: int = 1) -> Iterator[Candidate]:
+def _moved_cuts(here: Candidate, cuts: Sequence[int], together: int = 1) -> Iterator[Candidate]:
     """With one cut, or so many beside one another, a few places earlier or later."""
     place = {cut: number for number, cut in enumerate(cuts)}
     for number in range(1, len(here.edges) - together):
@@ -210,7 +210,7 @@ def moved_cuts(here: Candidate, cuts: Sequence[int], together: int = 1) -> Itera
                     yield here._replace(edges=edges)
 
 
-def moved_devices(here: Candidate) -> Iterator[Candidate]:
+def _moved_devices(here: Candidate) -> Iterator[Candidate]:
     """With some devices of one stage in the next, or the other way."""
     for number in range(len(here.groups) - 1):
         left, right = here.groups[number], here.groups[number + 1]
@@ -225,7 +225,7 @@ def moved_devices(here: Candidate) -> Iterator[Candidate]:
             yield here._replace(groups=(*here.groups[:number], *tidy, *here.groups[number + 2 :]))
 
 
-def swapped_devices(here: Candidate, devices: Devices, twins: Mapping[DeviceId, Devices]) -> Iterator[Candidate]:
+def _swapped_devices(here: Candidate, devices: Devices, twins: Mapping[DeviceId, Devices]) -> Iterator[Candidate]:
     """With two devices that differ in one another's place, or one that does nothing in one's place, or beside it."""
     idle = tuple(sorted(set(devices) - {id for group in here.groups for id in group}))
     places = [*enumerate(here.groups), (-1, idle)]
@@ -246,7 +246,7 @@ def _regrouped(here: Candidate, groups: Mapping[int, set[DeviceId]]) -> Candidat
     return here._replace(groups=tuple(fresh))
 
 
-def joined(here: Candidate) -> Iterator[Candidate]:
+def _joined(here: Candidate) -> Iterator[Candidate]:
     """With two stages as one."""
     for number in range(len(here.groups) - 1):
         joined = tuple(sorted((*here.groups[number], *here.groups[number + 1])))

@@ -1,30 +1,55 @@
 """The best plan for a profile and a cluster, with its rivals and the reasons.
 
-On few devices and layers the optimum of the estimate counts, else plans whose slowest stage is as fast as can be, by
-whole tables at once, fill, drain and memory left out; they are then improved:
-
-    best[stages, devices, cut] = min over the next cut and its replicas of max(this stage, best[stages − 1, …])
+explore   the shapes that the estimate favours
+pool      every leading shape in every setting, the best by the estimate first: simulated while one could still lead
+climb     the fastest with one thing changed (a cut, a device, microbatches, route, order) while that helps
+finish    the same in more buckets, and with one batch under way at a time
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
+from itertools import accumulate, islice, pairwise
 from time import perf_counter
 
-import numpy as np
-
-from stagewright.cluster import Cluster, DeviceId
+from stagewright.cluster import Cluster, format_devices
 from stagewright.cost import Costs
-from stagewright.planning.choose import Choice, Judge, Score, choose, compare, explain, shape, to_score
-from stagewright.planning.estimate import Estimator
-from stagewright.planning.exact import Candidate, Leaders, Space, given, runs, search_exactly, subsets
-from stagewright.planning.groups import Devices, Setting
+from stagewright.errors import PlanError, ScheduleError
+from stagewright.plan import DEFAULT_POLICY, Plan
+from stagewright.planning.estimate import Shortage, estimate
+from stagewright.planning.exact import Found, Leaders
+from stagewright.planning.explore import explore, explore_data_parallel
+from stagewright.planning.fixed import normal_form
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.problem import Problem, make_problem
 from stagewright.profile import Profile
+from stagewright.record import Record
+
+Score = Callable[[Plan], Record]
+"""What a plan does when it is simulated; the planner is handed it."""
+
+TIE = 1e-3
+"""Steps that differ by less than this share are equal, and the plainest plan is taken."""
+_NEAR = 1.12
+"""A plan is simulated if its estimate is no more than so many times what the fastest so far takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A plan and what it should do."""
+
+    plan: Plan
+    step_s: float
+    peak_bytes: tuple[int, ...]
+    """For each stage, on its fullest device."""
+    limit: str
+    record: Record | None = None
+
+    @property
+    def images_per_s(self) -> float:
+        """Rows of a batch over the step."""
+        return self.plan.batch / self.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +72,13 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     begin = perf_counter()
     problem = make_problem(Costs(profile, cluster), options)
     leaders, rivals = Leaders(most=12), Leaders(most=1)
-    _search_data_parallel(problem, rivals)
+    explore_data_parallel(problem, rivals)
     short = problem.shortage
-    search(problem, leaders, rivals)
-    judge = Judge(problem, score)
-    rival, why_not = compare(problem, rivals, short, judge if problem.is_free else Judge(problem, score))
-    best, *choices = choose(problem, to_score(leaders), judge)
-    reason = explain(
-        best.plan, best.step_s, problem.costs, rival.plan if rival else None, rival.step_s if rival else 0.0
-    )
+    explore(problem, leaders, rivals)
+    judge = _Judge(problem, score)
+    rival, why_not = _compare(problem, rivals, short, judge if problem.is_free else _Judge(problem, score))
+    best, *choices = _choose(problem, leaders.to_score, judge)
+    reason = _explain(best.plan, best.step_s, problem.costs, rival)
     others = {shape(c.plan): c for c in reversed(choices) if rival is None or len(c.plan.stages) > 1}
     others.pop(shape(best.plan), None)
     return Search(
@@ -70,273 +93,213 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     )
 
 
-def _search_data_parallel(problem: Problem, rivals: Leaders) -> None:
-    """Offers one stage on every device, with each number of microbatches; plain means exact training."""
-    whole = (0, len(problem.costs.profile.layers))
-    devices = problem.costs.cluster.device_ids
-    for setting in problem.plain_settings():
-        search_exactly(problem.estimator(setting), whole, given((devices,)), rivals)
+class _Judge:
+    """Plans as choices, each looked at once: by the score where there is one, else by the estimate."""
+
+    def __init__(self, problem: Problem, score: Score | None) -> None:
+        self.problem, self.score = problem, score
+        self.known: dict[Plan, Choice | None] = {}
+        self.work = 0
+
+    @property
+    def fastest_s(self) -> float:
+        """The step of the fastest plan so far."""
+        return min((choice.step_s for choice in self.choices), default=float("inf"))
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All plans that fit, the fastest first."""
+        return sorted(filter(None, self.known.values()), key=lambda each: (each.step_s, _plainness(each.plan)))
+
+    def __call__(self, plan: Plan) -> Choice | None:
+        """The plan's step, peaks and limit; None where it does not fit or cannot be simulated."""
+        if plan not in self.known:
+            self.work += _work_of(plan) if self.score else 0
+            if self.work > 300_000 and self.choices:
+                return None  # about five seconds of simulations were enough
+            self.known[plan] = self._judged(plan)
+        return self.known[plan]
+
+    def _judged(self, plan: Plan) -> Choice | None:
+        found = estimate(plan, self.problem.costs, self.problem.shared)
+        if found.shortage is not None:
+            return None
+        peaks = tuple(part.peak_bytes for part in found.parts)
+        if self.score is None:
+            return Choice(plan=plan, step_s=found.step_s, peak_bytes=peaks, limit=found.limit)
+        try:
+            record = self.score(plan)
+        except ScheduleError:
+            return None
+        held = {use.device: use.peak_bytes for use in record.devices}
+        if any(held.get(str(id), 0) > self.problem.costs.cluster.device(id).memory_bytes for id in plan.devices):
+            return None
+        peaks = tuple(max(held.get(str(id), 0) for id in stage.devices) for stage in plan.stages) if held else peaks
+        # where both blame a reduction, the estimate's words name the layer
+        same = record.limit.startswith("all-reduce") and found.limit.startswith("all-reduce")
+        limit = found.limit if same or not record.limit else record.limit
+        return Choice(plan=plan, step_s=record.median_step_s, peak_bytes=peaks, limit=limit, record=record)
 
 
-def search(problem: Problem, leaders: Leaders, rivals: Leaders) -> None:
-    """Fills the leaders: on few devices and layers with the best of all, else with balanced plans, improved."""
-    costs, devices = problem.costs, problem.costs.cluster.device_ids
-    # Up to here every cut and every group of devices is looked at; where a placement gives the devices, 64 cuts.
-    small = len(devices) <= 6 and len(problem.cuts) - 1 <= 12
-    spaces: list[Space] = [subsets(costs, devices)]
-    if problem.is_free:
-        for entry in rivals.found:
-            leaders.offer(entry)
-        _search_quickly(problem, leaders)
-        if not small:
-            return
-    elif problem.groups is not None:
-        spaces = [given(problem.groups)]
-    elif not small:
-        spaces = [runs(order, group_sizes(len(devices))) for order in device_orders(costs, devices)]
-    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, 64)
-    for setting in problem.settings(weighed=True):
-        for space in spaces:
-            search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
+def _work_of(plan: Plan) -> int:
+    """About how many microbatches of replicas a simulation runs: more batches where there is no flush."""
+    batches = 4 if plan.is_synchronous else 8 + 6 * max(plan.versions)
+    return plan.num_microbatches * sum(plan.replicas) * batches
 
 
-def _search_quickly(problem: Problem, leaders: Leaders) -> None:
-    """Balanced plans in each setting; of each number of stages the best two, of which the best five are improved."""
-    starts: dict[int, Leaders] = {}
-    for start in _balanced_starts(problem):
-        best = starts.setdefault(len(start.groups), Leaders(most=2))
-        for setting in problem.settings():
-            if setting.staleness == start.setting.staleness:
-                best.looked_at += 1
-                found = problem.price(start._replace(setting=setting), best.limit_s(start.shape))
-                if found is not None:
-                    best.offer(found)
-    leaders.looked_at += sum(each.looked_at for each in starts.values())
-    entries = sorted((entry for each in starts.values() for entry in each.found), key=lambda entry: entry.rank)
-    for entry in entries:
-        leaders.offer(entry)
-    for entry in entries[:5]:
-        _improve(entry.candidate, problem, leaders)
-    for entry in leaders.found[:3]:
-        _slide(entry.candidate, problem, problem.cuts, leaders)
-    cuts = thin_cuts(problem.costs, problem.cuts, 40)
-    for here, setting in product([entry.candidate for entry in leaders.found[:3]], problem.settings()):
-        # A cut and a number of microbatches may be better together, though neither is alone.
-        other, is_other = here._replace(setting=setting), setting != here.setting
-        is_other = is_other and setting.staleness == here.setting.staleness
-        if is_other and problem.price(other, 1.12 * leaders.bound) is not None:
-            _slide(other, problem, cuts, leaders)
-    # Devices are exchanged, or left out, once nothing else helps; only the best three count, or they would crowd.
-    apart = Leaders(most=3)
-    for entry in leaders.found[:3]:
-        _improve(entry.candidate, problem, apart, swaps=True)
-    leaders.looked_at += apart.looked_at
-    for entry in apart.found:
-        leaders.offer(entry)
+def _plainness(plan: Plan) -> tuple[object, ...]:
+    """What a person would rather have of two equally fast plans, the smallest first."""
+    buckets = sum(stage.num_buckets for stage in plan.stages)
+    is_other = plan.policy != DEFAULT_POLICY
+    return len(plan.stages), max(plan.versions), is_other, plan.hold is not None, plan.num_microbatches, buckets
 
 
-def _balanced_starts(problem: Problem) -> Iterator[Candidate]:
-    """Plans that are balanced with few and with many microbatches, on devices in each good order.
-
-    Then those that PipeDream's prices favour, so that none of ours is predicted to be slower than they are.
-    """
-    costs, counts, route = problem.costs, problem.counts, problem.routes[0]
-    orders, sizes = device_orders(costs, costs.cluster.device_ids), group_sizes(len(costs.cluster.device_ids))
-    few = sorted({counts[0], counts[len(counts) // 2]})
-    for table, most, tried, among in ((stage_table, 40, few, orders), (pipedream_table, 256, counts[:1], orders[:1])):
-        cuts = thin_cuts(costs, problem.cuts, most)
-        for staleness, count, order in product(problem.stalenesses, tried, among):
-            estimator = problem.estimator(problem.setting(count, route, staleness))
-            yield from balanced(estimator, cuts, order, sizes, table)
-
-
-def _improve(here: Candidate, problem: Problem, leaders: Leaders, *, swaps: bool = False) -> None:
-    """Changes a candidate little by little while the estimate falls, and offers every step to the leaders."""
-    now = _offer(here, problem, leaders, float("inf"))
-    for _ in range(60):
-        best: Candidate | None = None
-        settings = (setting for setting in problem.settings() if setting.staleness == here.setting.staleness)
-        for other in problem.around(here, settings, swaps=swaps):
-            step_s = _offer(other, problem, leaders, now)
-            if step_s < now:
-                now, best = step_s, other
-        if best is None:
-            return
-        here = best
+def _choose(problem: Problem, leaders: Iterable[Found], judge: _Judge) -> list[Choice]:
+    """The plan to take, then others, the fastest first; whoever exceeds memory is left out."""
+    pool = _ranked(problem, leaders)
+    fitting: set[object] = set()
+    for found in pool:
+        if found.candidate.shape not in fitting and judge(problem.plan(found)) is not None:
+            fitting.add(found.candidate.shape)
+    if not judge.choices:
+        raise _refused(problem)
+    if judge.score is not None:
+        could_lead = (found for found in pool if found.step_s <= _NEAR * judge.fastest_s)
+        for found in islice(could_lead, 32):
+            judge(problem.plan(found))
+        for choice in _of_each_shape(judge.choices)[:3]:
+            _finish(_climb(choice, problem, judge), problem, judge)
+    best = plainest(judge.choices, TIE if judge.score is not None else 0.0)
+    return [best, *(choice for choice in judge.choices if choice is not best)]
 
 
-def _offer(candidate: Candidate, problem: Problem, leaders: Leaders, now: float) -> float:
-    """Offers a candidate that is faster than now; what it takes then, else what it took."""
-    leaders.looked_at += 1
-    found = problem.price(candidate, now * (1 - 1e-9))
-    if found is None:
-        return now
-    leaders.offer(found)
-    return found.step_s
+def _ranked(problem: Problem, leaders: Iterable[Found]) -> list[Found]:
+    """Every leading shape in every setting that the estimate tells apart, the best first; none that is far behind."""
+    pool: list[Found] = []
+    settings, far_s = problem.settings(weighed=True), float("inf")
+    for candidate in dict.fromkeys(entry.candidate._replace(setting=settings[0]) for entry in leaders):
+        below_s = float("inf")
+        for setting in settings:
+            found = problem.price(candidate._replace(setting=setting), below_s)
+            if found is not None:
+                pool.append(found)
+                far_s = min(far_s, 1.25 * found.step_s)
+                below_s = max(far_s, min(below_s, found.step_s))
+    return sorted(pool, key=lambda found: found.rank)
 
 
-def _slide(here: Candidate, problem: Problem, cuts: Sequence[int], leaders: Leaders) -> None:
-    """Tries every place of every cut between its neighbours, one cut after the other, while the estimate falls."""
-    found = problem.price(here)
-    now, before = found.step_s if found is not None else float("inf"), float("inf")
-    while now < before:
-        before = now
-        for number in range(1, len(here.edges) - 1):
-            for cut in cuts:
-                if here.edges[number - 1] < cut < here.edges[number + 1]:
-                    other = here._replace(edges=(*here.edges[:number], cut, *here.edges[number + 1 :]))
-                    step_s = _offer(other, problem, leaders, now)
-                    if step_s < now:
-                        now, here = step_s, other
+def _of_each_shape(choices: Sequence[Choice]) -> list[Choice]:
+    """The fastest choice of each shape, of those that come first."""
+    found: dict[object, Choice] = {}
+    for choice in choices:
+        found.setdefault(tuple((stage.layers[0], stage.devices) for stage in choice.plan.stages), choice)
+    return list(found.values())
 
 
-def device_orders(costs: Costs, devices: Sequence[DeviceId]) -> tuple[Devices, ...]:
-    """Good orders for `Runs`: along the wires; and, where speeds or memories differ, by these."""
-    along = costs.network.ring_order(tuple(devices)) if len(devices) <= 16 else tuple(devices)
-    kind = {id: costs.cluster.device(id) for id in devices}
-    orders = [
-        along,
-        tuple(sorted(along, key=lambda id: -kind[id].speed)),
-        tuple(sorted(along, key=lambda id: kind[id].speed)),
-        tuple(sorted(along, key=lambda id: -kind[id].memory_bytes)),
-        tuple(sorted(along, key=lambda id: kind[id].memory_bytes)),
-    ]
-    return tuple(dict.fromkeys(orders))
+def _climb(choice: Choice, problem: Problem, judge: _Judge) -> Choice:
+    """Changes one thing after the other for as long as the score finds a faster plan."""
+    better: Choice | None = choice
+    while better is not None:
+        choice = better
+        better = next(_faster(choice, problem, judge), None)
+    return choice
 
 
-def group_sizes(num_devices: int, most: int = 24) -> tuple[int, ...]:
-    """Every size; of many devices only some: all small ones, then steps of an eighth, and their complements."""
-    if num_devices <= most:
-        return tuple(range(1, num_devices + 1))
-    step = max(1, num_devices // 8)
-    sizes = {*range(1, 9), *range(step, num_devices + 1, step), *(num_devices - few for few in (0, 1, 2, 4, 8))}
-    return tuple(sorted(size for size in sizes if size > 0))
+def _faster(choice: Choice, problem: Problem, judge: _Judge) -> Iterator[Choice]:
+    """Plans beside one that are faster, those with the best estimate first."""
+    here = problem.candidate(choice.plan)
+    around = problem.around(here, problem.near(here.setting), most_cuts=2)
+    near = (problem.price(each, _NEAR * choice.step_s) for each in around)
+    plans = map(problem.plan, sorted(filter(None, near), key=lambda found: found.rank))
+    for plan in islice((plan for plan in plans if plan not in judge.known), 24):
+        other = judge(plan)
+        if other is not None and other.step_s < choice.step_s * (1 - TIE):
+            yield other
 
 
-_StageTable = Callable[[Estimator, Sequence[int], Devices, Devices], np.ndarray]
-"""(estimator, cuts, a stage's devices, the device after them) → seconds from each cut to each later one."""
+def _finish(choice: Choice, problem: Problem, judge: _Judge) -> None:
+    """Tries gradients in more pieces, of which the first leaves sooner, and without a flush one batch at a time."""
+    plan, better = choice.plan, problem.options.num_buckets is None and max(choice.plan.replicas) > 1
+    for times in (2, 4, 8):
+        if better:
+            counts = (max(one.num_buckets, min(one.num_buckets * times, len(one.layers))) for one in plan.stages)
+            stages = tuple(replace(one, num_buckets=count) for one, count in zip(plan.stages, counts))
+            found = judge(normal_form(replace(plan, stages=stages)))
+            better = found is not None and found.step_s < choice.step_s
+            choice = found if found is not None and better else choice
+    if plan.hold is None and not plan.is_synchronous:
+        judge(replace(plan, hold=1))
 
 
-def thin_cuts(costs: Costs, cuts: Sequence[int], most: int) -> tuple[int, ...]:
-    """At most so many cuts: the compute is divided evenly, and each piece keeps its cut with the least to carry."""
-    if len(cuts) <= most:
-        return tuple(cuts)
-    sums = costs.row_sums(float(costs.profile.batch_sizes[-1]))
-    passed = [sums.forward[cut] + sums.backward[cut] for cut in cuts]
-    kept = {cuts[0], cuts[-1]}
-    pieces: dict[int, list[int]] = {}
-    for cut, seconds in zip(cuts[1:-1], passed[1:-1]):
-        share = seconds / passed[-1] if passed[-1] > 0 else cut / cuts[-1]
-        pieces.setdefault(min(int(share * (most - 2)), most - 3), []).append(cut)
-    kept.update(min(piece, key=lambda cut: (costs.crossings[cut], cut)) for piece in pieces.values())
-    return tuple(sorted(kept))
+def plainest(choices: Sequence[Choice], tie: float) -> Choice:
+    """Of the plans that are as fast as the fastest the plainest: fewer stages, so fewer versions of weights as well."""
+    near_s = min(choice.step_s for choice in choices) * (1 + tie)
+    near = [choice for choice in choices if choice.step_s <= near_s]
+    return min(near, key=lambda choice: (_plainness(choice.plan), choice.step_s))
 
 
-def balanced(
-    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], priced: _StageTable
-) -> list[Candidate]:
-    """For each number of stages the plan whose slowest stage is fastest, on neighbours in the order."""
-    count, points = len(order), len(cuts)
-    tables = _stage_tables(estimator, cuts, order, sizes, priced)
-    best = np.full((count + 1, points), np.inf)
-    best[:, points - 1] = 0.0
-    found: list[Candidate] = []
-    ways: list[np.ndarray] = []
-    for _ in range(min(12, count, points - 1)):
-        best, way = _one_more(best, tables)
-        ways.append(way)
-        used = int(np.argmin(best[:, 0]))
-        if np.isfinite(best[used, 0]):
-            found.append(_trace(ways, used, cuts, order, estimator.setting))
-    return found
+def _compare(problem: Problem, rivals: Leaders, short: Shortage | None, judge: _Judge) -> tuple[Choice | None, str]:
+    """Plain data parallelism as a choice, or why it cannot be: what it is short of."""
+    for rival in rivals.found:
+        found = judge(problem.plan(rival))
+        if found is not None:
+            return found, ""
+    return None, "" if short is None else f"does not fit: {_describe(short, problem)}"
 
 
-def _one_more(best: np.ndarray, tables: Mapping[tuple[int, int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The best with one stage more in front, and how: by (devices used, cut) replicas · points + next cut."""
-    points = best.shape[1]
-    fresh, way = np.full_like(best, np.inf), np.zeros(best.shape, dtype=int)
-    starts, total = np.arange(points) * points, np.empty((points, points))
-    possible = np.isfinite(best).any(axis=1)
-    for (stop, size), table in tables.items():
-        used = len(best) - 1 - stop
-        if possible[used]:
-            np.maximum(table, best[used], out=total)
-            place = total.argmin(axis=1)
-            seconds = total.take(starts + place)
-            better = seconds < fresh[used + size]
-            np.copyto(fresh[used + size], seconds, where=better)
-            np.copyto(way[used + size], size * points + place, where=better)
-    return fresh, way
+def _describe(short: Shortage, problem: Problem) -> str:
+    """`layers fc1 … loss need 2.3 GiB on 0:7, which has 1.0 GiB`."""
+    names = problem.costs.profile.names[short.first : short.last]
+    layers = f"layer {names[0]} needs" if len(names) == 1 else f"layers {names[0]} … {names[-1]} need"
+    need, has = bytes_text(short.need_bytes), bytes_text(short.has_bytes)
+    return f"{layers} {need} on {short.device}, which has {has}"
 
 
-def _trace(ways: Sequence[np.ndarray], used: int, cuts: Sequence[int], order: Devices, setting: Setting) -> Candidate:
-    edges, groups, cut = [0], [], 0
-    for way in reversed(ways):
-        size, cut = divmod(int(way[used, cut]), len(cuts))
-        first = len(order) - used
-        groups.append(tuple(sorted(order[first : first + size])))
-        edges.append(cuts[cut])
-        used -= size
-    return Candidate(tuple(edges), tuple(groups), setting)
+def _refused(problem: Problem) -> PlanError:
+    """The error for a model that fits in no way, with the stage that came closest."""
+    short = problem.shortage
+    why = "" if short is None else f"; closest: {_describe(short, problem)}"
+    return PlanError(
+        f"no plan of {problem.costs.profile.model} for {problem.batch} rows fits on {problem.costs.cluster.name}{why}",
+        "use a smaller --batch, more --microbatches, --recompute, or more or larger devices",
+    )
 
 
-def _stage_tables(
-    estimator: Estimator, cuts: Sequence[int], order: Devices, sizes: Sequence[int], priced: _StageTable
-) -> dict[tuple[int, int], np.ndarray]:
-    """The table of each run of devices, by where it ends and its size; runs that are wired alike share one."""
-    lowest = estimator.shared.lowest
-    known: dict[tuple[Devices, Devices], np.ndarray] = {}
-    tables: dict[tuple[int, int], np.ndarray] = {}
-    for stop in range(1, len(order) + 1):
-        for size in sizes:
-            if size <= stop:
-                devices, after = tuple(sorted(order[stop - size : stop])), order[stop : stop + 1]
-                key = (lowest(devices), lowest(after))
-                if key not in known:
-                    known[key] = priced(estimator, cuts, devices, after)
-                tables[stop, size] = known[key]
-    return tables
+def shape(plan: Plan) -> str:
+    """`7-1 cut at fc1`, or `data parallel` where there is one stage."""
+    if len(plan.stages) == 1:
+        many = len(plan.stages[0].devices)
+        return "data parallel" if many > 1 else "one device"
+    cuts = ", ".join(stage.layers[0] for stage in plan.stages[1:])
+    return f"{'-'.join(map(str, plan.replicas))} cut at {cuts}"
 
 
-def stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, after: Devices) -> np.ndarray:
-    """Seconds a batch of a stage from each cut to each later one on some devices; infinite where there is no stage."""
-    costs, setting, group = estimator.costs, estimator.setting, estimator.group(devices)
-    forward, backward = np.zeros((len(cuts),) * 2), np.zeros((len(cuts),) * 2)
-    for rows, _, _, speed in group.kinds:
-        sums = costs.row_sums(rows, group.handled)
-        forward = np.maximum(forward, _between(np.array([sums.forward[cut] for cut in cuts])) / speed)
-        backward = np.maximum(backward, _between(np.array([sums.backward[cut] for cut in cuts])) / speed)
-    seconds = group.handled.microbatches * (forward + backward)
-    weights = _between(np.array([costs.gradient_bytes(0, cut) for cut in cuts], dtype=float))
-    if len(devices) > 1:
-        reduction = weights * costs.reduce_s(2**30, estimator.shared.lowest(devices), 64) / 2**30
-        exposed = np.maximum(0.0, reduction - 0.7 * backward)  # behind so much of backward it is taken to hide
-        seconds = seconds + exposed if setting.staleness == "0" else np.maximum(seconds, reduction)
-    if after:
-        crossing = np.array([estimator.crossing(cut, devices, after).all_s for cut in cuts]) / 2
-        seconds = np.maximum(seconds, crossing[None, :])
-    return np.where(_is_stage(len(cuts)), seconds, np.inf)
+def bytes_text(num_bytes: float) -> str:
+    """`494 MiB`, `6.9 GiB`."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 2**power:
+            value = num_bytes / 2**power
+            return f"{value:,.1f} {unit}" if value < 100 and unit == "GiB" else f"{value:,.0f} {unit}"
+    return f"{num_bytes:,.0f} B"
 
 
-def pipedream_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, after: Devices) -> np.ndarray:
-    """The same with PipeDream's prices (see benchmarks/pipedream.py), at the rate of the slowest wire."""
-    costs, replicas = estimator.costs, len(devices)
-    batch, rate = float(estimator.setting.batch), min(costs.network.rates, default=float("inf"))
-    sums = costs.row_sums(batch)
-    compute = np.array([sums.forward[cut] + sums.backward[cut] for cut in cuts])
-    weights = np.array([costs.gradient_bytes(0, cut) for cut in cuts], dtype=float)
-    seconds = (_between(compute) + 4 * (replicas - 1) / replicas * _between(weights) / rate) / replicas
-    crossing = 2 * batch * np.array([costs.crossings[cut] for cut in cuts]) / (rate * replicas)
-    crossing[0] = crossing[-1] = 0.0
-    seconds[1:] = np.maximum(seconds[1:], np.maximum(crossing[1:, None], crossing[None, :]))
-    return np.where(_is_stage(len(cuts)), seconds, np.inf)
-
-
-@cache
-def _is_stage(points: int) -> np.ndarray:
-    """Whether a stage can begin at one cut and end at another."""
-    return np.tri(points, k=-1, dtype=bool).T
-
-
-def _between(sums: np.ndarray) -> np.ndarray:
-    return np.asarray(sums[None, :] - sums[:, None])
+def _explain(plan: Plan, step_s: float, costs: Costs, rival: Choice | None) -> str:
+    """One sentence on what the plan gains over data parallelism, or why nothing is gained."""
+    if rival is None:
+        return f"{shape(plan)} fits; data parallelism does not."
+    if len(plan.stages) == 1:
+        return f"{shape(plan)} is fastest: no cut gains more than its transfers and waiting cost."
+    gain = f"{rival.step_s / step_s:.2f} × as fast as data parallelism"
+    edges = (0, *accumulate(len(stage.layers) for stage in plan.stages))
+    weights = [costs.gradient_bytes(first, last) for first, last in pairwise(edges)]
+    alone = [(size, stage) for size, stage in zip(weights, plan.stages) if len(stage.devices) == 1]
+    if sum(size for size, _ in alone) > sum(weights) / 4:
+        kept, stage = max(alone, key=lambda entry: entry[0])
+        layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} to {stage.layers[-1]}"
+        reduced = sum(weights) - sum(size for size, _ in alone)
+        rest = f"only {bytes_text(reduced)} are reduced" if reduced else "nothing is reduced"
+        return (
+            f"{shape(plan)} keeps the {bytes_text(kept)} of weights from {layers} on "
+            f"{format_devices(stage.devices)} alone, so {rest} instead of {bytes_text(sum(weights))}: {gain}."
+        )
+    return f"{shape(plan)} reduces each stage's gradients among fewer devices, and hides its transfers: {gain}."

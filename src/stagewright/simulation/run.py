@@ -16,8 +16,7 @@ from stagewright.cluster import Cluster, format_devices
 from stagewright.cost import Costs
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
-from stagewright.planning.choose import Score
-from stagewright.planning.search import Search
+from stagewright.planning.search import Score, Search
 from stagewright.planning.search import make_plan as search
 from stagewright.profile import Profile
 from stagewright.record import DeviceUse, Record
