@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
 from math import inf
-from operator import attrgetter, le
+from operator import le
 from statistics import median
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast, overload
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import (
     Field,
@@ -19,22 +19,14 @@ from pydantic import (
     WrapValidator,
 )
 
+from stagewright.cost import StageBytes
 from stagewright.errors import RecordError, StagewrightError
 from stagewright.plan import Plan
 from stagewright.schema import Saved, schema
 
 Source = Literal["simulated", "rehearsed", "measured"]
 
-MEMORY_KINDS = (
-    "weights",
-    "versions",
-    "gradients",
-    "optimizer",
-    "activations",
-    "buffers",
-    "workspace",
-    "framework",
-)
+MEMORY_KINDS = StageBytes._fields
 """What memory consists of, in the order in which reports stack it."""
 
 
@@ -76,19 +68,10 @@ class Spans(Sequence[Span]):
         rows = chain.from_iterable(zip(*group) for group in self.groups)
         return cast(tuple[Span, ...], tuple(map(tuple.__new__, repeat(Span), rows)))
 
-    def column(self, field: str) -> Iterator[Any]:
-        """One field of every span, none of which is made for it."""
-        at = Span._fields.index(field)
-        return chain.from_iterable(group[at] for group in self.groups)
-
     def __len__(self) -> int:
         return sum(len(group[0]) for group in self.groups)
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.made[index]
 
     def __iter__(self) -> Iterator[Span]:
@@ -106,11 +89,6 @@ class Spans(Sequence[Span]):
     def __reduce__(self) -> tuple[type[tuple[Span, ...]], tuple[tuple[Span, ...]]]:
         # A copy elsewhere has nothing to make them of.
         return tuple, (self.made,)
-
-
-def column(spans: Sequence[Span], field: str) -> Iterator[Any]:
-    """One field of every span, however they are kept."""
-    return spans.column(field) if isinstance(spans, Spans) else map(attrgetter(field), spans)
 
 
 def _checked_spans(value: object, check: ValidatorFunctionWrapHandler) -> object:
@@ -210,14 +188,18 @@ class Record(Saved):
             self._check_spans()
 
     def _check_spans(self) -> None:
-        # Without a line of Python for each: there may be half a million.
-        workers, named = len(self.plan.devices), set(column(self.spans, "worker"))
-        if not (min(named) >= 0 and max(named) < workers):
-            wrong = next(span for span in self.spans if not 0 <= span.worker < workers)
-            raise RecordError(f"span {wrong.kind} names worker {wrong.worker}: the plan has {workers}")
-        if not all(map(le, column(self.spans, "start_s"), column(self.spans, "stop_s"))):
-            wrong = next(span for span in self.spans if not span.start_s <= span.stop_s)
-            raise RecordError(f"span {wrong.kind} of worker {wrong.worker} stops at {wrong.stop_s} before it starts")
+        # Column by column, without a line of Python for each span: there may be half a million.
+        workers = len(self.plan.devices)
+        for group in self.spans.groups if isinstance(self.spans, Spans) else [tuple(zip(*self.spans))]:
+            columns = dict(zip(Span._fields, group))
+            if any(not 0 <= worker < workers for worker in set(columns["worker"])):
+                wrong = next(span for span in self.spans if not 0 <= span.worker < workers)
+                raise RecordError(f"span {wrong.kind} names worker {wrong.worker}: the plan has {workers}")
+            if not all(map(le, columns["start_s"], columns["stop_s"])):
+                wrong = next(span for span in self.spans if not span.start_s <= span.stop_s)
+                raise RecordError(
+                    f"span {wrong.kind} of worker {wrong.worker} stops at {wrong.stop_s} before it starts"
+                )
 
     @cached_property
     def median_step_s(self) -> float:

@@ -31,7 +31,7 @@ def test_forward_waits_for_rows_and_backward_for_gradients() -> None:
 
 def test_an_update_waits_for_all_replicas_and_an_agreement_for_all_workers() -> None:
     plan = plan_of((2, 1), 3, route="rotate")
-    assert [own.split()[-1] for own in spans(make_schedule(plan))] == ["U0=11-11", "U0=11-11", "U1=10-10"]
+    assert [own.split()[-1] for own in spans(make_schedule(plan))] == ["U0=12-12", "U0=12-12", "U1=10-10"]
     assert [own.split()[-2:] for own in spans(make_schedule(plan, agree=True))] == [
         ["A=12-12", "U0=12-12"],
         ["A=12-12", "U0=12-12"],
