@@ -10,7 +10,7 @@ import pytest
 from benchmarks import chaos
 from benchmarks.mutations import try_inputs
 
-from stagewright.runtime.safety.diagnosis import blame
+from stagewright.runtime.safety.diagnosis import Scene
 from stagewright.schedule import Schedule
 
 
@@ -47,7 +47,7 @@ def test_a_replica_that_is_stopped_in_the_middle_of_a_reduction_is_named(tmp_pat
         said = run.said()
     number = int(name.removeprefix("worker-"))
     assert f"worker {number} (stage 0, device 0:{number}) was stopped (SIGSTOP) at" in said
-    found = blame(Schedule.load(tmp_path / "run" / "schedule.json"), tmp_path / "run")
+    found = Scene.read(Schedule.load(tmp_path / "run" / "schedule.json"), tmp_path / "run").blame()
     assert (found.worker, found.is_own) == (number, True)
 
 

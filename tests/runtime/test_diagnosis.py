@@ -11,7 +11,7 @@ from stagewright.cli import main
 from stagewright.errors import RunError
 from stagewright.runtime.launch.local import _explain
 from stagewright.runtime.run_folder import _IDENTITY, SCHEDULE_FILE
-from stagewright.runtime.safety.diagnosis import blame
+from stagewright.runtime.safety.diagnosis import Scene
 from stagewright.runtime.safety.flight import (
     _HEAD,
     _SIZE,
@@ -58,7 +58,7 @@ def end(folder: Path, schedule: Schedule, worker: int, fault: Exception) -> None
 def test_the_one_that_all_wait_for_is_named(tmp_path: Path) -> None:
     schedule = schedule_of(Case("3-1"))
     fly(tmp_path, schedule, {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
-    found = blame(schedule, tmp_path)
+    found = Scene.read(schedule, tmp_path).blame()
     assert found.worker == 3
     assert found.why == "kept the others waiting at F1.0 of batch 2, microbatch 0"
     assert found.evidence[0] == (
@@ -71,21 +71,21 @@ def test_a_chain_of_waits_ends_at_its_beginning(tmp_path: Path) -> None:
     """3 waits for 1's rows, 0 and 2 wait for 3: it is 1."""
     schedule = schedule_of(Case("3-1"))
     fly(tmp_path, schedule, {0: "B0.1", 1: "F0.1", 2: "B0.1", 3: "F1.1"})
-    assert blame(schedule, tmp_path).worker == 1
+    assert Scene.read(schedule, tmp_path).blame().worker == 1
 
 
 def test_one_that_is_late_for_the_reduction(tmp_path: Path) -> None:
     schedule = schedule_of(Case("4"))
     fly(tmp_path, schedule, {0: "U0", 1: "U0", 2: "B0.2", 3: "U0"})
-    found = blame(schedule, tmp_path)
+    found = Scene.read(schedule, tmp_path).blame()
     assert (found.worker, len(found.evidence)) == (2, 3)
 
 
 def test_a_worker_that_never_flew(tmp_path: Path) -> None:
     schedule = schedule_of(Case("3-1"))
     fly(tmp_path, schedule, {0: "B0.0", 1: "B0.0", 2: "B0.0"})
-    assert blame(schedule, tmp_path).worker == 3
-    assert "has left no trace" in blame(schedule, tmp_path).evidence[0]
+    assert Scene.read(schedule, tmp_path).blame().worker == 3
+    assert "has left no trace" in Scene.read(schedule, tmp_path).blame().evidence[0]
 
 
 def test_a_fault_of_its_own_comes_before_echoes(tmp_path: Path) -> None:
@@ -93,13 +93,14 @@ def test_a_fault_of_its_own_comes_before_echoes(tmp_path: Path) -> None:
     fly(tmp_path, schedule, {0: "B0.0", 1: "F0.1", 2: "B0.0", 3: "F1.0"})
     end(tmp_path, schedule, 0, RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     end(tmp_path, schedule, 1, ValueError("bad label"))
-    assert (blame(schedule, tmp_path).worker, blame(schedule, tmp_path).evidence) == (1, ("ValueError: bad label",))
+    found = Scene.read(schedule, tmp_path).blame()
+    assert (found.worker, found.evidence) == (1, ("ValueError: bad label",))
 
 
 def test_a_killed_one_comes_first(tmp_path: Path) -> None:
     schedule = schedule_of(Case("3-1"))
     fly(tmp_path, schedule, {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
-    assert blame(schedule, tmp_path, {0: 1, 2: -9, 3: -15}).worker == 2
+    assert Scene.read(schedule, tmp_path, {0: 1, 2: -9, 3: -15}).blame().worker == 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_what_a_worker_only_heard_of_is_no_fault_of_its_device(said: Exception, 
     schedule = schedule_of(Case("4"))
     fly(tmp_path, schedule, dict.fromkeys(range(4), "U0"))
     end(tmp_path, schedule, 0, said)
-    found = blame(schedule, tmp_path, {0: 1})
+    found = Scene.read(schedule, tmp_path, {0: 1}).blame()
     assert not found.is_own
     assert _explain(schedule.plan, tmp_path, {0: 1}).worker is None
 
@@ -125,7 +126,7 @@ def test_one_that_gave_no_sign_of_life_while_the_others_waited(tmp_path: Path) -
         _HEAD.pack_into(raw, 0, count, process, beat + 10.0, limit)
         _path_of(tmp_path, worker).write_bytes(raw)
         write_json(tmp_path / f"worker-{worker}.error.json", {"what": f"worker {worker} waited at U0", "own": False})
-    found = blame(schedule, tmp_path)
+    found = Scene.read(schedule, tmp_path).blame()
     assert (found.worker, found.is_own) == (2, True)
     assert found.why == "gave no sign of life any more at U0 of batch 2: it was stopped or cut off"
 
@@ -134,7 +135,7 @@ def test_the_users_own_exception_comes_before_what_others_abort_with(tmp_path: P
     schedule = schedule_of(Case("4"))
     fly(tmp_path, schedule, dict.fromkeys(range(4), "U0"))
     write_json(tmp_path / "worker-2.error.json", {"what": "TimeoutError: timed out (train.py, line 3)", "own": True})
-    found = blame(schedule, tmp_path, {0: -6, 1: -6, 2: 1, 3: -15})
+    found = Scene.read(schedule, tmp_path, {0: -6, 1: -6, 2: 1, 3: -15}).blame()
     assert (found.worker, found.evidence[0]) == (2, "TimeoutError: timed out (train.py, line 3)")
 
 

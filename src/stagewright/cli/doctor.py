@@ -16,7 +16,7 @@ from stagewright.cli.show import show, table
 from stagewright.errors import UsageError, visible
 
 if TYPE_CHECKING:
-    from stagewright.plan import Plan
+    from stagewright.runtime.safety.diagnosis import Scene
 
 _ENDS = {"finished": "it finished", "stopped": "it was stopped, and can go on with --resume auto"}
 """What is said of runs that ended well, and for which nobody is to blame."""
@@ -34,23 +34,21 @@ def doctor(folder: Annotated[Path, typer.Argument(help="the folder of a run (--o
 
     Example: stagewright doctor results/vgg16
     """
-    from stagewright.runtime.safety.diagnosis import Blame, blame, name_of, position, where_all_stand
+    from stagewright.runtime.safety.diagnosis import Blame, Scene
     from stagewright.schedule import Schedule
 
     path = folder / "schedule.json"
     if not path.exists():
         raise UsageError(f"{folder} is no folder of a run: it has no schedule.json", "give the folder named by --out")
-    schedule = Schedule.load(path)
-    plan, end = schedule.plan, _how_it_ended(folder)
-    found = Blame(None, end) if end is not None else blame(schedule, folder)
+    scene, end = Scene.read(Schedule.load(path), folder), _how_it_ended(folder)
+    found = Blame(None, end) if end is not None else scene.blame()
     if own.json:
-        stands = where_all_stand(folder, len(plan.devices))
-        places = {worker: position(stand.action) for worker, stand in stands.items()}
+        places = {worker: scene.place_of(worker) for worker in scene.stands}
         data = {"culprit": found.worker, "why": found.why, "evidence": found.evidence, "workers": places}
         Console().print_json(data=data)
         return
-    who = f"culprit: {name_of(plan, found.worker)} " if found.worker is not None else ""
-    show(_table_of(plan, folder), [f"{who}{visible(found.why)}", *(f"  {visible(line)}" for line in found.evidence)])
+    who = f"culprit: {scene.name_of(found.worker)} " if found.worker is not None else ""
+    show(_table_of(scene), [f"{who}{visible(found.why)}", *(f"  {visible(line)}" for line in found.evidence)])
 
 
 def _how_it_ended(folder: Path) -> str | None:
@@ -63,17 +61,11 @@ def _how_it_ended(folder: Path) -> str | None:
     return _ENDS.get(state)
 
 
-def _table_of(plan: Plan, folder: Path) -> Table:
+def _table_of(scene: Scene) -> Table:
     """For each worker where it stood, when it was last heard of, and what it said."""
-    from stagewright.runtime.safety.diagnosis import position, where_all_stand
-    from stagewright.runtime.safety.flight import read_confessions
-
-    stands, told = where_all_stand(folder, len(plan.devices)), read_confessions(folder, len(plan.devices))
-    newest, rows = max((stand.time_s for stand in stands.values()), default=0.0), []
-    for worker, device in enumerate(plan.devices):
-        stand = stands.get(worker)
-        place = position(stand.action) if stand else "no trace"
-        ago = f"−{newest - stand.time_s:.1f} s" if stand else ""
-        said = visible(told[worker].what.splitlines()[0]) if worker in told else ""
-        rows.append((str(worker), str(device), place, ago, Text(said)))
+    newest, rows = max((time_s for time_s, _ in scene.stands.values()), default=0.0), []
+    for worker, device in enumerate(scene.schedule.plan.devices):
+        ago = f"−{newest - scene.stands[worker][0]:.1f} s" if worker in scene.stands else ""
+        said = visible(scene.told[worker].what.splitlines()[0]) if worker in scene.told else ""
+        rows.append((str(worker), str(device), scene.place_of(worker) or "no trace", ago, Text(said)))
     return table("worker! | device! | stands at! | last sign! | said", rows)

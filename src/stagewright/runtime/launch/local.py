@@ -25,7 +25,7 @@ from stagewright.runtime.launch.leash import hold_leash
 from stagewright.runtime.launch.process import check_server, is_stopped, server_pid, start_process
 from stagewright.runtime.launch.ssh import PORT, OverSsh
 from stagewright.runtime.run_folder import LOGS, PRIVATE, SCHEDULE_FILE, STATUSES, STOP_FILE, RunFolder, write_text
-from stagewright.runtime.safety.diagnosis import blame, name_of
+from stagewright.runtime.safety.diagnosis import Scene
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 
@@ -236,8 +236,9 @@ def _explain(
     """
     path = folder / SCHEDULE_FILE
     schedule = Schedule.load(path) if path.exists() else Schedule(plan=plan, orders=((),) * len(plan.devices))
-    found = blame(schedule, folder, exit_codes)
-    who = f"{name_of(schedule.plan, found.worker)} " if found.worker is not None else ""
+    scene = Scene.read(schedule, folder, exit_codes)
+    found = scene.blame()
+    who = f"{scene.name_of(found.worker)} " if found.worker is not None else ""
     what, evidence = f"{who}{found.why}", list(found.evidence)
     if lost:
         names = ", ".join(f"host {host} ({address})" for host, address in lost.items())

@@ -59,7 +59,7 @@ def _path_of(folder: Path, worker: int) -> Path:
     return folder / f"worker-{worker}.flight"
 
 
-class _Trace(NamedTuple):
+class Trace(NamedTuple):
     """What a worker's recorder says."""
 
     beat_s: float
@@ -70,7 +70,7 @@ class _Trace(NamedTuple):
     """Its last actions with their times, oldest first."""
 
 
-def read_flight(folder: Path, worker: int) -> _Trace | None:
+def read_flight(folder: Path, worker: int) -> Trace | None:
     """What a worker's recorder says; None where there is no whole one."""
     try:
         raw = _path_of(folder, worker).read_bytes()
@@ -84,7 +84,7 @@ def read_flight(folder: Path, worker: int) -> _Trace | None:
     numbers = range(max(0, count - _NUM_ENTRIES), count)
     entries = (_ENTRY.unpack_from(raw, _HEAD.size + _ENTRY.size * (number % _NUM_ENTRIES)) for number in numbers)
     known = [(when, Action(_KINDS[kind], *rest)) for when, kind, *rest in entries if kind < len(_KINDS)]
-    return _Trace(beat_s, silence_s, known)
+    return Trace(beat_s, silence_s, known)
 
 
 class Confession(NamedTuple):

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import stagewright
 from stagewright.errors import RunError, StagewrightError
 from stagewright.runtime.launch.meeting import Place, lost_hosts
-from stagewright.runtime.safety.diagnosis import verdict
+from stagewright.runtime.safety.diagnosis import Scene
 from stagewright.runtime.safety.flight import Confession, Flight
 from stagewright.runtime.world import Words
 from stagewright.schedule import Schedule
@@ -177,8 +177,9 @@ class LastWords:
     def _waited(self) -> tuple[str, tuple[str, ...]]:
         """For whom this worker waited, and which hosts do not answer."""
         lost = lost_hosts(self.places, self.worker, min(0.5, self.timeout_s / 20)) if self.places else []
-        folder = self.folder
-        said = verdict(self.schedule, folder, self.worker, self.timeout_s) if folder else "the workers did not start"
+        said = "the workers did not start"
+        if self.folder is not None:
+            said = Scene.read(self.schedule, self.folder).verdict(self.worker, self.timeout_s)
         return (f"host {', '.join(lost)} does not answer; {said}" if lost else said), tuple(lost)
 
 
