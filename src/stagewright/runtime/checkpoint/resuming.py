@@ -6,7 +6,6 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +20,31 @@ from stagewright.runtime.checkpoint.storage import (
     MANIFEST,
     Tensors,
     checkpoints_in,
+    opened,
     read_manifest,
-    read_tensors,
     write_tensors,
 )
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.weights import Versions
 from stagewright.runtime.worker import Worker
 
+_Read = Callable[[str], Tensor]
+
 
 def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, options: bool) -> int:
-    """Puts a worker where a checkpoint stands, and returns the step."""
+    """Puts a worker where a checkpoint stands, and returns the step.
+
+    With `options` the optimizer's groups get theirs back too.
+    """
     _check_fits(worker, manifest)
-    known, step, world = manifest["tensors"], int(manifest["step"]), worker.world
-    same = manifest["placement"] == worker.plan.placement
-    randoms = [key for key in known if same and key.startswith(f"random/{world.worker}/")]
-    wanted = {stage: _wanted_keys(here, known) for stage, here in worker.replicas.items()}
-    keys = {key for each in wanted.values() for key in each.values()}.union(randoms)
-    tensors = read_tensors(folder, manifest, sorted(keys))
-    for stage, here in worker.replicas.items():
-        own = {key: tensors[source] for key, source in wanted[stage].items()}
-        _restore_stage(here, step, own, manifest, options=options)
-    _restore_random(world.device, {key.rpartition("/")[2]: tensors[key] for key in randoms})
+    step = int(manifest["step"])
+    with opened(folder, manifest) as read:
+        for here in worker.replicas.values():
+            _restore_stage(here, step, manifest, read, options=options)
+        if manifest["placement"] == worker.plan.placement:
+            own = f"random/{worker.world.worker}/"
+            keys = [key for key in manifest["tensors"] if key.startswith(own)]
+            _restore_random(worker.world.device, {key.removeprefix(own): read(key) for key in keys})
     if worker.scale.is_on:
         worker.scale.restore(step, *manifest["loss_scale"])
     return step
@@ -62,56 +64,29 @@ def _check_fits(worker: Worker, manifest: Mapping[str, Any]) -> None:
             )
 
 
-def _wanted_keys(here: Replica, known: Mapping[str, Any]) -> dict[str, str]:
-    """For each tensor of the stage the key that it is restored from; `known` are the keys of the checkpoint."""
-    all_names = [name_in_model(here, name) for name in here.weights.newest().state_dict()]
-    wanted = {f"model/{name}": f"model/{name}" for name in all_names}
-    names = set()
-    for versions in (here.weights, *here.tied):
-        names.update(versions.names)
-        for back, name in product(range(1, versions.num_versions), versions.names):
-            # Another plan may have kept fewer versions: the oldest it had comes nearest.
-            kept = next((old for old in range(back, 0, -1) if f"version-{old}/{name}" in known), 0)
-            wanted[f"version-{back}/{name}"] = f"version-{kept}/{name}" if kept else f"model/{name}"
-    kinds = (key.split("/", 2) for key in known if key.startswith("optimizer/"))
-    wanted.update({f"optimizer/{kind}/{name}": f"optimizer/{kind}/{name}" for _, kind, name in kinds if name in names})
-    lost = next((key for key in wanted.values() if key not in known), None)
-    if lost is not None:
-        raise CheckpointError(
-            f"the checkpoint has no {lost.removeprefix('model/')}, which stage {here.stage} needs",
-            "it is of another model: give the folder of a run of this one",
-        )
-    return wanted
-
-
 @torch.no_grad()
-def _restore_stage(here: Replica, step: int, tensors: Tensors, manifest: Mapping[str, Any], *, options: bool) -> None:
-    """Puts a stage where it stood after `step` updates; with `options` the optimizer's groups get theirs back too."""
+def _restore_stage(here: Replica, step: int, manifest: Mapping[str, Any], read: _Read, *, options: bool) -> None:
     for module in here.weights.modules:
         for name, tensor in module.state_dict().items():
             key = name_in_model(here, name)
-            _fill(tensor, tensors[f"model/{key}"], key)
+            _fill(tensor, read(f"model/{key}"), key)
     for versions in (here.weights, *here.tied):
-        versions.num_updates = step
-        for slot in range(versions.num_versions):
-            _restore_slot(versions, slot, step, tensors)
+        versions.num_updates, count = step, versions.num_versions
+        for batch in range(step, step + count):  # the next ones, of which each uses version batch − K + 1 in its slot
+            back = step - max(0, batch - count + 1)
+            for name, tensor in zip(versions.names, versions.parameters[versions.slot(batch)]):
+                # Another plan may have kept fewer versions: the oldest it had comes nearest.
+                older = (f"version-{number}/{name}" for number in range(back, 0, -1))
+                key = next((key for key in older if key in manifest["tensors"]), f"model/{name}")
+                _fill(tensor, read(key), name)
         if versions.optimizer is not None:
-            _restore_optimizer(versions, versions.optimizer, tensors, manifest, options=options)
+            _restore_optimizer(versions, versions.optimizer, manifest, read, options=options)
         if versions.scheduler is not None and manifest.get("scheduler"):
             # Rates of groups stay its own, which another plan may have more or fewer of.
             own = versions.scheduler.state_dict()
             kept = manifest["scheduler"].items()
             same = {key: value for key, value in kept if not isinstance(value, list) or len(value) == len(own[key])}
             versions.scheduler.load_state_dict({**own, **same})
-
-
-def _restore_slot(versions: Versions, slot: int, step: int, tensors: Tensors) -> None:
-    """Fills a slot with the version that the next batch in it uses; batch b uses version b − K + 1."""
-    count = versions.num_versions
-    batch = next(batch for batch in range(step, step + count) if versions.slot(batch) == slot)
-    back = step - max(0, batch - count + 1)
-    for name, tensor in zip(versions.names, versions.parameters[slot]):
-        _fill(tensor, tensors.get(f"version-{min(back, count - 1)}/{name}", tensors[f"model/{name}"]), name)
 
 
 def _fill(target: Tensor, value: Tensor, name: str) -> None:
@@ -125,16 +100,16 @@ def _fill(target: Tensor, value: Tensor, name: str) -> None:
 
 
 def _restore_optimizer(
-    versions: Versions, optimizer: Optimizer, tensors: Tensors, manifest: Mapping[str, Any], *, options: bool
+    versions: Versions, optimizer: Optimizer, manifest: Mapping[str, Any], read: _Read, *, options: bool
 ) -> None:
     """Gives the optimizer back what it kept, each tensor where and how it wants it."""
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found: dict[str, dict[str, Any]] = {name: dict(manifest["numbers"].get(name, {})) for name in versions.names}
-    for key, value in tensors.items():
-        if key.startswith("optimizer/"):
-            _, kind, name = key.split("/", 2)
-            if name in found:
-                found[name][kind] = value
+    for key in manifest["tensors"]:
+        what, _, rest = key.partition("/")
+        kind, _, name = rest.partition("/")
+        if what == "optimizer" and name in found:
+            found[name][kind] = read(key)
     state = {
         index: {kind: _laid_out(value, parameter) for kind, value in found[parameter.stagewright_name].items()}
         for index, parameter in enumerate(members)
@@ -193,8 +168,8 @@ def whole_model(folder: Path) -> Tensors:
 
 def _named_tensors(folder: Path, manifest: Mapping[str, Any]) -> Tensors:
     keys = [key for key in manifest["tensors"] if key.startswith("model/")]
-    tensors = read_tensors(folder, manifest, keys)
-    named = {key.removeprefix("model/"): tensor.contiguous() for key, tensor in tensors.items()}
+    with opened(folder, manifest) as read:
+        named = {key.removeprefix("model/"): read(key).contiguous() for key in keys}
     return named | {name: named[of] for name, of in manifest["aliases"].items()}
 
 

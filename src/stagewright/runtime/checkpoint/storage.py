@@ -18,8 +18,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -250,16 +250,25 @@ def _checked(folder: Path, manifest: Any, hashes: Mapping[str, str]) -> dict[str
     return manifest
 
 
-def read_tensors(folder: Path, manifest: Mapping[str, Any], keys: Iterable[str]) -> Tensors:
-    """Some tensors of a checkpoint whose hashes were found good."""
-    by_file: dict[str, list[str]] = {}
-    for key in keys:
-        by_file.setdefault(manifest["tensors"][key]["file"], []).append(key)
-    found: Tensors = {}
-    for name, inside in by_file.items():
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                found.update({key: file.get_tensor(key) for key in inside})
-        except (SafetensorError, OSError) as fault:
-            raise CheckpointError(f"checkpoint {folder} cannot be read: {name}: {fault}") from None
-    return found
+@contextmanager
+def opened(folder: Path, manifest: Mapping[str, Any]) -> Iterator[Callable[[str], Tensor]]:
+    """A function from keys to tensors of a checkpoint whose hashes were found good, while the block runs."""
+    files: dict[str, Any] = {}
+    with ExitStack() as stack:
+
+        def read(key: str) -> Tensor:
+            if key not in manifest["tensors"]:
+                raise CheckpointError(
+                    f"the checkpoint has no {key.removeprefix('model/')}, which a stage here needs",
+                    "it is of another model: give the folder of a run of this one",
+                )
+            name = manifest["tensors"][key]["file"]
+            try:
+                if name not in files:
+                    files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
+                tensor: Tensor = files[name].get_tensor(key)
+            except (SafetensorError, OSError) as fault:
+                raise CheckpointError(f"checkpoint {folder} cannot be read: {name}: {fault}") from None
+            return tensor
+
+        yield read

@@ -95,14 +95,13 @@ class Watch:
 
     def _refuse_lost(self, here: Replica, batch: int) -> None:
         """Ends a run whose weights are not finite: no step that is skipped brings them back."""
-        for name, parameter in here.weights.newest().named_parameters():
-            if bool(_not_finite([parameter])):
-                layer = self.layer_of.get(name, name)
-                raise RunError(
-                    f"the weights of layer {layer} in stage {here.stage} are not finite in batch {batch}, so that "
-                    "every step would be skipped",
-                    "go on from a checkpoint by --resume, with a lower learning rate or --clip-norm",
-                )
+        layer = _lost_layer(here.weights.newest(), self.layer_of)
+        if layer is not None:
+            raise RunError(
+                f"the weights of layer {layer} in stage {here.stage} are not finite in batch {batch}, so that "
+                "every step would be skipped",
+                "go on from a checkpoint by --resume, with a lower learning rate or --clip-norm",
+            )
 
     def _look_for_jump(self, stage: int, batch: int, names: Sequence[str], norms: Sequence[float]) -> None:
         """Tells of a norm that is ten times the usual one: the median of the last 64, of at least 16."""
@@ -137,6 +136,12 @@ def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(flags).any() if flags else torch.tensor(False)
 
 
+def _lost_layer(module: nn.Module, layer_of: Mapping[str, str]) -> str | None:
+    """The first layer whose weights are not finite."""
+    lost = (name for name, parameter in module.named_parameters() if bool(_not_finite([parameter])))
+    return next((layer_of.get(name, name) for name in lost), None)
+
+
 @torch.no_grad()
 def _origin(
     here: Replica, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor],
@@ -144,9 +149,9 @@ def _origin(
 ) -> str:  # fmt: skip
     """Where a stage's numbers stopped being finite: a weight, or the first layer that made one of finite ones."""
     place = f"stage {here.stage} in batch {key[0]}, microbatch {key[1]}"
-    for name, parameter in module.named_parameters():
-        if bool(_not_finite([parameter])):
-            return f"the weights of layer {layer_of.get(name, name)} are not finite: {place}"
+    lost = _lost_layer(module, layer_of)
+    if lost is not None:
+        return f"the weights of layer {lost} are not finite: {place}"
     layer = _first_bad_module(module, inputs, targets, layer_of)
     what = f"layer {layer} made numbers that are not finite" if layer else "the loss is not finite"
     return f"{what}: {place}"
