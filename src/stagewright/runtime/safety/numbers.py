@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from stagewright.errors import RunError
 from stagewright.runtime.replica import Replica
@@ -163,24 +166,15 @@ def _first_bad_module(
     """The layer of the first module inside whose output is not finite, running the stage once more."""
     found: list[str] = []
 
-    def look(name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(_: nn.Module, __: object, made: object) -> None:
-            tensors = [
-                each for each in (made if isinstance(made, tuple | list) else [made]) if isinstance(each, Tensor)
-            ]
-            if not found and bool(_not_finite(tensors)):
-                found.append(name)
+    def look(name: str, _: nn.Module, __: object, made: object) -> None:
+        if not found and bool(_not_finite([each for each in tree_leaves(made) if isinstance(each, Tensor)])):
+            found.append(name)
 
-        return hook
-
-    buffers = [buffer.clone() for buffer in module.buffers()]
     leaves = [(name, each) for name, each in module.named_modules() if name and not list(each.children())]
-    hooks = [each.register_forward_hook(look(name)) for name, each in leaves]
-    module(*inputs, *targets)
+    hooks = [each.register_forward_hook(partial(look, name)) for name, each in leaves]
+    functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (*inputs, *targets))
     for hook in hooks:
         hook.remove()
-    for buffer, kept in zip(module.buffers(), buffers):
-        buffer.copy_(kept)
     if not found:
         return None
     # The layer that the module belongs to, by the parameters under it; else the module's own name.
