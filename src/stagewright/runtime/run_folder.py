@@ -13,7 +13,6 @@ A second run is refused. `--resume` goes on with the one that is there, `--overw
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -23,7 +22,7 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,9 +256,3 @@ def _remove_run(path: Path) -> None:
                 shutil.rmtree(found)
             else:
                 found.unlink()
-
-
-def fingerprint(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
-    """A hash of parameters' names and shapes."""
-    text = json.dumps(sorted((name, list(shape)) for name, shape in shapes))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

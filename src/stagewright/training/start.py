@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +23,7 @@ from stagewright.runtime.launch.environment import RESTARTED, RUN_FOLDER, is_wor
 from stagewright.runtime.launch.local import Hosts, stop_on_signals
 from stagewright.runtime.launch.process import follow_parent
 from stagewright.runtime.launch.ssh import OverSsh
-from stagewright.runtime.run_folder import SCHEDULE_FILE, RunFolder, fingerprint, held
+from stagewright.runtime.run_folder import SCHEDULE_FILE, RunFolder, held
 from stagewright.runtime.safety.preflight import check_before_launch
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
@@ -112,10 +114,11 @@ def _about_run(
     plan: Plan, model: Layered, settings: Settings, recipe: Recipe | MakeOptimizer | None, data: Feed | Rows | None
 ) -> dict[str, Any]:
     """What tells a run from others: its folder keeps this."""
-    shapes = ((name, tuple(tensor.shape)) for name, tensor in model.model.state_dict().items())
+    shapes = sorted((name, list(tensor.shape)) for name, tensor in model.model.state_dict().items())
+    parameters = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
     given = recipe if recipe is not None else Recipe()
     return {
-        "model": plan.model, "parameters": fingerprint(shapes), "batch": plan.batch, "seed": settings.seed,
+        "model": plan.model, "parameters": parameters, "batch": plan.batch, "seed": settings.seed,
         "data": "synthetic" if data is None else str(getattr(data, "about", None) or _name_of(data)),
         "recipe": given.in_words() if isinstance(given, Recipe) else _name_of(given),
     }  # fmt: skip
