@@ -29,9 +29,7 @@ from stagewright.cluster import parse_placement
 from stagewright.cost import num_buckets
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan, Stage, parse_staleness
-from stagewright.runtime.launch.environment import worker_environment
 from stagewright.runtime.launch.local import launch
-from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.worker import Worker
@@ -314,10 +312,10 @@ def main() -> None:
     groups = parse_placement(f"0:0-{WORKERS - 1}")
     stage = Stage(layers=("all",), devices=groups[0])
     whole = Plan(model="series", stages=(stage,), batch=WORKERS)
-    with TemporaryDirectory() as folder, shared_cards(WORKERS, "nccl") as shared:
-        environment = worker_environment(whole, Path(folder), threads=1, device=arguments.device)
+    settings = Settings(device=arguments.device, threads=1, transport="nccl")
+    with TemporaryDirectory() as folder:
         try:
-            launch([sys.executable, *sys.argv], whole, Path(folder), {**environment, **shared})
+            launch([sys.executable, *sys.argv], whole, Path(folder), settings, share=WORKERS)
         finally:
             for log in sorted(Path(folder).glob("logs/*/*/*/std*.log")):
                 text = log.read_text()

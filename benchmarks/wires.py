@@ -23,9 +23,7 @@ from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.all_reduce import make_all_reduce
 from stagewright.runtime.common_memory import APART
-from stagewright.runtime.launch.environment import worker_environment
 from stagewright.runtime.launch.local import launch
-from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.transport import TRANSPORTS, Channel, Transport
 from stagewright.runtime.world import World, open_world
@@ -113,10 +111,10 @@ def main() -> None:
         return
     stage = Stage(layers=("all",), devices=parse_placement(f"0:0-{WORKERS - 1}")[0])
     whole = Plan(model="wires", stages=(stage,), batch=WORKERS)
-    with TemporaryDirectory() as folder, shared_cards(WORKERS, "nccl") as shared:
-        environment = worker_environment(whole, Path(folder), threads=1, device="cuda")
+    settings = Settings(device="cuda", threads=1, transport="nccl")
+    with TemporaryDirectory() as folder:
         try:
-            launch([sys.executable, *sys.argv], whole, Path(folder), {**environment, **shared})
+            launch([sys.executable, *sys.argv], whole, Path(folder), settings, share=WORKERS)
         finally:
             for log in sorted(Path(folder).glob("logs/*/*/0/std*.log")):
                 print(log.read_text()[-3000:])

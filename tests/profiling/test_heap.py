@@ -13,7 +13,8 @@ import pytest
 from stagewright.cluster import DeviceId
 from stagewright.plan import Plan, Stage
 from stagewright.profiling.heap import KEPT_LONGER
-from stagewright.runtime.launch.environment import worker_environment
+from stagewright.runtime.launch.local import _worker_environment
+from stagewright.runtime.settings import Settings
 from tests.runtime.running import ROOT
 
 
@@ -27,10 +28,10 @@ def test_workers_allocators_are_told_unless_the_user_has(tmp_path: Path, monkeyp
     for name in KEPT_LONGER:
         monkeypatch.delenv(name, raising=False)
     plan = Plan(model="any", batch=4, stages=(Stage(layers=("a",), devices=(DeviceId(0, 0),)),))
-    made = worker_environment(plan, tmp_path, threads=1, device="cpu")
+    made = _worker_environment(plan, tmp_path, Settings(threads=1))
     assert [made[name] for name in KEPT_LONGER] == ["10000", "1"]
     monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "5")
-    made = worker_environment(plan, tmp_path, threads=1, device="cpu")
+    made = _worker_environment(plan, tmp_path, Settings(threads=1))
     assert [made[name] for name in KEPT_LONGER] == ["5", "1"]
 
 

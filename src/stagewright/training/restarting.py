@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from stagewright.cluster import DeviceId, format_placement
 from stagewright.errors import PlanError, RunError
 from stagewright.plan import Plan, Stage
 from stagewright.record import Record
-from stagewright.runtime.launch.environment import RESTARTED, this_command, worker_environment
+from stagewright.runtime.launch.environment import RESTARTED, this_command
 from stagewright.runtime.launch.local import Hosts, launch
-from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE
 from stagewright.runtime.settings import Settings
@@ -29,20 +27,13 @@ from stagewright.training.job import Job
 
 @dataclass
 class Starter:
-    """What starts the workers of a plan and waits for them."""
+    """With what the workers of a plan are started."""
 
     settings: Settings
     command: Sequence[str] | None
     """A worker's command line; this process's own by default."""
     hosts: Hosts | OverSsh | None
     share: int
-
-    def start(self, plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
-        """Runs the workers until all have ended well; raises with the first cause where one has not."""
-        limit_s, cards = self.settings.timeout_s, _workers_a_card(plan, self.settings, self.share)
-        command = self.command or this_command()
-        with shared_cards(1 if is_remote(self.hosts) else cards, self.settings.transport) as shared:
-            launch(command, plan, folder, {**environment, **shared}, hosts=self.hosts, timeout_s=limit_s)
 
 
 def is_remote(hosts: Hosts | OverSsh | None) -> bool:
@@ -63,10 +54,14 @@ def start_workers(schedule: Schedule, job: Job, folder: Path, console: Console, 
 
 def _run_and_restart(schedule: Schedule, job: Job, folder: Path, watching: Display, starter: Starter) -> None:
     """Starts the workers, time and again where the job allows it, until they end well."""
-    environment, restarts, causes = dict[str, str](), 0, list[str]()
+    environment, restarts, causes = {COMMAND: typed_command()}, 0, list[str]()
     while True:
         try:
-            return _run_launcher(schedule, folder, starter, environment)
+            schedule.save(folder / SCHEDULE_FILE)
+            return launch(
+                starter.command or this_command(), schedule.plan, folder, starter.settings, hosts=starter.hosts,
+                share=starter.share, extra=environment,
+            )  # fmt: skip
         except RunError as fault:
             causes.append(fault.cause)
             _refuse_the_same(fault, causes)
@@ -112,26 +107,11 @@ def _title_of(plan: Plan) -> str:
     return f"{plan.model} on {plan.placement}"
 
 
-def _run_launcher(schedule: Schedule, folder: Path, starter: Starter, extra: Mapping[str, str]) -> None:
-    """Starts the workers of one plan and waits for them."""
-    schedule.save(folder / SCHEDULE_FILE)
-    settings = starter.settings
-    environment = worker_environment(schedule.plan, folder, threads=settings.threads, device=settings.device)
-    starter.start(schedule.plan, folder, {**environment, COMMAND: typed_command(), **extra})
-
-
 def tell(folder: Path, kind: str, text: str) -> None:
     """Adds a sentence to the events of a run."""
     words = Teller(folder)
     words.tell(kind, text=text)
     words.close()
-
-
-def _workers_a_card(plan: Plan, settings: Settings, share: int = 1) -> int:
-    """How many workers share a card, at least as many as it is to be shared by; 1 on the CPU."""
-    if settings.device == "cpu":
-        return 1
-    return max(share, -(-len(plan.devices) // max(1, torch.cuda.device_count())))
 
 
 def _plan_without(plan: Plan, lost: Collection[DeviceId]) -> Plan:

@@ -14,8 +14,6 @@ from itertools import product
 from pathlib import Path
 
 from stagewright.errors import RunError
-from stagewright.plan import Plan
-from stagewright.profiling.heap import KEPT_LONGER
 
 RUN_FOLDER = "STAGEWRIGHT_RUN_FOLDER"
 """The variable that tells workers where the run keeps its files."""
@@ -92,20 +90,3 @@ def this_command() -> list[str]:
             "put the training into a file, or start the workers with torchrun",
         )
     return [sys.executable, *sys.argv]
-
-
-def worker_environment(plan: Plan, folder: Path, *, threads: int | None, device: str) -> dict[str, str]:
-    """What workers of this host find in their environment beside what is there already."""
-    workers = len(plan.devices)
-    cores = len(os.sched_getaffinity(0))
-    made = {
-        RUN_FOLDER: str(folder),
-        "OMP_NUM_THREADS": str(threads or max(1, cores // workers)),
-        "PYTHONUNBUFFERED": "1",
-        # Workers started here are all here, whatever hosts the placement names.
-        "GLOO_SOCKET_IFNAME": "lo",
-        **KEPT_LONGER,
-    }
-    if device == "cuda":
-        made["NCCL_MAX_NCHANNELS"] = "2"
-    return {key: os.environ.get(key, value) for key, value in made.items()}

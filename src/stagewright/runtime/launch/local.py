@@ -16,12 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Protocol
 
+import torch
+
 from stagewright.errors import RunError
 from stagewright.plan import Plan
-from stagewright.profiling.detect import memory_bytes
+from stagewright.profiling.detect import memory_bytes, num_cores
+from stagewright.profiling.heap import KEPT_LONGER
 from stagewright.runtime.checkpoint.storage import checkpoints_in
-from stagewright.runtime.launch.environment import STORE
+from stagewright.runtime.launch.environment import RUN_FOLDER, STORE
 from stagewright.runtime.launch.leash import hold_leash
+from stagewright.runtime.launch.mps import shared_cards
 from stagewright.runtime.launch.process import check_server, is_stopped, server_pid, start_process
 from stagewright.runtime.launch.ssh import PORT, OverSsh
 from stagewright.runtime.run_folder import LOGS, PRIVATE, SCHEDULE_FILE, STATUSES, STOP_FILE, RunFolder, write_text
@@ -92,27 +96,30 @@ def _seats_over_ssh(
 
 
 def launch(
-    command: Sequence[str], plan: Plan, folder: Path, environment: Mapping[str, str], *,
-    hosts: Hosts | OverSsh | None = None, timeout_s: float = Settings().timeout_s,
+    command: Sequence[str], plan: Plan, folder: Path, settings: Settings, *, hosts: Hosts | OverSsh | None = None,
+    share: int = 1, extra: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Starts a worker for each device of the plan and waits for all; raises with the first cause.
 
     They run on this host, in hosts that it emulates, or over ssh on hosts that see the run's folder. Each worker's
-    output, or each such host's, is in logs/worker-3.log, logs/host-1.log and the like.
+    output, or each such host's, is in logs/worker-3.log, logs/host-1.log and the like. `share` workers are to fit on a
+    card, even where the plan has fewer; `extra` is what workers find in their environment besides.
     """
     for path in (*folder.glob("worker-*.error.json"), *folder.glob("worker-*.flight"), folder / STATUSES):
         path.unlink(missing_ok=True)  # what workers that ran before said about their end
-    memory = _MemoryWatch()
+    memory, cards = _MemoryWatch(), 1 if isinstance(hosts, OverSsh) else _workers_a_card(plan, settings, share)
     # The store lies in memory of this process, which no other user can open.
-    with os.fdopen(os.memfd_create("stagewright-store"), "wb") as store:
+    store = os.fdopen(os.memfd_create("stagewright-store"), "wb")
+    with store, shared_cards(cards, settings.transport) as shared:
+        environment = {**_worker_environment(plan, folder, settings), **shared, **(extra or {})}
         if isinstance(hosts, OverSsh):
-            seats = _seats_over_ssh(command, hosts, plan, environment, timeout_s)
+            seats = _seats_over_ssh(command, hosts, plan, environment, settings.timeout_s)
         elif hosts is not None:
             seats = seats_in(command, hosts, hosts.used(plan))
         else:
             seats = _seats_here(command, len(plan.devices), f"/proc/{os.getpid()}/fd/{store.fileno()}")
         with workers(seats, folder / LOGS, environment) as started:
-            codes = wait_for_workers(started, timeout_s, memory.look)
+            codes = wait_for_workers(started, settings.timeout_s, memory.look)
     if codes and isinstance(hosts, OverSsh):
         number, status = next(iter(codes.items()))
         tail = (folder / LOGS / f"host-{number}.log").read_text(errors="replace").strip().splitlines()[-3:]
@@ -123,6 +130,27 @@ def launch(
         statuses = {str(worker): code for worker, code in codes.items()}
         write_text(folder / STATUSES, json.dumps({"statuses": statuses, "memory": memory.says()}))
         raise _explain(plan, folder, codes)
+
+
+def _worker_environment(plan: Plan, folder: Path, settings: Settings) -> dict[str, str]:
+    """What workers of this host find in their environment, unless this process has it already."""
+    made = {
+        RUN_FOLDER: str(folder),
+        "OMP_NUM_THREADS": str(settings.threads or max(1, num_cores() // len(plan.devices))),
+        "PYTHONUNBUFFERED": "1",
+        # Workers started here are all here, whatever hosts the placement names.
+        "GLOO_SOCKET_IFNAME": "lo",
+        **KEPT_LONGER,
+        **({"NCCL_MAX_NCHANNELS": "2"} if settings.device == "cuda" else {}),
+    }
+    return {key: os.environ.get(key, value) for key, value in made.items()}
+
+
+def _workers_a_card(plan: Plan, settings: Settings, share: int) -> int:
+    """How many workers share a card, at least as many as it is to be shared by; 1 on the CPU."""
+    if settings.device == "cpu":
+        return 1
+    return max(share, -(-len(plan.devices) // max(1, torch.cuda.device_count())))
 
 
 @contextmanager
