@@ -16,8 +16,8 @@ from stagewright.runtime.safety.flight import (
     _HEAD,
     _SIZE,
     Flight,
+    Trace,
     _path_of,
-    read_flight,
 )
 from stagewright.runtime.safety.watchdog import LastWords
 from stagewright.schedule import Action, Schedule
@@ -142,7 +142,7 @@ def test_the_users_own_exception_comes_before_what_others_abort_with(tmp_path: P
 @pytest.mark.parametrize("damage", [b"", b"x" * 5, b"\xff" * _SIZE, bytes(_SIZE)])
 def test_a_damaged_recorder_is_no_trace(damage: bytes, tmp_path: Path) -> None:
     (tmp_path / "worker-0.flight").write_bytes(damage)
-    assert read_flight(tmp_path, 0) is None
+    assert Trace.read(tmp_path, 0) is None
 
 
 def test_the_doctor_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

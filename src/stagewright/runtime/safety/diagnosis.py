@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stagewright.runtime.run_folder import STATUSES
-from stagewright.runtime.safety.flight import Confession, Trace, read_confessions, read_flight
+from stagewright.runtime.safety.flight import Confession, Trace
 from stagewright.schedule import RECEIVES, Action, Kind, Schedule
 
 
@@ -56,18 +56,18 @@ class Scene:
     @classmethod
     def read(cls, schedule: Schedule, folder: Path, codes: Mapping[int, int] | None = None) -> Scene:
         """What a run's folder has of it; how workers ended too, where that is not given."""
-        number, kept, memory = len(schedule.plan.devices), dict[int, int](), None
+        everyone, kept, memory = range(len(schedule.plan.devices)), dict[int, int](), None
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             found = json.loads((folder / STATUSES).read_text(encoding="utf-8"))
             kept, memory = {int(worker): int(code) for worker, code in found["statuses"].items()}, found["memory"]
-        traces = {worker: trace for worker in range(number) if (trace := read_flight(folder, worker)) is not None}
+        traces = {worker: trace for worker in everyone if (trace := Trace.read(folder, worker)) is not None}
         stands = {}
         for worker, trace in traces.items():
             # Receipts are drawn ahead and say little.
             telling = [entry for entry in trace.entries if entry[1].kind not in RECEIVES] or trace.entries
             if telling:
                 stands[worker] = telling[-1]
-        told = read_confessions(folder, number)
+        told = {worker: said for worker in everyone if (said := Confession.read(folder, worker)) is not None}
         return cls(schedule, traces, stands, told, kept if codes is None else codes, memory)
 
     def name_of(self, worker: int) -> str:

@@ -69,22 +69,22 @@ class Trace(NamedTuple):
     entries: list[tuple[float, Action]]
     """Its last actions with their times, oldest first."""
 
-
-def read_flight(folder: Path, worker: int) -> Trace | None:
-    """What a worker's recorder says; None where there is no whole one."""
-    try:
-        raw = _path_of(folder, worker).read_bytes()
-    except OSError:
-        return None
-    if len(raw) != _SIZE:
-        return None
-    count, process, beat_s, silence_s = _HEAD.unpack_from(raw)
-    if count < 0 or process <= 0:
-        return None
-    numbers = range(max(0, count - _NUM_ENTRIES), count)
-    entries = (_ENTRY.unpack_from(raw, _HEAD.size + _ENTRY.size * (number % _NUM_ENTRIES)) for number in numbers)
-    known = [(when, Action(_KINDS[kind], *rest)) for when, kind, *rest in entries if kind < len(_KINDS)]
-    return Trace(beat_s, silence_s, known)
+    @classmethod
+    def read(cls, folder: Path, worker: int) -> Trace | None:
+        """What a worker's recorder says; None where there is no whole one."""
+        try:
+            raw = _path_of(folder, worker).read_bytes()
+        except OSError:
+            return None
+        if len(raw) != _SIZE:
+            return None
+        count, process, beat_s, silence_s = _HEAD.unpack_from(raw)
+        if count < 0 or process <= 0:
+            return None
+        numbers = range(max(0, count - _NUM_ENTRIES), count)
+        entries = (_ENTRY.unpack_from(raw, _HEAD.size + _ENTRY.size * (number % _NUM_ENTRIES)) for number in numbers)
+        known = [(when, Action(_KINDS[kind], *rest)) for when, kind, *rest in entries if kind < len(_KINDS)]
+        return cls(beat_s, silence_s, known)
 
 
 class Confession(NamedTuple):
@@ -103,15 +103,12 @@ class Confession(NamedTuple):
         with suppress(OSError):  # the worker's output says it too
             write_text(folder / f"worker-{worker}.error.json", json.dumps({**self._asdict(), "time": time.time()}))
 
-
-def read_confessions(folder: Path, num_workers: int) -> dict[int, Confession]:
-    """What workers wrote down about their end."""
-    found = {}
-    for worker in range(num_workers):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    @classmethod
+    def read(cls, folder: Path, worker: int) -> Confession | None:
+        """What a worker left; None where that cannot be read."""
+        try:
             told = json.loads((folder / f"worker-{worker}.error.json").read_text(encoding="utf-8"))
-            found[worker] = Confession(
-                str(told["what"]), str(told.get("todo") or ""), bool(told.get("own", True)),
-                tuple(map(str, told.get("lost", ()))), float(told.get("time", 0.0)),
-            )  # fmt: skip
-    return found
+            todo, lost = str(told.get("todo") or ""), tuple(map(str, told.get("lost", ())))
+            return cls(str(told["what"]), todo, bool(told.get("own", True)), lost, float(told.get("time", 0.0)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
