@@ -175,15 +175,12 @@ def _unwritable(folder: Path) -> list[str]:
     return []
 
 
-def _checkpoint_bytes(plan: Plan, sizes: Sequence[_Bytes]) -> int:
-    """What one checkpoint takes: every version, and what the optimizer keeps."""
-    older = (size.trained * (stage.versions - 1) for stage, size in zip(plan.stages, sizes))
-    return sum(older) + sum(size.weights + size.states for size in sizes)
-
-
 def _too_little_disk(plan: Plan, sizes: Sequence[_Bytes], folder: Path, keep: int) -> list[str]:
-    """Whether the checkpoints that are kept, and the one being written, have room."""
-    needed, free = (keep + 1) * _checkpoint_bytes(plan, sizes), shutil.disk_usage(folder).free
+    """Whether the checkpoints that are kept, and the one being written, have room: with every version and state."""
+    each = sum(
+        size.weights + size.trained * (stage.versions - 1) + size.states for stage, size in zip(plan.stages, sizes)
+    )
+    needed, free = (keep + 1) * each, shutil.disk_usage(folder).free
     if needed <= free:
         return []
     return [
