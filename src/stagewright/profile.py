@@ -37,7 +37,7 @@ class LayerProfile:
     """Bytes that backward needs and forward leaves behind, a row."""
     parameter_bytes: int = Field(ge=0)
     trained_bytes: Mapping[str, int] | None = None
-    """Of these, those that are trained, by what they are for (see models/roles.py); None: all, as those of a matrix
+    """Of these, those that are trained, by what they are for (see models/counts.py); None: all, as those of a matrix
     where most of the layer's operations are a matrix product."""
     state_bytes: int | None = Field(default=None, ge=0)
     """Bytes that the optimizer keeps for them; as many as they have where None."""

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stagewright as sw
-from stagewright.models.exporting import trace_exported
-from stagewright.models.kernels import ATTENTION, normalized
+from stagewright.models.exporting import ATTENTION, normalized, trace_exported
 from stagewright.models.tracing import Sample
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stagewright.models import build_model
-from stagewright.models.roles import parameter_roles
+from stagewright.models.counts import parameter_roles
 from stagewright.training.optimizers import OPTIMIZERS
 from stagewright.training.recipes import Recipe, optimizer_maker
 from tests.runtime.modules import MODELS

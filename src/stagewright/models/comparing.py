@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from stagewright.models.layered import Layered
 from stagewright.models.loss import LossModule
-from stagewright.models.tracing import Sample, tensors_in, undisturbed
+from stagewright.models.tracing import Sample, undisturbed
+from stagewright.models.values import FEW, MANY
 
-FEW, MANY = 2, 3
 SEED = 7
 
 
@@ -34,39 +33,27 @@ class _Outcome:
     gradients: Mapping[str, Tensor | None]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Inputs and targets of `MANY` rows; fewer are the first of them."""
-
-    sample: Sample
-    targets: tuple[Tensor, ...]
-
-    def first(self, rows: int) -> Rows:
-        return Rows(self.sample.with_rows(rows), tuple(each[:rows] for each in self.targets))
-
-
-def varied(sample: Sample, targets: Sequence[Tensor]) -> Rows:
-    """The sample's rows with noise on them: a sample is often zeros, on which everything looks alike."""
+def varied(sample: Sample) -> Sample:
+    """`MANY` rows of the sample with noise on them: a sample is often zeros, on which everything looks alike."""
     generator = torch.Generator().manual_seed(SEED)
 
-    def varied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        noise = torch.randn(leaf.shape, generator=generator).to(leaf)
-        spread = leaf.double().std() if leaf.numel() > 1 else torch.tensor(0.0)
-        return leaf + noise * (float(spread) or 1.0)
+    def noisy(each: Tensor) -> Tensor:
+        if not each.is_floating_point():
+            return each
+        noise = torch.randn(each.shape, generator=generator).to(each)
+        spread = each.double().std() if each.numel() > 1 else torch.tensor(0.0)
+        return each + noise * (float(spread) or 1.0)
 
     many = sample.with_rows(MANY)
-    args, kwargs = pytree.tree_map(varied, (many.args, dict(many.kwargs)))
-    repeated = Sample(args=tuple(targets), kwargs={}).with_rows(MANY).tensors if targets else ()
-    return Rows(Sample(args=args, kwargs=kwargs), repeated)
+    args, kwargs = pytree.tree_map_only(Tensor, noisy, (many.args, dict(many.kwargs)))
+    return replace(many, args=args, kwargs=kwargs)
 
 
-def compared(layered: Layered, rows: Rows, *, training: bool) -> str | None:
+def compared(layered: Layered, rows: Sample, *, training: bool) -> str | None:
     """The first difference between a model and its layers, in one mode, on each number of rows."""
     cut, uncut = partial(_run_cut, layered.cuts()), partial(_run_cut, ())
     for number in (FEW, MANY):
-        part = rows.first(number)
+        part = rows.with_rows(number)
         whole = outcome(layered, part, run_whole, training=training)
         if number == FEW and training:
             again = outcome(layered, part, run_whole, training=training)
@@ -80,26 +67,30 @@ def compared(layered: Layered, rows: Rows, *, training: bool) -> str | None:
     return None
 
 
-_Runner = Callable[[Layered, Sample, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+_Runner = Callable[[Layered, Sample], tuple[Tensor, Sequence[Tensor]]]
 
 
-def outcome(layered: Layered, rows: Rows, run: _Runner, *, training: bool, to_inputs: bool = True) -> _Outcome:
+def outcome(layered: Layered, rows: Sample, run: _Runner, *, training: bool, to_inputs: bool = True) -> _Outcome:
+    """What a way to run a model leaves behind; the model itself stays as it was."""
     model = layered.model
     with undisturbed(model), torch.enable_grad():
         model.train(training)
-        given = (rows.sample.args, dict(rows.sample.kwargs))
-        leaves = pytree.tree_map(partial(_as_leaf, to_inputs), given)
-        sample = Sample(args=leaves[0], kwargs=leaves[1])
+        leaves = rows.map(lambda each: each.detach().clone().requires_grad_(to_inputs and each.is_floating_point()))
+        sample = replace(leaves, targets=rows.targets)
         parameters = dict(model.named_parameters())
         kept = {name: parameter.grad for name, parameter in parameters.items()}
         for parameter in parameters.values():
             parameter.grad = None
-        torch.manual_seed(SEED)
-        random.seed(SEED)
-        np.random.seed(SEED)
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
+            seeded(SEED)
         try:
-            summed, outputs = run(layered, sample, rows.targets)
-            drawn = {name: _as_tensor(state) for name, state in _generators().items()}
+            summed, outputs = run(layered, sample)
+            # A graph that draws fewer numbers has lost some.
+            drawn = {
+                "draw from torch's generator": torch.get_rng_state().tolist(),
+                "draw from Python's random": random.getstate(),
+                "draw from numpy's random": [str(part) for part in np.random.get_state()],
+            }
             gradients = {f"gradient of '{name}'": each.grad for name, each in parameters.items()}
         finally:
             for name, parameter in parameters.items():
@@ -107,67 +98,46 @@ def outcome(layered: Layered, rows: Rows, run: _Runner, *, training: bool, to_in
         inputs = {f"gradient of input {n}": t.grad for n, t in enumerate(sample.tensors) if t.requires_grad}
         buffers = {f"buffer '{name}'": buffer.clone() for name, buffer in model.named_buffers()}
     made = {"loss": summed, **{f"output {number}": each for number, each in enumerate(outputs)}}
-    return _Outcome(values={**made, **buffers, **drawn}, gradients={**gradients, **inputs})
+    states = {name: torch.tensor(hash(str(state))) for name, state in drawn.items()}
+    return _Outcome(values={**made, **buffers, **states}, gradients={**gradients, **inputs})
 
 
-def _generators() -> dict[str, Any]:
-    """What numbers are drawn from, as far as they have been drawn: a graph that draws fewer has lost some."""
-    return {
-        "draw from torch's generator": torch.get_rng_state().tolist(),
-        "draw from Python's random": random.getstate(),
-        "draw from numpy's random": [str(part) for part in np.random.get_state()],
-    }
-
-
-def _as_tensor(state: Any) -> Tensor:
-    return torch.tensor(hash(str(state)))
-
-
-def _as_leaf(needs_grad: bool, leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(needs_grad and leaf.is_floating_point())
-
-
-def run_whole(layered: Layered, sample: Sample, targets: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    outputs = tensors_in(layered.model(*sample.args, **sample.kwargs))
-    summed = total(layered, outputs, targets)
+def run_whole(layered: Layered, sample: Sample) -> tuple[Tensor, Sequence[Tensor]]:
+    """The loss and the outputs of the model itself, and its gradients."""
+    outputs = sample.call(layered.model)
+    summed = total(layered, outputs, sample.targets)
     if summed.requires_grad:
         summed.backward()  # type: ignore[no-untyped-call]
     return summed.detach(), [each.detach() for each in outputs]
 
 
 def total(layered: Layered, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-    """The loss, or something that depends on every output where there is none."""
+    """The loss; where there is none, the outputs with weights, so that no two entries count the same."""
     if layered.loss is not None:
         return LossModule(layered.loss)(outputs, tuple(targets))  # type: ignore[no-any-return]
     floating = [each for each in outputs if each.is_floating_point()]
-    return torch.stack([(each.double() * _weights(each)).sum() for each in floating]).sum()
+    weights = [torch.arange(1.0, each.numel() + 1, device=each.device).double().sin() for each in floating]
+    return torch.stack([(each.double() * some.view(each.shape)).sum() for each, some in zip(floating, weights)]).sum()
 
 
-def _weights(output: Tensor) -> Tensor:
-    """Fixed weights, so that no two entries of an output count the same."""
-    return torch.arange(1.0, output.numel() + 1, device=output.device).double().sin().view(output.shape)
-
-
-def _run_cut(
-    cuts: Sequence[int], layered: Layered, sample: Sample, targets: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[Tensor]]:
+def _run_cut(cuts: Sequence[int], layered: Layered, sample: Sample) -> tuple[Tensor, Sequence[Tensor]]:
     """One microbatch through all stages and back; between stages only plain tensors, as between workers."""
-    stages = [layered.stage(*ends) for ends in pairwise((0, *cuts, layered.num_layers))]
-    values: tuple[Tensor, ...] = tuple(sample.tensors)
+    values = sample.tensors
     held: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
-    for stage in stages:
-        stage.train(layered.model.training)
-        received = values if not held else tuple(map(_received, values, stage.inputs))
-        values = stage(*received, *targets) if stage.has_loss else stage(*received)
+    for first, last in pairwise((0, *cuts, layered.num_layers)):
+        stage = layered.stage(first, last).train(layered.model.training)
+        received = values
+        if held:
+            specs = zip(values, stage.inputs)
+            received = tuple(each.detach().clone().requires_grad_(spec.needs_grad) for each, spec in specs)
+        values = stage(*received, *sample.targets) if stage.has_loss else stage(*received)
         held.append((received, values))
     outputs = values[1:] if layered.has_loss else values
-    summed = values[0] if layered.has_loss else total(layered, outputs, targets)
+    summed = values[0] if layered.has_loss else total(layered, outputs, sample.targets)
     ends: list[Tensor] = [summed]
     gradients: list[Tensor | None] = [torch.ones_like(summed)]
     for received, made in reversed(held):
-        ends = ends if ends else list(made)
+        ends = ends or list(made)
         pairs = [(end, each) for end, each in zip(ends, gradients) if each is not None and end.requires_grad]
         if pairs:
             torch.autograd.backward([end for end, _ in pairs], [each for _, each in pairs])
@@ -175,30 +145,25 @@ def _run_cut(
     return summed.detach(), [each.detach() for each in outputs]
 
 
-def _received(tensor: Tensor, spec: Any) -> Tensor:
-    return tensor.detach().clone().requires_grad_(spec.needs_grad)
-
-
 def _difference(expected: _Outcome, found: _Outcome) -> str | None:
     """The name of the first value or gradient that differs, and how."""
     for name, value in expected.values.items():
         if not same(value, found.values.get(name), 1.0):
             return name
-    sizes = [float(each.detach().double().norm()) for each in expected.gradients.values() if each is not None]
+    sizes = [_norm(each) for each in expected.gradients.values() if each is not None]
     typical = max((size for size in sizes if size == size), default=0.0)
     for name in found.gradients:
         gradient, other = expected.gradients[name], found.gradients[name]
         if (gradient is None) != (other is None):
-            return (
-                f"{name}: {'None' if other is None else 'one'} where the model has {'one' if other is None else 'None'}"
-            )
-        if gradient is not None and not same(gradient, other, typical):
+            has, lacks = ("None", "one") if other is None else ("one", "None")
+            return f"{name}: {has} where the model has {lacks}"
+        if gradient is not None and other is not None and not same(gradient, other, typical):
             return f"{name}: {_norm(other):.4g} instead of {_norm(gradient):.4g} (norms)"
     return None
 
 
-def _norm(tensor: Tensor | None) -> float:
-    return float(tensor.double().norm()) if tensor is not None else float("nan")
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.detach().double().norm())
 
 
 def same(expected: Tensor, found: Tensor | None, scale: float) -> bool:

@@ -19,9 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-_PREFIX = "_custom_function_"
-"""How the paths of custom functions begin among the objects of a graph."""
-
 _APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 
@@ -47,12 +44,12 @@ class Kept:
 
     def path(self, function: type[torch.autograd.Function]) -> str:
         """The path of a function, which it gets when it is met first."""
-        found = self.modules.items()
-        known = next((path for path, each in found if getattr(each, "function", None) is function), None)
-        if known is None:
-            known = f"{_PREFIX}{len(self.modules)}_{function.__name__}"
-            self.modules[known] = _CustomFunction(function)
-        return known
+        for path, module in self.modules.items():
+            if isinstance(module, _CustomFunction) and module.function is function:
+                return path
+        path = f"_custom_function_{len(self.modules)}_{function.__name__}"
+        self.modules[path] = _CustomFunction(function)
+        return path
 
     def call(self, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One node that stands for a call of what is at a path, of which torch.export sees nothing else."""
@@ -60,16 +57,17 @@ class Kept:
         self._calls.append((path, run, nesting))
         return _call(len(self._calls) - 1, *leaves)
 
-    def run(self, number: int, *leaves: Any) -> Any:
-        """Makes a call, to see what comes out."""
-        _, run, nesting = self._calls[number]
-        args, kwargs = pytree.tree_unflatten(list(leaves), nesting)
-        return run(*args, **kwargs)
-
-    def like(self, path: str, module: nn.Module) -> None:
-        """Notes what a module is like: what comes out of two that are alike has the same shapes."""
+    def keep(self, path: str, module: nn.Module) -> None:
+        """Makes a node of each call of a module. Two modules that are alike return the same shapes."""
         shapes = [(name, tuple(each.shape)) for name, each in module.named_parameters()]
         self._likes[path] = f"{type(module)} {shapes}"
+        own = module.forward
+        module.forward = lambda *args, **kwargs: self.call(path, own, args, kwargs)
+
+    def run(self, number: int, *leaves: Any) -> Any:
+        """Makes a call, to see what comes out."""
+        _, args, kwargs = self.called(number, *leaves)
+        return self._calls[number][1](*args, **kwargs)
 
     def shapes(self, number: int, *leaves: Any) -> Any:
         """What comes out of a call on shapes alone, as it did of one that was like it."""
@@ -79,9 +77,7 @@ class Kept:
         if key not in self._made:
             self._made[key] = self.run(number, *leaves)
             return self._made[key]
-        return pytree.tree_map(
-            lambda each: torch.empty_like(each) if isinstance(each, Tensor) else each, self._made[key]
-        )
+        return pytree.tree_map_only(Tensor, torch.empty_like, self._made[key])
 
     def called(self, number: int, *leaves: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """The path of what a node calls, and the arguments."""
@@ -100,15 +96,13 @@ class _Call(HigherOrderOperator):
     def __call__(self, number: int, *args: Any) -> Any:
         return super().__call__(number, *args)  # type: ignore[no-untyped-call]
 
-    def run(self, number: int, *args: Any) -> Any:
-        return self.kept.run(number, *args)
-
 
 _call = _Call()
-_call.py_impl(DispatchKey.CompositeExplicitAutograd)(_call.run)
-for _key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView"):
-    _call.fallthrough(getattr(DispatchKey, _key))  # type: ignore[no-untyped-call]
-for _key in ("BackendSelect", "PythonTLSSnapshot"):
+_call.py_impl(DispatchKey.CompositeExplicitAutograd)(lambda number, *args: _call.kept.run(number, *args))
+for _key in (
+    "AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "BackendSelect",
+    "PythonTLSSnapshot",
+):  # fmt: skip
     _call.fallthrough(getattr(DispatchKey, _key))  # type: ignore[no-untyped-call]
 
 
@@ -135,7 +129,7 @@ def is_kept(target: Any) -> bool:
 @contextmanager
 def keeping(tracer: fx.Tracer | None = None, modules: Mapping[str, nn.Module] | None = None) -> Iterator[Kept]:
     """Inside, custom functions and the given modules become one node each: of this tracer, or of torch.export."""
-    kept = Kept()
+    kept, modules = Kept(), modules or {}
 
     def apply(function: Any, *args: Any) -> Any:
         leaves = pytree.tree_leaves(args)
@@ -150,10 +144,8 @@ def keeping(tracer: fx.Tracer | None = None, modules: Mapping[str, nn.Module] | 
 
     before, _call.kept = _call.kept, kept
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    modules = modules or {}
     for path, module in modules.items():
-        kept.like(path, module)
-        module.forward = partial(_call_module, kept, path, module.forward)
+        kept.keep(path, module)
     try:
         yield kept
     finally:
@@ -161,7 +153,3 @@ def keeping(tracer: fx.Tracer | None = None, modules: Mapping[str, nn.Module] | 
         _call.kept = before
         for module in modules.values():
             del module.forward
-
-
-def _call_module(kept: Kept, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return kept.call(path, forward, args, kwargs)

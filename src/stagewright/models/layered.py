@@ -11,36 +11,39 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.layering import Flow, Layer, computing, find_flow
-from stagewright.models.layouts import Gradients, find_gradients
 from stagewright.models.loss import LOSS_PATH, Loss, LossModule
-from stagewright.models.operations import detached
-from stagewright.models.stage import StageGraph, StageModule, assembled
+from stagewright.models.stage import StageGraph, StageModule
 from stagewright.models.tracing import Traced
-from stagewright.models.values import TensorSpec, find_facts
+from stagewright.models.values import Flow, Gradients, TensorSpec, find_facts, find_flow, find_gradients
 
 _FOUND = ("flow", "_gradients", "_names_by_layer", "tied")
 """What is found out when first asked for, and stays true of copies."""
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Under autocast these compute in its format, whatever they are given."""
-
-
 Again = Callable[[Callable[[Tensor], Tensor]], "Layered"]
 
 
-class Weights(Protocol):
+class _Weights(Protocol):
     """Where the numbers come from of a model that has shapes alone."""
 
     def fill(self, model: nn.Module, names: Iterable[str], device: torch.device | str) -> None:
         """Puts those of some parameters and buffers into the model, on a device."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The name of a layer and the position of its first node."""
+
+    name: str
+    start: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ class Layered:
     """Whether the stages do in evaluation what the model does."""
     again: Again | None = None
     """Finds the layers of the same model anew, with its example tensors changed."""
-    weights: Weights | None = None
+    weights: _Weights | None = None
     """Where they come from, while the model has shapes alone: `load` gets those of a stage."""
 
     @cached_property
@@ -71,7 +74,7 @@ class Layered:
     @cached_property
     def order(self) -> tuple[fx.Node, ...]:
         """What the layers compute, node by node."""
-        return computing(self.traced)
+        return self.traced.computing
 
     @property
     def num_layers(self) -> int:
@@ -98,10 +101,8 @@ class Layered:
         nodes = self._placeholders
         if len(nodes) != len(self.inputs):  # one of them is a nest of several
             return (False,) * len(self.inputs)
-        return tuple(all(self._multiplies(user) for user in node.users) for node in nodes)
-
-    def _multiplies(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and isinstance(self.traced.objects[str(node.target)], _PRODUCTS)
+        modules = {node: self.traced.objects[str(node.target)] for node in self.order if node.op == "call_module"}
+        return tuple(all(isinstance(modules.get(user), _PRODUCTS) for user in node.users) for node in nodes)
 
     @property
     def targets(self) -> tuple[TensorSpec, ...]:
@@ -150,8 +151,12 @@ class Layered:
         """These layers with all weights in place, on a device; the sample is zeros there."""
         self.load(0, self.num_layers, device)
         self.load_rest(device)
+
+        def moved(argument: Any) -> Any:  # a device that a graph on shapes alone names
+            return torch.device(device) if argument == torch.device("meta") else argument
+
         for node in self.traced.graph.nodes:
-            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), partial(_moved, device))
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), moved)
         objects = self._current(self.traced.objects)
         tensors = tuple(torch.zeros_like(each, device=device) for each in self.traced.tensors)
         return self.changed(traced=replace(self.traced, objects=objects, tensors=tensors))
@@ -216,29 +221,27 @@ class Layered:
         for node in self.order[self._start(first) : self._start(last)]:
             if node in self.flow.made_at:
                 graph.add(node)
-        outputs = self._finish(graph, last)
+        if last < self.num_layers:
+            leaving = self._entering(last)
+            made = [tensor for node in leaving for tensor in graph.departing(node)]
+            outputs = self._crossing(leaving)
+        else:
+            loss, predictions = self._results
+            made = [tensor for node in predictions for tensor in graph.tensors(node)]
+            if loss is not None:
+                made = [graph.value(loss), *(graph.graph.call_method("detach", (each,)) for each in made)]
+            outputs = self._carried(predictions)
+        graph.graph.output(tuple(made))
         return StageModule(
             graph.graph,
-            assembled(self._sorted(self._current(graph.objects())), self._persistent),
+            self._sorted(self._current(graph.objects())),
+            self._persistent,
             layer_names=self.names[first:last],
             inputs=self.carried(first),
             targets=self._carried(target_nodes),
             outputs=outputs,
             evaluates=self.evaluates,
         )
-
-    def _finish(self, graph: StageGraph, last: int) -> tuple[TensorSpec, ...]:
-        """Ends a stage's graph: with what the next stage takes, or with the loss and the predictions."""
-        if last < self.num_layers:
-            leaving = self._entering(last)
-            graph.graph.output(tuple(tensor for node in leaving for tensor in graph.departing(node)))
-            return self._crossing(leaving)
-        loss, predictions = self._results
-        made = [tensor for node in predictions for tensor in graph.tensors(node)]
-        if loss is not None:
-            made = [graph.value(loss), *(graph.graph.call_function(detached, (each,)) for each in made)]
-        graph.graph.output(tuple(made))
-        return self._carried(predictions)
 
     @property
     def _placeholders(self) -> tuple[fx.Node, ...]:
@@ -251,7 +254,7 @@ class Layered:
     @property
     def _results(self) -> tuple[fx.Node | None, list[fx.Node]]:
         """The node of the loss, if there is one, and those of the model's outputs."""
-        nodes = outputs_of(self.traced.graph)
+        nodes = self.traced.results
         return (nodes[0], nodes[1:]) if self.has_loss else (None, nodes)
 
     def _entering(self, layer: int) -> list[fx.Node]:
@@ -295,29 +298,24 @@ class Layered:
             )
         for cut in {first, last} - {0, self.num_layers}:
             if self.flow.stuck(self._start(cut)):
-                raise stuck_at(self.flow, self.names[cut], self._start(cut))
+                raise self.flow.stuck_at(self.names[cut], self._start(cut))
 
     @cached_property
     def _names_by_layer(self) -> tuple[tuple[str, ...], ...]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        current, result = self._current(self.traced.objects), []
-        for layer in range(self.num_layers):
-            used = self._parameters_in(current, self._start(layer), self._start(layer + 1))
-            result.append(tuple(dict.fromkeys(names[id(parameter)] for parameter in used)))
-        return tuple(result)
+        objects = self._current(self.traced.objects)
 
-    def _parameters_in(self, objects: Mapping[str, Any], start: int, end: int) -> list[nn.Parameter]:
-        used: list[nn.Parameter] = []
-        for node in self.order[start:end]:
+        def used(node: fx.Node) -> list[str]:
             if self.flow.facts[node].is_constant:  # a dtype, a size or a device is no use of a weight
-                continue
-            for part in (node, *node.all_input_nodes):
-                thing = objects.get(str(part.target))
-                if part.op == "call_module" and part is node:
-                    used += objects[str(node.target)].parameters()
-                elif part.op == "get_attr" and isinstance(thing, nn.Parameter):
-                    used.append(thing)
-        return used
+                return []
+            inside = objects[str(node.target)].parameters() if node.op == "call_module" else ()
+            read = (objects.get(str(each.target)) for each in node.all_input_nodes if each.op == "get_attr")
+            return [names[id(each)] for each in (*inside, *read) if isinstance(each, nn.Parameter)]
+
+        layers = ((self._start(layer), self._start(layer + 1)) for layer in range(self.num_layers))
+        return tuple(
+            tuple(dict.fromkeys(name for node in self.order[start:end] for name in used(node))) for start, end in layers
+        )
 
     @cached_property
     def _persistent(self) -> frozenset[str]:
@@ -333,30 +331,6 @@ class Layered:
         """Objects in the model's own order, so that a tied parameter keeps its first name."""
         ranks: dict[str, int] = {}
         for rank, (name, _) in enumerate(self.model.named_parameters(remove_duplicate=False)):
-            for path in _prefixes(name):
+            for path in accumulate(name.split("."), lambda owner, part: f"{owner}.{part}"):
                 ranks.setdefault(path, rank)
         return dict(sorted(objects.items(), key=lambda item: ranks.get(item[0], len(ranks))))
-
-
-def _moved(device: torch.device | str, argument: Any) -> Any:
-    """A device that a graph on shapes alone names, as another one."""
-    return torch.device(device) if argument == torch.device("meta") else argument
-
-
-def outputs_of(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that a graph returns."""
-    output = next(node for node in graph.nodes if node.op == "output")
-    return [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node)]
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: length + 1]) for length in range(len(parts))]
-
-
-def stuck_at(flow: Flow, name: str, position: int) -> ModelError:
-    node, stuck = flow.stuck(position)[0]
-    return ModelError(
-        f"no cut before '{name}': the value '{node.name}' would cross it, and it {stuck.why}",
-        "what crosses a cut has one entry a row in its first dimension; cut before or after",
-    )

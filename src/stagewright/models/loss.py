@@ -24,8 +24,8 @@ from stagewright.errors import ModelError
 Loss = Callable[..., Tensor]
 """`loss(*outputs, *targets)`: a scalar, the sum over the rows."""
 
-LOSS, LOSS_PATH = "loss", "_loss_of_stage"
-"""The name of the layer of the loss, and the path of its module, which no model uses itself."""
+LOSS_PATH = "_loss_of_stage"
+"""The path of the module of the loss, which no model uses itself."""
 
 IGNORED = -100
 """The label of a token that does not count, as in `torch.nn.functional.cross_entropy`."""

@@ -1,7 +1,16 @@
-"""One stage of a model: consecutive layers as a module from tensors to tensors."""
+"""One stage of a model: consecutive layers as a module from tensors to tensors.
+
+Tensors travel between stages contiguous. Where the whole model holds one in another order of dimensions
+(a permuted image, say), kernels sum in another order, and the last bits differ. So a stage puts
+what arrives, and the gradient of what departs, back into the order it has in the whole.
+
+    stage 0 … departs ─── contiguous ──▶ laid out … stage 1
+    stage 0 … order'  ◀── contiguous ─── gradient   stage 1
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -10,12 +19,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.layouts import Layout, arrive, depart
 from stagewright.models.loss import LOSS_PATH
-from stagewright.models.modes import KEPT, runnable
-from stagewright.models.operations import count_rows, device_of, leaves_of, pick, times
+from stagewright.models.running import KEPT, runnable
 from stagewright.models.tracing import TRAINING, Traced
-from stagewright.models.values import Fact, Here, PerRow, TensorSpec, mutated_by
+from stagewright.models.values import Fact, Here, Layout, PerRow, TensorSpec, mutated_by
 
 
 class StageModule(nn.Module):
@@ -28,51 +35,39 @@ class StageModule(nn.Module):
     rows; the predictions, the model's own outputs, come detached. Parameters carry the whole model's names.
     """
 
-    layer_names: tuple[str, ...]
-    inputs: tuple[TensorSpec, ...]
-    targets: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
     _parts: nn.Module
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        parts: nn.Module,
-        *,
-        layer_names: tuple[str, ...],
-        inputs: tuple[TensorSpec, ...],
-        targets: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
+        self, graph: fx.Graph, objects: Mapping[str, Any], persistent: Set[str], *, layer_names: tuple[str, ...],
+        inputs: tuple[TensorSpec, ...], targets: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...],
         evaluates: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.evaluates = evaluates
         self.layer_names, self.inputs, self.targets, self.outputs = layer_names, inputs, targets, outputs
         # The parts are this module's own, and yet reached through another one: a model may well
         # have a child called `inputs`.
+        parts = _assembled(objects, persistent)
         self._modules, self._parameters, self._buffers = parts._modules, parts._parameters, parts._buffers
         self._non_persistent_buffers_set = parts._non_persistent_buffers_set
         self.__dict__["_parts"] = parts  # not by setattr, which would make it a child
         self.draws = any("place" in node.meta for node in graph.nodes)
         """Whether anything may be drawn at random."""
-        self._compute = _compiled(graph)
+        graph = runnable(graph)
+        paths = {str(node.target): nn.Identity() for node in graph.nodes if node.op in ("call_module", "get_attr")}
+        self._compute: Callable[..., Any] = type(fx.GraphModule({**paths}, graph)).forward
+        """The graph as a function of a module that holds its parts, and of the inputs."""
 
     @property
     def has_loss(self) -> bool:
         return LOSS_PATH in self._modules
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self._check(len(tensors))
-        self._parts.training = self.training
-        result: tuple[Tensor, ...] = self._compute(self._parts, *tensors)
-        return result
-
-    def _check(self, num_tensors: int) -> None:
         expected = self.inputs + self.targets
-        if num_tensors != len(expected):
-            first, last = self.layer_names[0], self.layer_names[-1]
+        if len(tensors) != len(expected):
             raise ModelError(
-                f"stage '{first}' … '{last}' takes {len(expected)} tensors, got {num_tensors}",
+                f"stage '{self.layer_names[0]}' … '{self.layer_names[-1]}' takes {len(expected)} tensors, "
+                f"got {len(tensors)}",
                 f"give {', '.join(spec.name for spec in expected)}",
             )
         if not self.training and not self.evaluates:
@@ -80,17 +75,12 @@ class StageModule(nn.Module):
                 "the model branches on `training`, so its stages only train",
                 "evaluate the whole model instead: it shares its weights with the stages",
             )
+        self._parts.training = self.training
+        result: tuple[Tensor, ...] = self._compute(self._parts, *tensors)
+        return result
 
 
-def _compiled(graph: fx.Graph) -> Callable[..., Any]:
-    """The graph as a function of a module that holds its parts, and of the inputs."""
-    graph = runnable(graph)
-    paths = {str(node.target): nn.Identity() for node in graph.nodes if node.op in ("call_module", "get_attr")}
-    function: Callable[..., Any] = type(fx.GraphModule({**paths}, graph)).forward
-    return function
-
-
-def assembled(objects: Mapping[str, Any], persistent: Set[str]) -> nn.Module:
+def _assembled(objects: Mapping[str, Any], persistent: Set[str]) -> nn.Module:
     """A module that holds modules, parameters and buffers at the paths they have in the whole model."""
     parts = nn.Module()
     for path, thing in objects.items():
@@ -115,46 +105,35 @@ class StageGraph:
     """
 
     def __init__(
-        self,
-        traced: Traced,
-        facts: Mapping[fx.Node, Fact],
-        layouts: Mapping[fx.Node, tuple[Layout, ...]],
+        self, traced: Traced, facts: Mapping[fx.Node, Fact], layouts: Mapping[fx.Node, tuple[Layout, ...]],
         carried: Sequence[fx.Node],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.graph = fx.Graph()
         self.traced, self.facts, self.layouts = traced, facts, layouts
         self.copies: dict[fx.Node, Any] = {}
-        self.first: fx.Node | None = None
-        self.inputs: list[TensorSpec] = []
-        self.rows: fx.Node | None = None
-        self.here: fx.Node | None = None
-        placeholders = {node: self._placeholders(node) for node in carried}
-        for node, parts in placeholders.items():
-            self.copies[node] = self._rebuilt(node, self._arrived(node, parts))
+        self._of_first: dict[str, fx.Node] = {}
+        """What is asked of the first input: the rows, and the device."""
+        placeholders = {
+            node: [self.graph.placeholder(spec.name.replace(".", "_")) for spec in facts[node].carried]
+            for node in carried
+        }
+        self.first = next((each for made in placeholders.values() for each in made), None)
+        for node, tensors in placeholders.items():
+            arrived = [
+                self.graph.call_function(_laid_out, (tensor, layout.value)) if layout.value else tensor
+                for tensor, layout in zip(tensors, self._layouts(node, len(tensors)))
+            ]
+            self.copies[node] = self._rebuilt(node, arrived)
 
-    def _placeholders(self, node: fx.Node) -> list[fx.Node]:
-        """One input of the stage for each tensor of a value that is carried in."""
-        specs = self.facts[node].carried
-        self.inputs += specs
-        made = [self.graph.placeholder(spec.name.replace(".", "_")) for spec in specs]
-        self.first = self.first or (made[0] if made else None)
-        return made
-
-    def _arrived(self, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-        """The tensors of a value that is carried in, laid out as in the whole model."""
-        layouts = self.layouts.get(node, (Layout(),) * len(tensors))
-        return [
-            self.graph.call_function(arrive, (tensor, layout.value)) if layout.value else tensor
-            for tensor, layout in zip(tensors, layouts)
-        ]
+    def _layouts(self, node: fx.Node, count: int) -> Sequence[Layout]:
+        return self.layouts.get(node, (Layout(),) * count)
 
     def departing(self, node: fx.Node) -> list[Any]:
         """The tensors of a value, to be carried to the next stage."""
         tensors = self.tensors(node)
-        layouts = self.layouts.get(node, (Layout(),) * len(tensors))
         return [
-            tensor if layout == Layout() else self.graph.call_function(depart, (tensor, layout.gradient))
-            for tensor, layout in zip(tensors, layouts)
+            tensor if layout == Layout() else self.graph.call_function(_depart, (tensor, layout.gradient))
+            for tensor, layout in zip(tensors, self._layouts(node, len(tensors)))
         ]
 
     def _rebuilt(self, node: fx.Node, tensors: list[fx.Node]) -> Any:
@@ -165,18 +144,16 @@ class StageGraph:
 
     def _constant(self, part: Any) -> Any:
         if isinstance(part, PerRow):
-            return self.graph.call_function(times, (self._rows(), part.times))
+            if "rows" not in self._of_first:
+                self._of_first["rows"] = self.graph.call_method("size", (self.first, 0))
+            return self.graph.call_function(operator.mul, (self._of_first["rows"], part.times))
         return self._here() if isinstance(part, Here) else part.value
 
-    def _rows(self) -> fx.Node:
-        if self.rows is None:
-            self.rows = self.graph.call_function(count_rows, (self.first,))
-        return self.rows
-
     def _here(self) -> fx.Node:
-        if self.here is None:
-            self.here = self.graph.call_function(device_of, (self.first,))
-        return self.here
+        """The device that the stage runs on."""
+        if "device" not in self._of_first:
+            self._of_first["device"] = self.graph.call_function(getattr, (self.first, "device"))
+        return self._of_first["device"]
 
     def value(self, node: fx.Node) -> Any:
         """What stands for a node of the whole graph in this one."""
@@ -188,7 +165,10 @@ class StageGraph:
     def add(self, node: fx.Node) -> fx.Node:
         """A copy of a node, computed in this stage."""
         for changed in mutated_by(node, self.traced.objects):
-            self._own(changed)
+            received = self.copies.get(changed)
+            if isinstance(received, fx.Node) and received.op == "placeholder":
+                # autograd forbids to change what was received
+                self.copies[changed] = self.graph.call_function(torch.clone, (received,))
         args = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
         copy = self.graph.create_node(node.op, node.target, *args, name=node.name)
         copy.meta.update({key: node.meta[key] for key in KEPT if key in node.meta})
@@ -200,22 +180,40 @@ class StageGraph:
             return self.value(arg)
         return self._here() if isinstance(arg, torch.device) else arg
 
-    def _own(self, node: fx.Node) -> None:
-        """Copies a carried tensor before it is changed: autograd forbids it on what was received."""
-        received = self.copies.get(node)
-        if isinstance(received, fx.Node) and received.op == "placeholder":
-            self.copies[node] = self.graph.call_function(torch.clone, (received,))
-
     def tensors(self, node: fx.Node) -> list[Any]:
         """The tensors of a value, one by one, to be carried out."""
         fact, value = self.facts[node], self.value(node)
         if len(fact.parts) == 1 and fact.nesting.is_leaf():
             return [value]
-        leaves = self.graph.call_function(leaves_of, (value,))
+        leaves = self.graph.call_function(pytree.tree_leaves, (value,))
         picked = [index for index, part in enumerate(fact.parts) if part in fact.tensors]
-        return [self.graph.call_function(pick, (leaves, index)) for index in picked]
+        return [self.graph.call_function(operator.getitem, (leaves, index)) for index in picked]
 
     def objects(self) -> dict[str, Any]:
         """What the graph's nodes refer to, by its path in the whole model."""
         paths = [str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")]
         return {path: self.traced.objects[path] for path in dict.fromkeys(paths) if path != TRAINING}
+
+
+def _laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """The tensor with its dimensions in another order in memory."""
+    inverse = [order.index(dimension) for dimension in range(len(order))]
+    return tensor.permute(*order).contiguous().permute(inverse)
+
+
+class _Departure(torch.autograd.Function):
+    """A tensor made contiguous to be sent; its gradient is laid out as in the whole model."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+        ctx.order = order
+        return tensor.contiguous() if not tensor.is_contiguous() else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return (_laid_out(gradients[0], ctx.order) if ctx.order else gradients[0]), None
+
+
+def _depart(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    sent: Tensor = _Departure.apply(tensor, tuple(order))  # type: ignore[no-untyped-call]
+    return sent

@@ -16,7 +16,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,7 @@ from torch.utils import _pytree as pytree
 import stagewright
 from stagewright.errors import ModelError
 from stagewright.models.functions import keeping
-from stagewright.models.modes import autocast_on, casts, mode_now, runnable
-
-TRACED_ROWS = 2
-"""Rows while tracing: one row would be taken for a dimension to broadcast."""
+from stagewright.models.running import autocast_on, casts, mode_now, runnable
 
 TRAINING = "training"
 """The attribute a graph reads to know whether the stage trains or evaluates."""
@@ -41,48 +38,39 @@ TRAINING = "training"
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Example inputs of a model: tensors have one entry a row, everything else is a constant."""
+    """Example inputs of a model, and targets: tensors have one entry a row, everything else is a constant."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    targets: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tensors:
             raise ModelError("the sample holds no tensor", "give the inputs of one call of the model")
-        rows = self.tensors[0].shape[:1]
-        for tensor in self.tensors:
-            if tensor.shape[:1] != rows or not tensor.dim():
+        for tensors in (self.tensors, self.targets):
+            if len({each.shape[:1] for each in tensors}) > 1 or not all(each.dim() for each in tensors):
                 raise ModelError(
-                    f"the sample's tensors differ in rows: {_shapes(self.tensors)}",
+                    f"the sample's tensors differ in rows: {', '.join(str(tuple(each.shape)) for each in tensors)}",
                     "give every input one entry a row in its first dimension, or leave it out",
                 )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """The inputs, in order."""
         return tensors_in((self.args, dict(self.kwargs)))
 
-    @property
-    def device(self) -> torch.device:
-        return self.tensors[0].device
+    def map(self, change: Callable[[Tensor], Tensor]) -> Sample:
+        """The same sample with every tensor changed."""
+        changed = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs), self.targets))
+        return Sample(args=changed[0], kwargs=changed[1], targets=changed[2])
 
     def with_rows(self, rows: int) -> Sample:
         """The same sample with another number of rows: its own, repeated."""
-        take = torch.arange(rows, device=self.device) % max(1, self.tensors[0].size(0))
-        resized = [leaf[take] if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        args, kwargs = pytree.tree_unflatten(resized, self._spec)
-        return Sample(args=args, kwargs=kwargs)
+        return self.map(lambda each: each[torch.arange(rows, device=each.device) % max(1, each.size(0))])
 
-    @property
-    def _leaves(self) -> list[Any]:
-        return pytree.tree_leaves((self.args, dict(self.kwargs)))
-
-    @property
-    def _spec(self) -> pytree.TreeSpec:
-        return pytree.tree_structure((self.args, dict(self.kwargs)))
-
-
-def _shapes(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    def call(self, model: nn.Module) -> tuple[Tensor, ...]:
+        """What a model makes of the inputs."""
+        return tensors_in(model(*self.args, **self.kwargs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,36 +86,48 @@ class Traced:
         return tuple(node for node in self.graph.nodes if node.op == "placeholder")
 
     @property
+    def computing(self) -> tuple[fx.Node, ...]:
+        """The nodes that compute something, in order."""
+        return tuple(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """The nodes that the graph returns."""
+        return [leaf for leaf in pytree.tree_leaves(self.graph.output_node().args[0]) if isinstance(leaf, fx.Node)]
+
+    @property
     def device(self) -> torch.device:
         return self.tensors[0].device
 
-    def module(self) -> fx.GraphModule:
-        """The whole graph as one module that takes the example inputs."""
-        return fx.GraphModule({**self.objects, TRAINING: True}, self.graph)
-
-    def runnable(self) -> fx.GraphModule:
-        """The same with every node in its mode, to be called."""
-        return fx.GraphModule({**self.objects, TRAINING: True}, runnable(self.graph))
+    def module(self, *, in_modes: bool = False) -> fx.GraphModule:
+        """The whole graph as one module that takes the example inputs; to be called, with every node in its mode."""
+        return fx.GraphModule({**self.objects, TRAINING: True}, runnable(self.graph) if in_modes else self.graph)
 
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, stagewright))
 
 
-def is_library(filename: str) -> bool:
+def _is_library(filename: str) -> bool:
     """Whether code is torch's, Python's or this library's own, not the model's."""
     return filename.startswith((*_LIBRARIES, "<", sys.base_prefix))
 
 
 def line_in(trace: str | None) -> str | None:
-    """The line of the model's own code in a node's stack trace."""
+    """The innermost line of the model's own code in a stack trace."""
     found = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', trace or "")
-    own = [(name, number, line) for name, number, line in found if not is_library(name)]
+    own = [(name, number, line) for name, number, line in found if not _is_library(name)]
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else None
 
 
 def tensors_in(value: Any) -> tuple[Tensor, ...]:
     """The tensors of a nested value, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def attribute(model: nn.Module, path: str) -> Any:
+    """What a model holds at a dotted path."""
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
 
 
 def trace_sequential(model: nn.Sequential, sample: Sample) -> Traced:
@@ -156,23 +156,13 @@ def _sequential_paths(model: nn.Sequential, prefix: str = "") -> Iterator[str]:
 
 def is_chain(module: nn.Module | None) -> TypeGuard[nn.Sequential]:
     """Whether a module does nothing but call its children in turn: nobody listens, and forward is torch's own."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not heard(module)
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not _heard(module)
 
 
-def heard(module: nn.Module) -> bool:
+def _heard(module: nn.Module) -> bool:
     """Whether a module has hooks, which a trace through it would lose."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in hooks)
-
-
-def _line_being_run() -> str | None:
-    """The innermost line of the model's own code that is running, as in a stack trace."""
-    for frame, number in traceback.walk_stack(None):
-        name = frame.f_code.co_filename
-        if not is_library(name):
-            line = linecache.getline(name, number).strip()
-            return f'File "{name}", line {number}, in {frame.f_code.co_name}\n    {line}'
-    return None
 
 
 class _ModuleTracer(fx.Tracer):
@@ -184,7 +174,7 @@ class _ModuleTracer(fx.Tracer):
         self.casts = casts()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self.leaves or next(m.children(), None) is None or heard(m):
+        if module_qualified_name in self.leaves or next(m.children(), None) is None or _heard(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 
@@ -194,7 +184,12 @@ class _ModuleTracer(fx.Tracer):
         torch would note the line too, but loads its compilers for that, which takes seconds.
         """
         node = super().create_node(*args, **kwargs)
-        node.meta["stack_trace"] = _line_being_run()
+        for frame, number in traceback.walk_stack(None):
+            name = frame.f_code.co_filename
+            if not _is_library(name):
+                line = linecache.getline(name, number).strip()
+                node.meta["stack_trace"] = f'File "{name}", line {number}, in {frame.f_code.co_name}\n    {line}'
+                break
         if mode := mode_now(self.casts):
             node.meta["mode"] = mode
         return node
@@ -204,7 +199,7 @@ def trace_symbolic(model: nn.Module, sample: Sample, leaves: Sequence[str] = ())
     """The graph as torch.fx sees it; what is no tensor in the sample is a constant."""
     given = _bound(model, sample)
     constants = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-    names = [_name_of(tensor, given) for tensor in sample.tensors]
+    names = [next(name for name, value in given.items() if value is tensor) for tensor in sample.tensors]
     with torch.enable_grad(), autocast_on(), _unchanged(model):
         tracer = _ModuleTracer(leaves)
         with keeping(tracer) as kept:
@@ -226,10 +221,6 @@ def _bound(model: nn.Module, sample: Sample) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
-def _name_of(tensor: Tensor, given: Mapping[str, Any]) -> str:
-    return next(name for name, value in given.items() if value is tensor)
-
-
 def _without_constants(found: fx.Graph, tensors: Sequence[str]) -> fx.Graph:
     """A copy of the graph with the inputs in the sample's order, without constants and checks on them."""
     graph = fx.Graph()
@@ -248,12 +239,6 @@ def _referred(model: nn.Module, graph: fx.Graph, others: Collection[str] = ()) -
     """What the graph's nodes refer to, by its path in the model; paths of others are left out."""
     paths = [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
     return {path: attribute(model, path) for path in paths if path != TRAINING and path not in others}
-
-
-def attribute(model: nn.Module, path: str) -> Any:
-    """What a model holds at a dotted path."""
-    owner, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
 
 
 @contextmanager

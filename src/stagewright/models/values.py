@@ -1,4 +1,4 @@
-"""What is known of each value of a graph, from running it on shapes alone with 2 and with 3 rows.
+"""What is known of each value of a graph, from running it on shapes alone with 2 and with 3 rows, and back once.
 
     a tensor [rows, ...]           is carried across a cut
     a number, a size, a dtype      is a constant, or a multiple of the rows
@@ -11,9 +11,10 @@ Only the first dimension, the rows, may change; all other sizes are those of the
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,12 +23,22 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
-from stagewright.models.modes import entered
-from stagewright.models.operations import count_batch, rate_in
-from stagewright.models.tracing import TRAINING, Traced, line_in, undisturbed
+from stagewright.models.running import entered
+from stagewright.models.tracing import TRAINING, Traced, line_in, tensors_in, undisturbed
 
-FEW, _MANY = 2, 3
+FEW, MANY = 2, 3
+"""The rows that models are looked at with; one row would be taken for a dimension to broadcast."""
 _RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout")
+
+
+def rate_in(rate: float, training: bool) -> float:
+    """The rate of a dropout, which is none while evaluating."""
+    return rate if training else 0.0
+
+
+def count_batch(num_batches_tracked: Tensor, training: bool) -> Tensor:
+    """Counts one more batch seen by a batch norm in training."""
+    return num_batches_tracked.add_(1) if training else num_batches_tracked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +107,9 @@ class Fact:
         return tuple(p for p in self.parts if isinstance(p, TensorSpec) or (isinstance(p, Stuck) and p.is_tensor))
 
 
+# Running on shapes
+
+
 class _Recorder(fx.Interpreter):
     """Runs a graph and keeps every node's value."""
 
@@ -125,12 +139,9 @@ def shapes_only(device: torch.device) -> Iterator[None]:
 
 
 def run_on_shapes(
-    traced: Traced,
-    rows: int,
-    after: Callable[[fx.Node], None] | None = None,
-    finally_: Callable[[Mapping[fx.Node, Any]], None] | None = None,
-    training: bool = True,
-) -> dict[fx.Node, Any]:
+    traced: Traced, rows: int, after: Callable[[fx.Node], None] | None = None,
+    finally_: Callable[[Mapping[fx.Node, Any]], None] | None = None, training: bool = True,
+) -> dict[fx.Node, Any]:  # fmt: skip
     """Every node's value on `rows` rows of the sample's shapes.
 
     `after` is called after each node, `finally_` with all values while they still have shapes only.
@@ -164,110 +175,204 @@ def _does_not_run(rows: int, node: fx.Node | None, error: Exception) -> ModelErr
     )
 
 
+# Facts
+
+
 def find_facts(traced: Traced) -> dict[fx.Node, Fact]:
     """What is known of each node's value."""
-    few, many = run_on_shapes(traced, FEW), run_on_shapes(traced, _MANY)
+    few, many = run_on_shapes(traced, FEW), run_on_shapes(traced, MANY)
     mutated = {node for user in traced.graph.nodes for node in mutated_by(user, traced.objects)}
     facts: dict[fx.Node, Fact] = {}
     for node in traced.graph.nodes:
         if node.op != "output":
+            leaves, nesting = pytree.tree_flatten(few[node])
+            parts = _parts(node, leaves, pytree.tree_leaves(many[node]))
             free = _is_free(node, traced, facts, few[node]) and node not in mutated
-            facts[node] = _fact(node, few[node], many[node], free)
+            facts[node] = Fact(parts=parts, nesting=nesting, free=free)
     return facts
 
 
-def _fact(node: fx.Node, few: Any, many: Any, free: bool) -> Fact:
-    leaves, nesting = pytree.tree_flatten(few)
-    others = pytree.tree_leaves(many)
+def _parts(node: fx.Node, few: Sequence[Any], many: Sequence[Any]) -> tuple[_Part, ...]:
     if node.target in (TRAINING, rate_in):
-        parts: tuple[_Part, ...] = (Stuck("depends on whether the stage trains or evaluates"),)
-    elif len(leaves) != len(others):
-        parts = (Stuck("changes its structure with the rows"),)
-    else:
-        names = _names(node, len(leaves))
-        parts = tuple(map(_part, names, leaves, others))
-    return Fact(parts=parts, nesting=nesting, free=free)
-
-
-def _names(node: fx.Node, count: int) -> list[str]:
-    return [node.name] if count == 1 else [f"{node.name}.{index}" for index in range(count)]
+        return (Stuck("depends on whether the stage trains or evaluates"),)
+    if len(few) != len(many):
+        return (Stuck("changes its structure with the rows"),)
+    names = [node.name] if len(few) == 1 else [f"{node.name}.{index}" for index in range(len(few))]
+    return tuple(map(_part, names, few, many))
 
 
 def _part(name: str, few: Any, many: Any) -> _Part:
     if isinstance(few, Tensor):
-        return _tensor_part(name, few, many)
+        if few.shape[:1] != (FEW,) or many.shape[:1] != (MANY,) or few.shape[1:] != many.shape[1:]:
+            return Stuck(f"has the shape {tuple(few.shape)} with {FEW} rows and {tuple(many.shape)} with {MANY}", True)
+        shape = tuple(int(size) for size in few.shape[1:])
+        return TensorSpec(name=name, shape_per_row=shape, dtype=few.dtype, needs_grad=few.requires_grad)
     if isinstance(few, torch.device):
         return Here()
     if type(few) is int and few != many:
-        if many * FEW == few * _MANY:
+        if many * FEW == few * MANY:
             return PerRow(few // FEW)
-        return Stuck(f"is the number {few} with {FEW} rows and {many} with {_MANY}")
+        return Stuck(f"is the number {few} with {FEW} rows and {many} with {MANY}")
     if few is None or isinstance(few, int | float | str | torch.dtype | torch.layout | slice):
         return _Constant(few)
     return Stuck(f"is a {type(few).__name__}")
 
 
-def _tensor_part(name: str, few: Tensor, many: Tensor) -> _Part:
-    sized = tuple(few.shape[:1]) == (FEW,) and tuple(many.shape[:1]) == (_MANY,)
-    if not sized or few.shape[1:] != many.shape[1:]:
-        return Stuck(f"has the shape {tuple(few.shape)} with {FEW} rows and {tuple(many.shape)} with {_MANY}", True)
-    shape = tuple(int(size) for size in few.shape[1:])
-    return TensorSpec(name=name, shape_per_row=shape, dtype=few.dtype, needs_grad=few.requires_grad)
-
-
 def _is_free(node: fx.Node, traced: Traced, facts: dict[fx.Node, Fact], value: Any) -> bool:
     """Whether a node depends on no input, parameter or random number: only on sizes and constants."""
-    if node.op == "placeholder" or any(leaf.requires_grad for leaf in _tensors(value)):
+    if node.op == "placeholder" or any(each.requires_grad for each in tensors_in(value)):
         return False
+    thing = traced.objects.get(str(node.target))
     if node.op == "get_attr":
-        return not isinstance(traced.objects.get(str(node.target)), nn.Parameter)
-    if _is_random(node, traced.objects) or mutated_by(node, traced.objects) or _has_parameters(node, traced):
+        return not isinstance(thing, nn.Parameter)
+    if node.op == "call_module" and next(thing.parameters(), None) is not None:  # type: ignore[union-attr]
+        return False
+    if _is_random(node, thing) or mutated_by(node, traced.objects):
         return False
     return all(facts[arg].free or facts[arg].is_constant for arg in node.all_input_nodes)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _has_parameters(node: fx.Node, traced: Traced) -> bool:
-    if node.op != "call_module":
-        return False
-    return next(traced.objects[str(node.target)].parameters(), None) is not None
-
-
-def _is_random(node: fx.Node, objects: Any) -> bool:
+def _is_random(node: fx.Node, module: Any) -> bool:
     """Whether a node draws random numbers."""
     if node.op == "call_module":
-        return isinstance(objects[str(node.target)], nn.modules.dropout._DropoutNd)
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        return isinstance(module, nn.modules.dropout._DropoutNd)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return node.op.startswith("call") and any(word in name for word in _RANDOM)
 
 
 def mutated_by(node: fx.Node, objects: Any) -> list[fx.Node]:
     """The nodes whose values a node changes in place."""
     target, args = node.target, node.args
-    first = [arg for arg in args[:1] if isinstance(arg, fx.Node)]
     if isinstance(target, torch._ops.OpOverload):
-        return _written(target, args, node.kwargs)
+        named = target._schema.arguments
+        values = [*args, *(node.kwargs.get(argument.name) for argument in named[len(args) :])]
+        writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in named]
+        return [value for value, write in zip(values, writes) if write and isinstance(value, fx.Node)]
+    is_written = False
     if node.op == "call_module":
-        return first if getattr(objects[str(node.target)], "inplace", False) else []
-    if node.op == "call_method":
-        name = str(node.target)
-        return first if name.endswith("_") and not name.endswith("__") else []
-    if node.op == "call_function":
-        return first if node.kwargs.get("inplace") is True or target in _IN_PLACE else []
-    return []
+        is_written = getattr(objects[str(target)], "inplace", False)
+    elif node.op == "call_method":
+        is_written = str(target).endswith("_") and not str(target).endswith("__")
+    elif node.op == "call_function":
+        is_written = node.kwargs.get("inplace") is True or target in _IN_PLACE
+    return [arg for arg in args[:1] if is_written and isinstance(arg, fx.Node)]
 
 
 _IN_PLACE = (count_batch, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 
 
-def _written(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Any) -> list[fx.Node]:
-    named = target._schema.arguments
-    values = [*args, *(kwargs.get(argument.name) for argument in named[len(args) :])]
-    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in named]
-    return [value for value, write in zip(values, writes) if write and isinstance(value, fx.Node)]
+# What flows, and back
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """The nodes that compute something, in order, and how long each value is needed."""
+
+    order: tuple[fx.Node, ...]
+    facts: Mapping[fx.Node, Fact]
+    last_use: Mapping[fx.Node, int]
+    made_at: Mapping[fx.Node, int]
+
+    def crossing(self, position: int) -> list[fx.Node]:
+        """The values that are made before a position and needed at or after it."""
+        return [n for n, made in self.made_at.items() if made < position <= self.last_use.get(n, -1)]
+
+    def stuck(self, position: int) -> list[tuple[fx.Node, Stuck]]:
+        """The values that cannot be carried across a position."""
+        crossing = self.crossing(position)
+        return [(n, part) for n in crossing for part in self.facts[n].parts if isinstance(part, Stuck)]
+
+    def stuck_at(self, name: str, position: int) -> ModelError:
+        """What a cut before the layer of this name is refused with, where a value cannot be carried across."""
+        node, stuck = self.stuck(position)[0]
+        return ModelError(
+            f"no cut before '{name}': the value '{node.name}' would cross it, and it {stuck.why}",
+            "what crosses a cut has one entry a row in its first dimension; cut before or after",
+        )
+
+    def widths(self) -> list[int]:
+        """The number of tensors that cross each position."""
+        change = [0] * (len(self.order) + 2)
+        for node, made in self.made_at.items():
+            if self.last_use.get(node, -1) > made:
+                change[made + 1] += len(self.facts[node].parts)
+                change[self.last_use[node] + 1] -= len(self.facts[node].parts)
+        return list(accumulate(change))
+
+
+def find_flow(traced: Traced, facts: Mapping[fx.Node, Fact]) -> Flow:
+    """The order of a graph's nodes, with the values that need carrying; inputs are made at -1."""
+    order, output = traced.computing, traced.graph.output_node()
+    position = {node: index for index, node in enumerate(order)}
+    last_use: dict[fx.Node, int] = {}
+    for index, user in enumerate((*order, output)):
+        if user is output or not (facts[user].free or facts[user].is_constant):
+            last_use.update(dict.fromkeys(user.all_input_nodes, index))
+    carried = [n for n in facts if n.op != "get_attr" and not (facts[n].free or facts[n].is_constant)]
+    made_at = {node: position.get(node, -1) for node in carried}
+    return Flow(order=order, facts=facts, last_use=last_use, made_at=made_at)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The dimensions of a tensor and of its gradient from the slowest to the fastest in memory; empty: as they come."""
+
+    value: tuple[int, ...] = ()
+    gradient: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What one backward pass tells: which tensors and parameters it reaches, and how tensors lie in memory."""
+
+    layouts: Mapping[fx.Node, tuple[Layout, ...]]
+    reaches: Mapping[fx.Node, tuple[bool, ...]]
+    """For each tensor of a node whether a gradient comes back to it."""
+    unreached: frozenset[str]
+    """The parameters whose gradient stays None."""
+
+    def of_copy(self, twins: Mapping[fx.Node, fx.Node]) -> Gradients:
+        """The same of a copy of the graph, node by node."""
+        layouts = {twins[node]: each for node, each in self.layouts.items()}
+        return replace(self, layouts=layouts, reaches={twins[node]: each for node, each in self.reaches.items()})
+
+
+def find_gradients(
+    traced: Traced, nodes: Sequence[fx.Node], parameters: Mapping[str, Tensor], *, has_loss: bool
+) -> Gradients:
+    """What backward does to some nodes and parameters, from one pass forward and backward on shapes."""
+    found: dict[int, Tensor | None] = {}
+
+    def backward(values: Mapping[fx.Node, Any]) -> None:
+        results = tensors_in(values[traced.graph.output_node()])[: 1 if has_loss else None]
+        results = tuple(each for each in results if each.requires_grad)
+        wanted = [t for node in nodes for t in tensors_in(values[node]) if t.requires_grad]
+        wanted += [parameter for parameter in parameters.values() if parameter.requires_grad]
+        with suppress(RuntimeError, NotImplementedError):  # an operator without a backward pass on shapes
+            gradients = torch.autograd.grad(results, wanted, [*map(torch.ones_like, results)], allow_unused=True)
+            found.update({id(t): g for t, g in zip(wanted, gradients)})
+
+    values = run_on_shapes(traced, FEW, finally_=backward)
+    of_node = {node: tensors_in(values[node]) for node in nodes}
+    return Gradients(
+        layouts={
+            node: tuple(Layout(_order(t), _order(found.get(id(t)))) for t in some) for node, some in of_node.items()
+        },
+        reaches={node: tuple(found.get(id(t), t) is not None for t in some) for node, some in of_node.items()},
+        unreached=frozenset(name for name, each in parameters.items() if found.get(id(each), each) is None),
+    )
+
+
+def _order(tensor: Tensor | None) -> tuple[int, ...]:
+    """The order of a tensor's dimensions in memory, empty where it is the usual one."""
+    if tensor is None:
+        return ()
+    strides, sizes = tensor.stride(), tensor.shape
+    large = [d for d in range(tensor.dim()) if sizes[d] > 1 and strides[d] > 0]
+    by_stride = sorted(large, key=lambda d: (-strides[d], d))
+    if by_stride == large:
+        return ()
+    ranks = iter(by_stride)
+    return tuple(next(ranks) if d in large else d for d in range(tensor.dim()))

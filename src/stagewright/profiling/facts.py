@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from stagewright.models.counts import parameter_roles
 from stagewright.models.layered import Layered
-from stagewright.models.roles import parameter_roles
 from stagewright.models.values import TensorSpec, shapes_only
 from stagewright.profile import ROW_BYTES, LayerProfile, Precision
 from stagewright.profiling.kinds import WorkKind

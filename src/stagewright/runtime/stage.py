@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.models import StageModule, TensorSpec
-from stagewright.models.drawing import row_keys, rows_drawn
+from stagewright.models.running import row_keys, rows_drawn
 from stagewright.runtime.precision import autocast
 from stagewright.runtime.settings import Settings
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
-from stagewright.models.roles import parameter_roles
+from stagewright.models.counts import parameter_roles
 from stagewright.record import Record, Source
 from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
 from stagewright.runtime.launch.environment import RUN_FOLDER

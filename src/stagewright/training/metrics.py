@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stagewright.models import Layered
+from stagewright.models.counts import parameter_roles
 from stagewright.models.loss import IGNORED
-from stagewright.models.roles import parameter_roles
 from stagewright.profile import Precision
 from stagewright.profiling.kinds import kind_called
 

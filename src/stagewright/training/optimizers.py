@@ -23,7 +23,7 @@ class OptimizerKind:
     states: int
     """How many numbers it keeps for each number of a parameter; planner, simulator and checks of memory count them."""
     states_by_role: Mapping[str, float] = field(default_factory=dict)
-    """The same for parameters of some roles (see models/roles.py), where these are others."""
+    """The same for parameters of some roles (see models/counts.py), where these are others."""
     splits: bool = False
     """Whether it treats matrices apart."""
     options: tuple[str, ...] = ()

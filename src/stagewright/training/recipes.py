@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from stagewright.models.roles import Role
+    from stagewright.models.counts import Role
 
 
 def _known_optimizer(name: str) -> str:

@@ -21,7 +21,7 @@ import torch
 from stagewright.cluster import count, format_devices
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.models import Layered
-from stagewright.models.roles import parameter_roles
+from stagewright.models.counts import parameter_roles
 from stagewright.plan import Plan
 from stagewright.policy import outstanding
 from stagewright.profiling.facts import saved_by_row
