@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from stagewright.models import Layered, cross_entropy_sum, make_layered, mean_loss, token_cross_entropy_sum
-from stagewright.models.lora import with_lora
+from stagewright.models.lora import Lora
 from tests.runtime.reference import Tower, rows_of_batch
 
 WIDTH, CLASSES = 6, 4
@@ -265,7 +265,7 @@ class TiedWords(nn.Module):
 
 def adapted() -> nn.Module:
     """Adapters in two layers; what is tied is frozen, and whole stages are."""
-    return with_lora(TiedWords(), 2, targets=("b", "d"), alpha=3.0)
+    return Lora(rank=2, targets=("b", "d"), alpha=3.0)(TiedWords())
 
 
 def tokens(batch: int, num_rows: int) -> tuple[Tensors, Tensors]:

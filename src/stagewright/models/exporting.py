@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from stagewright.errors import ModelError
 from stagewright.models.functions import Kept, is_kept, keeping
 from stagewright.models.running import Mode, inference_as_no_grad
-from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, line_in, undisturbed
+from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, first_line, line_in, undisturbed
 from stagewright.models.values import count_batch, rate_in
 
 _aten = torch.ops.aten
@@ -82,9 +82,8 @@ def _export(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram:
             return torch.export.export(model, sample.args, dict(sample.kwargs), dynamic_shapes=shapes, strict=False)
         except Exception as error:
             place = _line_of(error)
-            why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise ModelError(
-                f"{type(model).__name__} cannot be traced{f' at {place}' if place else ''}: {why}",
+                f"{type(model).__name__} cannot be traced{f' at {place}' if place else ''}: {first_line(error)}",
                 "a branch on values, or a size that depends on them, cannot be cut: choose by torch.where, or put that "
                 "part into a module without children, which is kept whole",
             ) from error

@@ -25,12 +25,13 @@ from stagewright.errors import ModelError, UsageError
 from stagewright.models.layered import Again, Layered
 from stagewright.models.loss import Loss, causal_cross_entropy_sum, cross_entropy_sum, smoothed, token_cross_entropy_sum
 from stagewright.models.making import make_layered
-from stagewright.models.pretrained import Pretrained, read_index
+from stagewright.models.pretrained import Pretrained
+from stagewright.models.tracing import first_line
 
 HUGGING_FACE = "hf:"
 """How the names of these models begin."""
 
-CONFIG = "config.json"
+_CONFIG = "config.json"
 _BESIDE = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "*.model",
@@ -84,15 +85,9 @@ def build_pretrained(
     except ImportError:
         told = f"{name} needs transformers, which is not installed"
         raise UsageError(told, "pip install 'stagewright[hf]'") from None
-    folder = find_folder(name.removeprefix(HUGGING_FACE))
-    config = _read_config(folder)
-    task = _TASKS["classification" if num_classes else _task_of(config, folder)]
-    if num_classes:
-        config.num_labels = num_classes
+    folder, config, task = _opened(name, num_classes)
     model = _skeleton(task, config)
-    weights = Pretrained(
-        model, {} if from_scratch else read_index(folder), folder=folder, seed=seed, from_scratch=from_scratch
-    )
+    weights = Pretrained(model, folder, seed=seed, from_scratch=from_scratch)
     if weights.drawn:
         more = f" and {len(weights.drawn) - 1} more" if len(weights.drawn) > 1 else ""
         warnings.warn(f"{folder} has no '{weights.drawn[0]}'{more}: drawn instead", stacklevel=3)
@@ -104,7 +99,25 @@ def build_pretrained(
     return layered.changed(weights=weights, again=partial(_again, layered.again))
 
 
-def find_folder(name: str) -> Path:
+def _opened(name: str, num_classes: int | None) -> tuple[Path, Any, _Task]:
+    """The folder of a model, what config.json says of it, and what it is for: telling `num_classes` apart, if given."""
+    from transformers import AutoConfig
+
+    folder = _find_folder(name.removeprefix(HUGGING_FACE))
+    if not (folder / _CONFIG).is_file():
+        raise ModelError(f"{folder} has no {_CONFIG}", "give a folder that save_pretrained wrote")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # JSON's, transformers' and its models' own
+        raise ModelError(
+            f"{folder / _CONFIG} cannot be read: {first_line(error)}", "is it of another version?"
+        ) from None
+    if num_classes:
+        config.num_labels = num_classes
+    return folder, config, _TASKS["classification" if num_classes else _task_of(config, folder)]
+
+
+def _find_folder(name: str) -> Path:
     """The folder of a model: a path, or that of a name of the Hub whose files are here or can be fetched."""
     if Path(name).is_dir():
         return Path(name)
@@ -115,24 +128,10 @@ def find_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:  # each of the many reasons not to reach it has a class of its own
-        why = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"hf:{name} is no folder, and its files are not here and cannot be fetched: {why}",
+            f"hf:{name} is no folder, and its files are not here and cannot be fetched: {first_line(error)}",
             "give the path of a folder with config.json and safetensors files",
         ) from None
-
-
-def _read_config(folder: Path) -> Any:
-    """What config.json says of the model."""
-    from transformers import AutoConfig
-
-    if not (folder / CONFIG).is_file():
-        raise ModelError(f"{folder} has no {CONFIG}", "give a folder that save_pretrained wrote")
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except Exception as error:  # JSON's, transformers' and its models' own
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{folder / CONFIG} cannot be read: {lines[0]}", "is it of another version?") from None
 
 
 def _task_of(config: Any, folder: Path) -> str:
@@ -144,7 +143,7 @@ def _task_of(config: Any, folder: Path) -> str:
     if named.endswith("Model") or not named:
         return "seq2seq" if config.is_encoder_decoder else "causal"
     raise ModelError(
-        f"{folder / CONFIG} is of a {named}, which is no language model that is known here",
+        f"{folder / _CONFIG} is of a {named}, which is no language model that is known here",
         f"there are those that end in {', '.join(end for each in _TASKS.values() for end in each.heads)}",
     )
 
@@ -153,11 +152,7 @@ def save_folder(name: str, tensors: Mapping[str, Tensor], out: Path, *, num_clas
     """Writes a trained model as transformers does: configuration, sharded safetensors, and what else its folder had."""
     import transformers
 
-    folder = find_folder(name.removeprefix(HUGGING_FACE))
-    config = _read_config(folder)
-    task = _TASKS["classification" if num_classes else _task_of(config, folder)]
-    if num_classes:
-        config.num_labels = num_classes
+    folder, config, task = _opened(name, num_classes)
     config.dtype = next((each.dtype for each in tensors.values() if each.is_floating_point()), torch.float32)
     with torch.device("meta"):
         model = getattr(transformers, task.auto).from_config(config, dtype=config.dtype)
@@ -190,8 +185,8 @@ def _skeleton(task: _Task, config: Any) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, task.auto).from_config(config, dtype=torch.float32)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"transformers cannot build a {config.model_type} as {task.auto}: {lines[0]}") from error
+        told = f"transformers cannot build a {config.model_type} as {task.auto}: {first_line(error)}"
+        raise ModelError(told) from error
     if config._experts_implementation == "grouped_mm":
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ class Lora:
         peft, config = _peft(), self.config()
         for target in self.targets:
             _check_target(model, target)
-        if not self.targets and _knows_no_targets(model):
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        if not self.targets and kind is not None and kind not in known:
             config.target_modules = "all-linear"
         has_shapes_alone = any(each.is_meta for each in model.parameters())
         try:
@@ -59,27 +61,14 @@ class Lora:
         except ValueError as fault:
             why = str(fault).partition("\n")[0]
             raise ModelError(f"no adapters fit the model: {why}", "name linear layers with --lora-targets") from None
-        self._draw(made)
-        return made
-
-    def _draw(self, model: nn.Module) -> None:
-        """Draws the adapters as peft does, but each from a seed of its own; what has shapes alone is drawn later."""
-        for name, parameter in model.named_parameters():
-            if _A in name and not parameter.is_meta:
-                drawn = torch.Generator().manual_seed(
-                    zlib.crc32(f"{self.seed} {name.removesuffix('.weight')}".encode())
-                )
+        for name, parameter in made.named_parameters():  # drawn as peft does, but each from a seed of its own
+            if _A in name and not parameter.is_meta:  # what has shapes alone is drawn later
+                seed = zlib.crc32(f"{self.seed} {name.removesuffix('.weight')}".encode())
                 fresh = torch.empty(parameter.shape)
-                nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=drawn)
+                nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
                 with torch.no_grad():
                     parameter.copy_(fresh)
-
-
-def with_lora(
-    model: nn.Module, rank: int, *, targets: Sequence[str] = (), alpha: float | None = None, seed: int = 0
-) -> nn.Module:
-    """A model of your own with adapters in it, before its layers are looked for."""
-    return Lora(rank=rank, targets=tuple(targets), alpha=alpha, seed=seed)(model)
+        return made
 
 
 def _peft() -> Any:
@@ -99,14 +88,6 @@ def _check_target(model: nn.Module, target: str) -> None:
     raise ModelError(
         f"--lora-targets {target}: no linear layer of the model is called that", f"there are {', '.join(known)}"
     )
-
-
-def _knows_no_targets(model: nn.Module) -> bool:
-    """Whether peft knows the model's architecture by no name."""
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return kind is not None and kind not in KNOWN
 
 
 # Out again
@@ -154,11 +135,8 @@ def merged(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
         if isinstance(module, LoraLayer) and path + _A in tensors:
             more = tensors[path + _B].double() @ tensors[path + _A].double() * module.scaling[_ADAPTER]
             weight = found[f"{path}.weight"]
+            if getattr(module, "fan_in_fan_out", False):  # an embedding and GPT-2's layers have theirs turned
+                more = more.T
             with torch.no_grad():
-                found[f"{path}.weight"] = (weight.double() + _turned(module, more)).to(weight.dtype)
+                found[f"{path}.weight"] = (weight.double() + more).to(weight.dtype)
     return found
-
-
-def _turned(module: Any, product: Tensor) -> Tensor:
-    """What is added to a weight in its own orientation: an embedding and GPT-2's layers have theirs turned."""
-    return product.T if getattr(module, "fan_in_fan_out", False) else product

@@ -35,7 +35,7 @@ _NOT_A_LABEL = -(2**31)
 
 
 def count_of(loss: Loss | None) -> Callable[..., Tensor] | None:
-    """What counts the targets of a loss that is not divided by rows: its method `count(*targets)`, if it has one.
+    """What counts the targets of a loss that is not divided by rows: its `count(*targets)`, if it has one.
 
     Counts of the parts of a batch add up to the batch's.
     """
@@ -93,19 +93,19 @@ class _TokenCrossEntropySum:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A loss that returns a mean, turned into a sum: mean × rows, or × what `number(*targets)` says it is over."""
+    """A loss that returns a mean, turned into a sum: mean × rows, or × what `count(*targets)` says it is over."""
 
     mean: Loss
-    number: Callable[..., Tensor] | None = None
+    count: Callable[..., Tensor] | None = None
 
     def __call__(self, *outputs_and_targets: Tensor) -> Tensor:
         return self.total(outputs_and_targets[:1], outputs_and_targets[1:])
 
     def total(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """The sum over these rows."""
-        if self.number is None:
+        if self.count is None:
             return torch.mul(self.mean(*outputs, *targets), (*targets, *outputs)[0].size(0))
-        counted = self.number(*targets)
+        counted = self.count(*targets)
         guarded = [_Guarded.apply(each, counted) for each in outputs]  # type: ignore[no-untyped-call]
         return torch.where(counted > 0, self.mean(*guarded, *targets) * counted, 0.0)
 
@@ -122,14 +122,6 @@ class _Guarded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (counted,) = ctx.saved_tensors
         return torch.where(counted > 0, gradients[0], 0.0), None
-
-
-@dataclass(frozen=True)
-class _CountedMeanLoss(MeanLoss):
-    """A mean over what `number(*targets)` counts."""
-
-    def count(self, *targets: Tensor) -> Tensor:
-        return torch.as_tensor(self.number(*targets) if self.number is not None else targets[0].size(0))
 
 
 @dataclass(frozen=True)
@@ -184,9 +176,7 @@ def mean_loss(mean: Loss, count: Callable[..., Tensor] | None = None) -> Loss:
     torch's cross entropy leaves labels of `ignore_index` out of the mean, and so does this. Another loss whose mean is
     not over rows says over what: `count=lambda labels: (labels != -100).sum()`.
     """
-    if count is not None:
-        return _CountedMeanLoss(mean, count)
-    return _labelled(mean) or MeanLoss(mean)
+    return (_labelled(mean) if count is None else None) or MeanLoss(mean, count)
 
 
 def _labelled(mean: Loss) -> Loss | None:

@@ -24,31 +24,30 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stagewright.errors import ModelError
+from stagewright.models.tracing import attribute
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_WRAPPED = ".base_layer."
-"""What adapters put into the names of the parameters that they stand before."""
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def read_index(folder: Path) -> dict[str, Path]:
+def _read_index(folder: Path) -> dict[str, Path]:
     """For each tensor in a folder the file that holds it; every file is looked at, but nothing is read."""
-    if (folder / INDEX).is_file():
+    if (folder / _INDEX).is_file():
         try:
-            listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            listed = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
             files = {str(name): folder / str(file) for name, file in listed.items()}
         except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{folder / INDEX} cannot be read: {error}") from None
-    elif (folder / SINGLE).is_file():
-        files = dict.fromkeys(_names_in(folder / SINGLE), folder / SINGLE)
+            raise ModelError(f"{folder / _INDEX} cannot be read: {error}") from None
+    elif (folder / _SINGLE).is_file():
+        files = dict.fromkeys(_names_in(folder / _SINGLE), folder / _SINGLE)
     else:
         raise ModelError(
-            f"{folder} has no weights: neither {SINGLE} nor {INDEX}",
+            f"{folder} has no weights: neither {_SINGLE} nor {_INDEX}",
             "save it with save_pretrained, or draw weights with --from-scratch",
         )
     for file in sorted(set(files.values())):
         lost = {name for name, of in files.items() if of == file} - _names_in(file)
         if lost:
-            raise ModelError(f"{file} lacks '{min(lost)}', which {INDEX} says it has", "fetch the folder again")
+            raise ModelError(f"{file} lacks '{min(lost)}', which {_INDEX} says it has", "fetch the folder again")
     return files
 
 
@@ -58,7 +57,7 @@ def _names_in(file: Path) -> set[str]:
         with safe_open(file, framework="pt") as opened:
             return set(opened.keys())
     except FileNotFoundError:
-        raise ModelError(f"{file} is missing, though {INDEX} names it", "fetch the folder again") from None
+        raise ModelError(f"{file} is missing, though {_INDEX} names it", "fetch the folder again") from None
     except (SafetensorError, OSError) as fault:
         raise ModelError(f"{file} cannot be read: {fault}", "it may have been cut off: fetch it again") from None
 
@@ -66,20 +65,17 @@ def _names_in(file: Path) -> set[str]:
 class Pretrained:
     """Where the weights of a model come from that has shapes alone."""
 
-    def __init__(
-        self, model: Any, files: Mapping[str, Path], *, folder: Path, seed: int, from_scratch: bool
-    ) -> None:  # fmt: skip
-        self.folder, self.from_scratch = folder, from_scratch
-        self._files, self._seed, self._model = files, seed, model
-        self._plain = model.state_dict()
-        if files and not self._sources.keys() & self._plain.keys():
+    def __init__(self, model: Any, folder: Path, *, seed: int, from_scratch: bool) -> None:
+        self._files = {} if from_scratch else _read_index(folder)
+        self._seed, self._model, self._plain = seed, model, model.state_dict()
+        if self._files and not self._sources.keys() & self._plain.keys():
             raise ModelError(
-                f"no tensor in {folder} belongs to a {type(model).__name__}: it has '{min(files)}', not "
+                f"no tensor in {folder} belongs to a {type(model).__name__}: it has '{min(self._files)}', not "
                 f"'{min(self._plain)}'",
                 "is config.json of another model?",
             )
 
-    @cached_property
+    @property
     def drawn(self) -> tuple[str, ...]:
         """The tensors that the folder does not have, though it has others."""
         tied = getattr(self._model, "all_tied_weights_keys", {})
@@ -113,77 +109,72 @@ class Pretrained:
     def fill(self, model: nn.Module, names: Iterable[str], device: torch.device | str) -> None:
         """Gives parameters and buffers that have shapes alone their numbers, on a device; others are left alone."""
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-        wanted = {name for name in names if tensors[name].is_meta}
         places: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             places.setdefault(id(tensor), []).append(name)
-        given = {name: places[id(tensors[name])] for name in sorted(wanted)}
+        given = {name: places[id(tensors[name])] for name in sorted(set(names)) if tensors[name].is_meta}
         with ExitStack() as files:
             opened: dict[Path, Any] = {}
             for name, everywhere in given.items():
-                plain = next((each for each in map(_plain, everywhere) if each in self._sources), None)
-                if plain is None or not tensors[name].is_meta:
-                    continue
-                made = self._read(plain, opened, files, device)
-                _put(model, everywhere, made.to(tensors[name].dtype))
-        left = [name for name in given if _at(model, name).is_meta]
+                known = (each.replace(".base_layer.", ".") for each in everywhere)  # as it is without adapters
+                source = next((each for each in known if each in self._sources), None)
+                if source is not None and attribute(model, name).is_meta:  # its twin may have been read
+                    made = self._read(source, opened, files, device)
+                    _put(model, everywhere, made.to(tensors[name].dtype))
+        left = {name: everywhere for name, everywhere in given.items() if attribute(model, name).is_meta}
         if left:
-            self._draw(model, {name: given[name] for name in left}, device)
+            self._draw(model, left, device)
 
     def _read(self, name: str, opened: dict[Path, Any], files: ExitStack, device: torch.device | str) -> Tensor:
         """One tensor of the model, from those of the folder."""
         rule, sources = self._sources[name]
-        read = []
+        rule, read = deepcopy(rule), []
         for pattern, source in sources:
             file = self._files[source]
             if file not in opened:
                 opened[file] = files.enter_context(safe_open(file, framework="pt", device=str(device)))
-            read.append((pattern, opened[file].get_tensor(source)))
-        if rule is None:
-            made: Tensor = read[0][1]
-        else:
-            made = self._converted(name, rule, sources, read)
+            read.append(opened[file].get_tensor(source))
+            if rule is not None:
+                rule.add_tensor(name, source, pattern, read[-1])
+        made: Any = read[0]
+        if rule is not None:
+            config = self._model.config
+            made = rule.convert(name, model=self._model, config=config, hf_quantizer=None, loading_info=None)[name]
+        whole: Tensor = made[0] if isinstance(made, list) else made
         expected = self._plain[name].shape
-        if made.shape != expected:
+        if whole.shape != expected:
             raise ModelError(
-                f"'{sources[0][1]}' in {self._files[sources[0][1]]} has the shape {tuple(made.shape)}, the model "
+                f"'{sources[0][1]}' in {self._files[sources[0][1]]} has the shape {tuple(whole.shape)}, the model "
                 f"{tuple(expected)}",
                 "is config.json of another model?",
             )
-        return made
-
-    def _converted(self, name: str, rule: Any, sources: Any, read: Any) -> Tensor:
-        rule = deepcopy(rule)
-        for (pattern, source), (_, tensor) in zip(sources, read):
-            rule.add_tensor(name, source, pattern, tensor)
-        made = rule.convert(name, model=self._model, config=self._model.config, hf_quantizer=None, loading_info=None)
-        found: Any = made[name]
-        whole: Tensor = found[0] if isinstance(found, list) else found
         return whole
 
     def _draw(self, model: nn.Module, names: Mapping[str, Collection[str]], device: torch.device | str) -> None:
         """Draws numbers on the CPU, module by module, each tensor's from a seed of its own; children before parents."""
         for name, everywhere in names.items():
-            _put(model, everywhere, torch.empty_like(_at(model, name), device="cpu"))
-        owners = {name.rpartition(".")[0] for each in names.values() for name in each}
-        within = {"", *(owner[:at] for owner in owners for at in _ends(owner))}
-        fresh = {id(_at(model, name)): name for name in names}
+            _put(model, everywhere, torch.empty_like(attribute(model, name), device="cpu"))
+        within = {""}
+        for owner in {name.rpartition(".")[0] for each in names.values() for name in each}:
+            parts = owner.split(".")
+            within |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+        fresh = {id(attribute(model, name)): name for name in names}
         for tensor in (*model.parameters(), *model.buffers()):
             tensor._is_hf_initialized = id(tensor) not in fresh  # type: ignore[attr-defined]
         with torch.random.fork_rng(devices=[]), torch.no_grad(), _SeededByName(self._seed, fresh):
             for path in sorted(within, key=lambda each: (each == "", -each.count("."), each)):
                 self._draw_module(model, path, fresh)
         for name, everywhere in names.items():
-            _put(model, everywhere, _at(model, name).to(device))
+            _put(model, everywhere, attribute(model, name).to(device))
 
     def _draw_module(self, model: nn.Module, path: str, fresh: Collection[int]) -> None:
         from transformers import PreTrainedModel, initialization
 
-        module = model.get_submodule(path)
-        own = [each for each in module.parameters(recurse=False) if id(each) in fresh]
-        if (kind := _adapter(path)) is not None:
-            for each in own:
-                nn.init.zeros_(each) if kind == "B" else nn.init.kaiming_uniform_(each, a=math.sqrt(5))
+        module, inside = model.get_submodule(path), f".{path}."
+        if ".lora_A." in inside or ".lora_B." in inside:
+            for each in module.parameters(recurse=False):
+                if id(each) in fresh:
+                    nn.init.kaiming_uniform_(each, a=math.sqrt(5)) if ".lora_A." in inside else nn.init.zeros_(each)
             return
         parts = path.split(".") if path else []
         owners = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
@@ -206,30 +197,9 @@ class _SeededByName(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _ends(path: str) -> list[int]:
-    """Where the names of the modules around a path end, its own included."""
-    return [at for at, each in enumerate(path) if each == "."] + [len(path)]
-
-
-def _plain(name: str) -> str:
-    """The name of a parameter as it is without adapters."""
-    return name.replace(_WRAPPED, ".")
-
-
-def _adapter(path: str) -> str | None:
-    """Which of a low-rank adapter's two matrices a module is: A, B, or None."""
-    return next((kind for kind in "AB" if f".lora_{kind}." in f".{path}."), None)
-
-
-def _at(model: nn.Module, name: str) -> Tensor:
-    owner, _, own = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(owner), own)
-    return found
-
-
 def _put(model: nn.Module, names: Collection[str], tensor: Tensor) -> None:
     """Puts one tensor in all places where the model has it."""
-    first = _at(model, next(iter(names)))
+    first = attribute(model, next(iter(names)))
     if isinstance(first, nn.Parameter):
         tensor = nn.Parameter(tensor.detach(), requires_grad=first.requires_grad)
     for name in names:

@@ -119,6 +119,11 @@ def line_in(trace: str | None) -> str | None:
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else None
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def tensors_in(value: Any) -> tuple[Tensor, ...]:
     """The tensors of a nested value, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

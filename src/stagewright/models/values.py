@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from stagewright.errors import ModelError
 from stagewright.models.running import entered
-from stagewright.models.tracing import TRAINING, Traced, line_in, tensors_in, undisturbed
+from stagewright.models.tracing import TRAINING, Traced, first_line, line_in, tensors_in, undisturbed
 
 FEW, MANY = 2, 3
 """The rows that models are looked at with; one row would be taken for a dimension to broadcast."""
@@ -170,7 +170,7 @@ def _does_not_run(rows: int, node: fx.Node | None, error: Exception) -> ModelErr
             "keep one entry a row: weigh rows with a mask instead of picking some",
         )
     return ModelError(
-        f"the model does not run on {rows} rows of the sample's shapes{at}: {str(error).strip().splitlines()[0]}",
+        f"the model does not run on {rows} rows of the sample's shapes{at}: {first_line(error)}",
         "is a number of rows written into the model? take it from the input's shape",
     )
 
