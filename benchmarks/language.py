@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -390,10 +391,10 @@ def run(given: argparse.Namespace) -> None:
                 "ours data parallel": replicated(layered, case, size),
             }
             if not given.only or "ours planned" in given.only:
-                plans["ours planned"], predict = plan_here(layered.copy(), case, world)
+                plans["ours planned"], predict = plan_here(deepcopy(replace(layered)), case, world)
                 predicted |= {who: predict(plan) for who, plan in plans.items()}
             for who, plan in plans.items():
-                contenders[who] = partial(ours, case, plan, layered.copy(), tokens, world)
+                contenders[who] = partial(ours, case, plan, deepcopy(replace(layered)), tokens, world)
         contenders = {who: make for who, make in contenders.items() if not given.only or who in given.only.split("; ")}
         if given.where:
             for who, make in contenders.items():

@@ -16,9 +16,10 @@ FILE = Path(stagewright.__file__).parent / "models" / "counts.json"
 
 def count_model(name: str) -> dict[str, object]:
     """What the file says of one model: [layer, parameters, forward operations a row] for each layer."""
-    model, entry = build_model(name, device="meta"), MODELS[name]
+    model = build_model(name, device="meta")
     layers = zip((layer.name for layer in model.layers), parameter_counts(model), forward_flops(model))
-    return {"about": entry.about, "sample": list(entry.sample_shape), "layers": [list(layer) for layer in layers]}
+    sample, about = list(model.inputs[0].shape_per_row), MODELS[name].about
+    return {"about": about, "sample": sample, "layers": [list(layer) for layer in layers]}
 
 
 if __name__ == "__main__":

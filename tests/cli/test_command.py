@@ -121,7 +121,7 @@ def test_the_file_of_counts_is_that_of_the_models() -> None:
         assert tuple(layer.name for layer in model.layers) == built.names
         assert tuple(layer.parameters for layer in model.layers) == parameter_counts(built)
         assert tuple(layer.forward_flops for layer in model.layers) == forward_flops(built)
-        assert model.sample_shape == MODELS[name].sample_shape
+        assert (model.sample_shape, model.about) == (built.inputs[0].shape_per_row, MODELS[name].about)
 
 
 # Mistakes

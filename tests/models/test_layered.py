@@ -191,24 +191,6 @@ def test_tied_weights_may_be_cut_apart(run_whole: Any, run_cut: Any) -> None:
     assert layered.stage(1, 2).get_parameter("1.weight") is layered.stage(2, 5).get_parameter("2.weight")
 
 
-def test_a_copy_of_a_model_has_weights_of_its_own_and_ties_them_as_it_does(run_whole: Any, run_cut: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model[2].weight = model[1].weight
-    layered = make_layered(model, (torch.randn(2, 4),), loss=summed)
-    rows = [torch.randn(3, 4)]
-    before = run_cut(layered, layered.cuts(), rows, ())  # now it knows its flow, and so does the copy
-    other = layered.copy()
-    assert other.flow.facts.keys() == {node for node in other.traced.graph.nodes if node.op != "output"}
-    assert other.tied == layered.tied
-    assert not {*map(id, other.model.parameters())} & {*map(id, model.parameters())}
-    assert not before.differences(run_cut(other, other.cuts(), rows, ()))
-    with torch.no_grad():
-        for parameter in other.model.parameters():
-            parameter.zero_()
-    assert not other.stage(0, 3)(*rows)[0].any()
-    assert layered.stage(0, 3)(*rows)[0].any()
-
-
 def test_microbatches_of_any_sizes_add_up_to_the_batch() -> None:
     model = nn.Linear(4, 3).double()
     rows, labels = torch.randn(7, 4).double(), torch.randint(0, 3, (7,))

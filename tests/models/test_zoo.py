@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.errors import ModelError
-from stagewright.models import MODELS, build_model, forward_flops, num_parameters, parameter_counts
+from stagewright.models import MODELS, build_model, forward_flops, parameter_counts
 
 SMALL: dict[str, dict[str, Any]] = {
     "alexnet": {"num_classes": 5, "image_size": 64},
@@ -42,7 +42,6 @@ HUGE = ("alexnet", "alexnet-of", "vgg16", "resnet50")
 )
 def test_parameter_counts(name: str, count: int) -> None:
     layered = build_model(name, device="meta")
-    assert num_parameters(layered) == count
     assert sum(parameter_counts(layered)) == count
 
 
@@ -166,10 +165,7 @@ def test_unknown_names_and_options_are_refused_with_a_way_out() -> None:
         build_model("gpt-tiny", num_heads=5)
 
 
-def test_every_model_says_what_it_is_and_what_it_takes() -> None:
+def test_every_model_says_what_it_is() -> None:
     for name, entry in MODELS.items():
         assert entry.name == name
         assert entry.about
-        assert entry.sample_shape
-    assert MODELS["vgg16"].sample_shape == (3, 224, 224)
-    assert MODELS["gpt2-small"].sample_shape == (1024,)

@@ -1,6 +1,6 @@
 """Models as ordered layers: a zoo of well-known ones, and any module of your own."""
 
-from stagewright.models.counts import forward_flops, num_parameters, parameter_counts
+from stagewright.models.counts import forward_flops, parameter_counts
 from stagewright.models.layered import Layered
 from stagewright.models.loss import Loss, MeanLoss, count_of, cross_entropy_sum, mean_loss, token_cross_entropy_sum
 from stagewright.models.making import make_layered
@@ -21,7 +21,6 @@ __all__ = [
     "forward_flops",
     "make_layered",
     "mean_loss",
-    "num_parameters",
     "parameter_counts",
     "token_cross_entropy_sum",
 ]

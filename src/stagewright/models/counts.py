@@ -25,11 +25,6 @@ def parameter_counts(layered: Layered) -> tuple[int, ...]:
     return tuple(sum(sizes.pop(name, 0) for name in of_layer) for of_layer in names)
 
 
-def num_parameters(layered: Layered) -> int:
-    """The parameters of the model, shared ones once."""
-    return sum(parameter.numel() for parameter in layered.model.parameters())
-
-
 def forward_flops(layered: Layered) -> tuple[int, ...]:
     """The floating-point operations of each layer's forward pass on one row (a multiply-add is two)."""
     totals: dict[fx.Node, int] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -142,14 +143,11 @@ def keeping(tracer: fx.Tracer | None = None, modules: Mapping[str, nn.Module] | 
             return kept.call(kept.path(function), own, args, {})
         return own(*args)
 
-    before, _call.kept = _call.kept, kept
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    for path, module in modules.items():
-        kept.keep(path, module)
-    try:
-        yield kept
-    finally:
-        torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
-        _call.kept = before
-        for module in modules.values():
-            del module.forward
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)), patch.object(_call, "kept", kept):
+        for path, module in modules.items():
+            kept.keep(path, module)
+        try:
+            yield kept
+        finally:
+            for module in modules.values():
+                del module.forward

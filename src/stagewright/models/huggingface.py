@@ -8,12 +8,12 @@ names that the model calls them, and its scores are its one output.
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import ModelError, UsageError
-from stagewright.models.layered import Again, Layered
+from stagewright.models.layered import Layered
 from stagewright.models.loss import Loss, causal_cross_entropy_sum, cross_entropy_sum, smoothed, token_cross_entropy_sum
 from stagewright.models.making import make_layered
 from stagewright.models.pretrained import Pretrained
@@ -41,35 +41,45 @@ Adapt = Callable[[nn.Module], nn.Module]
 """Changes a model that has shapes alone, before its layers are looked for: adapters are put in here."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What a model is for: transformers' class for it, what it takes, and its loss."""
+def _scores(model: Any, **inputs: Tensor) -> Any:
+    """What transformers' own forward makes of the inputs, without the rest."""
+    own: Any = type(model).__mro__[1]
+    return own.forward(model, **inputs, **({"use_cache": False} if own.can_generate() else {})).logits
 
-    auto: str
+
+def _causal(self: Any, input_ids: Tensor) -> Any:
+    return _scores(self, input_ids=input_ids)
+
+
+def _encoding(self: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+    return _scores(self, input_ids=input_ids, attention_mask=attention_mask)
+
+
+def _translating(self: Any, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Any:
+    return _scores(self, input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a model is for: how its name ends, transformers' class for it, how a stage calls it, and its loss."""
+
     heads: tuple[str, ...]
-    """How the names of such models end."""
-    inputs: tuple[str, ...]
+    auto: str
+    forward: Callable[..., Any]
     loss: Loss
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.forward).parameters)[1:]
 
-_TASKS = {
-    "causal": _Task(
-        auto="AutoModelForCausalLM", heads=("ForCausalLM", "LMHeadModel"), inputs=("input_ids",),
-        loss=causal_cross_entropy_sum(),
-    ),
-    "masked": _Task(
-        auto="AutoModelForMaskedLM", heads=("ForMaskedLM",), inputs=("input_ids", "attention_mask"),
-        loss=token_cross_entropy_sum(),
-    ),
-    "classification": _Task(
-        auto="AutoModelForSequenceClassification", heads=("ForSequenceClassification",),
-        inputs=("input_ids", "attention_mask"), loss=cross_entropy_sum(),
-    ),
-    "seq2seq": _Task(
-        auto="AutoModelForSeq2SeqLM", heads=("ForConditionalGeneration",),
-        inputs=("input_ids", "attention_mask", "decoder_input_ids"), loss=token_cross_entropy_sum(),
-    ),
-}  # fmt: skip
+
+_CLASSIFICATION = _Task(
+    ("ForSequenceClassification",), "AutoModelForSequenceClassification", _encoding, cross_entropy_sum()
+)
+_CAUSAL = _Task(("ForCausalLM", "LMHeadModel"), "AutoModelForCausalLM", _causal, causal_cross_entropy_sum())
+_MASKED = _Task(("ForMaskedLM",), "AutoModelForMaskedLM", _encoding, token_cross_entropy_sum())
+_SEQ2SEQ = _Task(("ForConditionalGeneration",), "AutoModelForSeq2SeqLM", _translating, token_cross_entropy_sum())
+_TASKS = (_CAUSAL, _MASKED, _CLASSIFICATION, _SEQ2SEQ)
 
 
 def build_pretrained(
@@ -96,7 +106,8 @@ def build_pretrained(
     model = adapt(model) if adapt is not None else model
     with _mask_left_out():
         layered = make_layered(model, (), inputs, loss=loss, targets=(labels,), check=check, by_blocks=True)
-    return layered.changed(weights=weights, again=partial(_again, layered.again))
+    again = layered.again and _mask_left_out()(layered.again)
+    return layered.changed(weights=weights, again=again)
 
 
 def _opened(name: str, num_classes: int | None) -> tuple[Path, Any, _Task]:
@@ -114,7 +125,7 @@ def _opened(name: str, num_classes: int | None) -> tuple[Path, Any, _Task]:
         ) from None
     if num_classes:
         config.num_labels = num_classes
-    return folder, config, _TASKS["classification" if num_classes else _task_of(config, folder)]
+    return folder, config, _CLASSIFICATION if num_classes else _task_of(config, folder)
 
 
 def _find_folder(name: str) -> Path:
@@ -134,17 +145,17 @@ def _find_folder(name: str) -> Path:
         ) from None
 
 
-def _task_of(config: Any, folder: Path) -> str:
+def _task_of(config: Any, folder: Path) -> _Task:
     """What the model in a folder was saved for; one without a head is taken for a causal language model."""
     named = (getattr(config, "architectures", None) or [""])[0]
-    for task, about in _TASKS.items():
-        if named.endswith(about.heads):
+    for task in _TASKS:
+        if named.endswith(task.heads):
             return task
     if named.endswith("Model") or not named:
-        return "seq2seq" if config.is_encoder_decoder else "causal"
+        return _SEQ2SEQ if config.is_encoder_decoder else _CAUSAL
     raise ModelError(
         f"{folder / _CONFIG} is of a {named}, which is no language model that is known here",
-        f"there are those that end in {', '.join(end for each in _TASKS.values() for end in each.heads)}",
+        f"there are those that end in {', '.join(end for each in _TASKS for end in each.heads)}",
     )
 
 
@@ -177,7 +188,7 @@ def _skeleton(task: _Task, config: Any) -> nn.Module:
         )
     config.use_cache = False
     config.dtype = torch.float32
-    if task is _TASKS["classification"] and config.pad_token_id is None:
+    if task is _CLASSIFICATION and config.pad_token_id is None:
         raise ModelError(
             "config.json names no pad_token_id, so a classifier cannot tell where rows end", "set pad_token_id in it"
         )
@@ -195,7 +206,7 @@ def _skeleton(task: _Task, config: Any) -> nn.Module:
     model.train()
     _steady(model)
     own = type(model)
-    model.__class__ = type(own.__name__, (own,), {"forward": _FORWARDS[task.inputs], "__module__": own.__module__})
+    model.__class__ = type(own.__name__, (own,), {"forward": task.forward, "__module__": own.__module__})
     return model
 
 
@@ -212,31 +223,6 @@ def _steady(model: nn.Module) -> None:
             steady = property(lambda self: False, lambda self, is_on: None)
             module.__class__ = type(own.__name__, (own,), {"training": steady, "__module__": own.__module__})
             vars(module).pop("training", None)
-
-
-def _scores(model: Any, **inputs: Tensor) -> Any:
-    """What transformers' own forward makes of the inputs, without the rest."""
-    own: Any = type(model).__mro__[1]
-    return own.forward(model, **inputs, **({"use_cache": False} if own.can_generate() else {})).logits
-
-
-def _causal(self: Any, input_ids: Tensor) -> Any:
-    return _scores(self, input_ids=input_ids)
-
-
-def _encoding(self: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
-    return _scores(self, input_ids=input_ids, attention_mask=attention_mask)
-
-
-def _translating(self: Any, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Any:
-    return _scores(self, input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids)
-
-
-_FORWARDS: Mapping[tuple[str, ...], Callable[..., Any]] = {
-    ("input_ids",): _causal,
-    ("input_ids", "attention_mask"): _encoding,
-    ("input_ids", "attention_mask", "decoder_input_ids"): _translating,
-}
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Any:
@@ -257,15 +243,8 @@ def _sample(task: _Task, config: Any, length: int | None) -> tuple[dict[str, Ten
         )
     unasked = min(longest or 1024, 1024)  # the most that a row has where nobody says how many
     tokens = torch.empty(1, length or unasked, dtype=torch.int64, device="meta")
-    labels = tokens[:, 0] if task is _TASKS["classification"] else tokens
+    labels = tokens[:, 0] if task is _CLASSIFICATION else tokens
     return {name: torch.empty_like(tokens) for name in task.inputs}, labels
-
-
-def _again(found: Again | None, changed: Callable[[Tensor], Tensor]) -> Layered:
-    """The layers found anew, with the same masks."""
-    assert found is not None
-    with _mask_left_out():
-        return found(changed)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ conv1 │ conv2 │ fc1 │ loss             stage(0, 2), stage(2, 4): run in tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -165,22 +164,6 @@ class Layered:
         """The same layers but for some fields, with what was found out of them so far."""
         made = replace(self, **changes)
         vars(made).update({name: value for name, value in vars(self).items() if name in _FOUND})
-        return made
-
-    def copy(self, own: Collection[str] | None = None) -> Layered:
-        """The same model with weights of its own, which takes less time than to draw them; what is tied stays so.
-
-        With the names of some parameters the copy has these of its own, and the others are this one's.
-        """
-        named = () if own is None else self.model.named_parameters()
-        shared = {id(parameter): parameter for name, parameter in named if own is not None and name not in own}
-        made = deepcopy(replace(self), shared)
-        # What was found out so far refers to nodes of this one's graph, and is as true of those of the copy.
-        twins = dict(zip(self.traced.graph.nodes, made.traced.graph.nodes))
-        if "flow" in vars(self):
-            vars(made)["flow"] = find_flow(made.traced, {twins[node]: fact for node, fact in self.flow.facts.items()})
-        if "_gradients" in vars(self):
-            vars(made)["_gradients"] = self._gradients.of_copy(twins)
         return made
 
     def at_length(self, length: int) -> Layered:

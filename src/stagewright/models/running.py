@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -92,18 +93,16 @@ def autocast_on() -> Iterator[None]:
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
     """`torch.inference_mode` is `torch.no_grad` inside: the same numbers, and torch.export sees it."""
-    kind: Any = torch.inference_mode
-    own = kind.__enter__, kind.__exit__
 
     def enter(self: Any) -> None:
         self.stagewright_mode = torch.set_grad_enabled(not self.mode and torch.is_grad_enabled())
         self.stagewright_mode.__enter__()
 
-    kind.__enter__, kind.__exit__ = enter, lambda self, *fault: self.stagewright_mode.__exit__(*fault)
-    try:
+    def leave(self: Any, *fault: Any) -> None:
+        self.stagewright_mode.__exit__(*fault)
+
+    with patch.multiple(torch.inference_mode, __enter__=enter, __exit__=leave):
         yield
-    finally:
-        kind.__enter__, kind.__exit__ = own
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -332,11 +332,6 @@ class Gradients:
     """For each tensor of a node whether a gradient comes back to it."""
     unreached: frozenset[str]
     """The parameters whose gradient stays None."""
-
-    def of_copy(self, twins: Mapping[fx.Node, fx.Node]) -> Gradients:
-        """The same of a copy of the graph, node by node."""
-        layouts = {twins[node]: each for node, each in self.layouts.items()}
-        return replace(self, layouts=layouts, reaches={twins[node]: each for node, each in self.reaches.items()})
 
 
 def find_gradients(

@@ -38,13 +38,6 @@ class _Entry:
         """The options and their defaults."""
         return {name: p.default for name, p in inspect.signature(self.build).parameters.items()}
 
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """The shape of one row of the input, with the default options."""
-        if "image_size" in self.options:
-            return (3, self.options["image_size"], self.options["image_size"])
-        return (self.options["context"],)
-
 
 _GPT2 = partial(networks.gpt, num_blocks=12, width=768, num_heads=12, vocabulary=50257, context=1024)
 
