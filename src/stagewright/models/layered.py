@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from stagewright.errors import ModelError
 from stagewright.models.loss import LOSS_PATH, Loss, LossModule
 from stagewright.models.stage import StageGraph, StageModule
-from stagewright.models.tracing import Traced
+from stagewright.models.tracing import Traced, paths_in
 from stagewright.models.values import Flow, Gradients, TensorSpec, find_facts, find_flow, find_gradients
 
 _FOUND = ("flow", "_gradients", "_names_by_layer", "tied")
@@ -217,7 +217,7 @@ class Layered:
         graph.graph.output(tuple(made))
         return StageModule(
             graph.graph,
-            self._sorted(self._current(graph.objects())),
+            self._sorted(self._current({path: self.traced.objects[path] for path in paths_in(graph.graph)})),
             self._persistent,
             layer_names=self.names[first:last],
             inputs=self.carried(first),

@@ -21,7 +21,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -211,15 +211,12 @@ def _draws(operation: Any) -> bool:
     return operation in _DRAWN
 
 
-@contextmanager
-def _drawing(place: int | None) -> Iterator[None]:
+def _drawing(place: int | None) -> AbstractContextManager[Any]:
     """Inside, what is drawn in one place of a model is by sample, where rows have keys."""
     keys = _rows.keys
     if place is None or keys is None or torch.compiler.is_compiling():
-        yield
-        return
-    with _ByRow(place, keys):
-        yield
+        return nullcontext()
+    return _ByRow(place, keys)
 
 
 class _ByRow(TorchFunctionMode):

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from stagewright.errors import ModelError
 from stagewright.models.loss import LOSS_PATH
 from stagewright.models.running import KEPT, runnable
-from stagewright.models.tracing import TRAINING, Traced
+from stagewright.models.tracing import TRAINING, Traced, paths_in
 from stagewright.models.values import Fact, Here, Layout, PerRow, TensorSpec, mutated_by
 
 
@@ -53,9 +53,8 @@ class StageModule(nn.Module):
         self.__dict__["_parts"] = parts  # not by setattr, which would make it a child
         self.draws = any("place" in node.meta for node in graph.nodes)
         """Whether anything may be drawn at random."""
-        graph = runnable(graph)
-        paths = {str(node.target): nn.Identity() for node in graph.nodes if node.op in ("call_module", "get_attr")}
-        self._compute: Callable[..., Any] = type(fx.GraphModule({**paths}, graph)).forward
+        places = {path: nn.Identity() for path in (*paths_in(graph), TRAINING)}
+        self._compute: Callable[..., Any] = type(fx.GraphModule({**places}, runnable(graph))).forward
         """The graph as a function of a module that holds its parts, and of the inputs."""
 
     @property
@@ -188,11 +187,6 @@ class StageGraph:
         leaves = self.graph.call_function(pytree.tree_leaves, (value,))
         picked = [index for index, part in enumerate(fact.parts) if part in fact.tensors]
         return [self.graph.call_function(operator.getitem, (leaves, index)) for index in picked]
-
-    def objects(self) -> dict[str, Any]:
-        """What the graph's nodes refer to, by its path in the whole model."""
-        paths = [str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")]
-        return {path: self.traced.objects[path] for path in dict.fromkeys(paths) if path != TRAINING}
 
 
 def _laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:

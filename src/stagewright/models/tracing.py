@@ -16,7 +16,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,12 @@ def attribute(model: nn.Module, path: str) -> Any:
     return getattr(model.get_submodule(owner), name)
 
 
+def paths_in(graph: fx.Graph) -> list[str]:
+    """The paths of what the graph's nodes refer to, each once."""
+    paths = dict.fromkeys(str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr"))
+    return [path for path in paths if path != TRAINING]
+
+
 def trace_sequential(model: nn.Sequential, sample: Sample) -> Traced:
     """A chain of calls of the children, those of nested sequential containers included."""
     if len(sample.tensors) != 1 or len(sample.args) != 1:
@@ -148,7 +154,8 @@ def trace_sequential(model: nn.Sequential, sample: Sample) -> Traced:
         value = graph.call_module(path, (value,))
         value.meta["path"] = (path,)
     graph.output((value,))
-    return Traced(graph=graph, objects=_referred(model, graph), tensors=sample.tensors)
+    objects = {path: attribute(model, path) for path in paths_in(graph)}
+    return Traced(graph=graph, objects=objects, tensors=sample.tensors)
 
 
 def _sequential_paths(model: nn.Sequential, prefix: str = "") -> Iterator[str]:
@@ -210,7 +217,8 @@ def trace_symbolic(model: nn.Module, sample: Sample, leaves: Sequence[str] = ())
         with keeping(tracer) as kept:
             found = tracer.trace(model, concrete_args=constants or None)
         graph = _without_constants(found, names)
-        objects = {**_referred(model, graph, kept.modules), **kept.modules}
+        own = (path for path in paths_in(graph) if path not in kept.modules)
+        objects = {**{path: attribute(model, path) for path in own}, **kept.modules}
     return Traced(graph=graph, objects=objects, tensors=sample.tensors)
 
 
@@ -238,12 +246,6 @@ def _without_constants(found: fx.Graph, tensors: Sequence[str]) -> fx.Graph:
         stack = node.meta.get("nn_module_stack") or {}
         copies[node].meta["path"] = tuple(path for path, _ in stack.values() if path)
     return graph
-
-
-def _referred(model: nn.Module, graph: fx.Graph, others: Collection[str] = ()) -> dict[str, Any]:
-    """What the graph's nodes refer to, by its path in the model; paths of others are left out."""
-    paths = [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
-    return {path: attribute(model, path) for path in paths if path != TRAINING and path not in others}
 
 
 @contextmanager

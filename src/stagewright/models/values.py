@@ -11,8 +11,8 @@ Only the first dimension, the rows, may change; all other sizes are those of the
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -128,14 +128,9 @@ class _Recorder(fx.Interpreter):
         return value
 
 
-@contextmanager
-def shapes_only(device: torch.device) -> Iterator[None]:
+def shapes_only(device: torch.device) -> AbstractContextManager[Any]:
     """A setting in which tensors have shapes and no contents, and modules keep theirs."""
-    if device.type == "meta":
-        yield
-        return
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    return nullcontext() if device.type == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def run_on_shapes(
