@@ -36,9 +36,11 @@ _LARGEST_FLOPS, LARGEST_BYTES = 5e8, 1 << 30
 
 def checked(layered: Layered, sample: Sample) -> tuple[str | None, bool]:
     """What is wrong with a model's layers, if anything, and whether they evaluate as the model does."""
-    if _is_large(layered):
+    model = layered.model
+    is_large = layered.traced.device.type == "meta" or sum(each.nbytes for each in model.parameters()) > LARGEST_BYTES
+    if is_large or sum(forward_flops(layered)) > _LARGEST_FLOPS:
         return _compared_on_shapes(layered, sample)
-    model, before, rows = layered.model, _attributes(layered.model), varied(sample)
+    before, rows = _attributes(model), varied(sample)
     fault = compared(layered, rows, training=True)
     if fault is not None:
         return fault, False
@@ -50,13 +52,6 @@ def checked(layered: Layered, sample: Sample) -> tuple[str | None, bool]:
     _warn_of_buffers(layered, rows)
     _warn_of_hooks(model)
     return None, evaluates
-
-
-def _is_large(layered: Layered) -> bool:
-    num_bytes = sum(parameter.nbytes for parameter in layered.model.parameters())
-    if layered.traced.device.type == "meta" or num_bytes > LARGEST_BYTES:
-        return True
-    return sum(forward_flops(layered)) > _LARGEST_FLOPS
 
 
 # On shapes alone

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import ModelError, UsageError
 from stagewright.models.layered import Layered
-from stagewright.models.loss import Loss, causal_cross_entropy_sum, cross_entropy_sum, smoothed, token_cross_entropy_sum
+from stagewright.models.loss import Loss, cross_entropy_sum, smoothed, token_cross_entropy_sum
 from stagewright.models.making import make_layered
 from stagewright.models.pretrained import Pretrained
 from stagewright.models.tracing import first_line
@@ -76,7 +76,7 @@ class _Task:
 _CLASSIFICATION = _Task(
     ("ForSequenceClassification",), "AutoModelForSequenceClassification", _encoding, cross_entropy_sum()
 )
-_CAUSAL = _Task(("ForCausalLM", "LMHeadModel"), "AutoModelForCausalLM", _causal, causal_cross_entropy_sum())
+_CAUSAL = _Task(("ForCausalLM", "LMHeadModel"), "AutoModelForCausalLM", _causal, token_cross_entropy_sum(shifts=True))
 _MASKED = _Task(("ForMaskedLM",), "AutoModelForMaskedLM", _encoding, token_cross_entropy_sum())
 _SEQ2SEQ = _Task(("ForConditionalGeneration",), "AutoModelForSeq2SeqLM", _translating, token_cross_entropy_sum())
 _TASKS = (_CAUSAL, _MASKED, _CLASSIFICATION, _SEQ2SEQ)

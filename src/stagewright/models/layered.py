@@ -27,7 +27,7 @@ _FOUND = ("flow", "_gradients", "_names_by_layer", "tied")
 """What is found out when first asked for, and stays true of copies."""
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Under autocast these compute in its format, whatever they are given."""
-Again = Callable[[Callable[[Tensor], Tensor]], "Layered"]
+_Again = Callable[[Callable[[Tensor], Tensor]], "Layered"]
 
 
 class _Weights(Protocol):
@@ -55,7 +55,7 @@ class Layered:
     num_targets: int
     evaluates: bool = True
     """Whether the stages do in evaluation what the model does."""
-    again: Again | None = None
+    again: _Again | None = None
     """Finds the layers of the same model anew, with its example tensors changed."""
     weights: _Weights | None = None
     """Where they come from, while the model has shapes alone: `load` gets those of a stage."""
@@ -197,7 +197,14 @@ class Layered:
 
     def stage(self, first: int, last: int) -> StageModule:
         """The layers first … last-1 as a module; it shares the model's parameters."""
-        self._check(first, last)
+        if not 0 <= first < last <= self.num_layers:
+            raise ModelError(
+                f"no stage from layer {first} to {last}: the model has layers 0 … {self.num_layers - 1}",
+                "a stage holds at least one layer",
+            )
+        for cut in {first, last} - {0, self.num_layers}:
+            if self.flow.stuck(self._start(cut)):
+                raise self.flow.stuck_at(self.names[cut], self._start(cut))
         target_nodes = self._target_nodes if self.has_loss and last == self.num_layers else ()
         entering = self._entering(first)
         graph = StageGraph(self.traced, self.flow.facts, self._gradients.layouts, [*entering, *target_nodes])
@@ -272,16 +279,6 @@ class Layered:
 
     def _start(self, layer: int) -> int:
         return self.layers[layer].start if layer < self.num_layers else len(self.order)
-
-    def _check(self, first: int, last: int) -> None:
-        if not 0 <= first < last <= self.num_layers:
-            raise ModelError(
-                f"no stage from layer {first} to {last}: the model has layers 0 … {self.num_layers - 1}",
-                "a stage holds at least one layer",
-            )
-        for cut in {first, last} - {0, self.num_layers}:
-            if self.flow.stuck(self._start(cut)):
-                raise self.flow.stuck_at(self.names[cut], self._start(cut))
 
     @cached_property
     def _names_by_layer(self) -> tuple[tuple[str, ...], ...]:

@@ -150,14 +150,9 @@ def cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
     return _CrossEntropySum(label_smoothing=label_smoothing)
 
 
-def token_cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
-    """The loss of a language model: `loss(logits, labels)`, labels already shifted."""
-    return _TokenCrossEntropySum(label_smoothing=label_smoothing)
-
-
-def causal_cross_entropy_sum(label_smoothing: float = 0.0) -> Loss:
-    """The loss of a causal language model: `loss(logits, labels)`, labels where their tokens are in the inputs."""
-    return _TokenCrossEntropySum(label_smoothing=label_smoothing, shifts=True)
+def token_cross_entropy_sum(label_smoothing: float = 0.0, *, shifts: bool = False) -> Loss:
+    """The loss of a language model: `loss(logits, labels)`, labels already shifted, or where their tokens are."""
+    return _TokenCrossEntropySum(label_smoothing=label_smoothing, shifts=shifts)
 
 
 def smoothed(loss: Loss, label_smoothing: float) -> Loss:

@@ -75,14 +75,14 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Stuck:
+class _Stuck:
     """A value that cannot cross a cut, and why."""
 
     why: str
     is_tensor: bool = False
 
 
-_Part = TensorSpec | _Constant | PerRow | Here | Stuck
+_Part = TensorSpec | _Constant | PerRow | Here | _Stuck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +102,9 @@ class Fact:
         return tuple(part for part in self.parts if isinstance(part, TensorSpec))
 
     @property
-    def tensors(self) -> tuple[TensorSpec | Stuck, ...]:
+    def tensors(self) -> tuple[TensorSpec | _Stuck, ...]:
         """The parts that are tensors, whether they can be carried or not."""
-        return tuple(p for p in self.parts if isinstance(p, TensorSpec) or (isinstance(p, Stuck) and p.is_tensor))
+        return tuple(p for p in self.parts if isinstance(p, TensorSpec) or (isinstance(p, _Stuck) and p.is_tensor))
 
 
 # Running on shapes
@@ -189,9 +189,9 @@ def find_facts(traced: Traced) -> dict[fx.Node, Fact]:
 
 def _parts(node: fx.Node, few: Sequence[Any], many: Sequence[Any]) -> tuple[_Part, ...]:
     if node.target in (TRAINING, rate_in):
-        return (Stuck("depends on whether the stage trains or evaluates"),)
+        return (_Stuck("depends on whether the stage trains or evaluates"),)
     if len(few) != len(many):
-        return (Stuck("changes its structure with the rows"),)
+        return (_Stuck("changes its structure with the rows"),)
     names = [node.name] if len(few) == 1 else [f"{node.name}.{index}" for index in range(len(few))]
     return tuple(map(_part, names, few, many))
 
@@ -199,7 +199,7 @@ def _parts(node: fx.Node, few: Sequence[Any], many: Sequence[Any]) -> tuple[_Par
 def _part(name: str, few: Any, many: Any) -> _Part:
     if isinstance(few, Tensor):
         if few.shape[:1] != (FEW,) or many.shape[:1] != (MANY,) or few.shape[1:] != many.shape[1:]:
-            return Stuck(f"has the shape {tuple(few.shape)} with {FEW} rows and {tuple(many.shape)} with {MANY}", True)
+            return _Stuck(f"has the shape {tuple(few.shape)} with {FEW} rows and {tuple(many.shape)} with {MANY}", True)
         shape = tuple(int(size) for size in few.shape[1:])
         return TensorSpec(name=name, shape_per_row=shape, dtype=few.dtype, needs_grad=few.requires_grad)
     if isinstance(few, torch.device):
@@ -207,10 +207,10 @@ def _part(name: str, few: Any, many: Any) -> _Part:
     if type(few) is int and few != many:
         if many * FEW == few * MANY:
             return PerRow(few // FEW)
-        return Stuck(f"is the number {few} with {FEW} rows and {many} with {MANY}")
+        return _Stuck(f"is the number {few} with {FEW} rows and {many} with {MANY}")
     if few is None or isinstance(few, int | float | str | torch.dtype | torch.layout | slice):
         return _Constant(few)
-    return Stuck(f"is a {type(few).__name__}")
+    return _Stuck(f"is a {type(few).__name__}")
 
 
 def _is_free(node: fx.Node, traced: Traced, facts: dict[fx.Node, Fact], value: Any) -> bool:
@@ -274,10 +274,10 @@ class Flow:
         """The values that are made before a position and needed at or after it."""
         return [n for n, made in self.made_at.items() if made < position <= self.last_use.get(n, -1)]
 
-    def stuck(self, position: int) -> list[tuple[fx.Node, Stuck]]:
+    def stuck(self, position: int) -> list[tuple[fx.Node, _Stuck]]:
         """The values that cannot be carried across a position."""
         crossing = self.crossing(position)
-        return [(n, part) for n in crossing for part in self.facts[n].parts if isinstance(part, Stuck)]
+        return [(n, part) for n in crossing for part in self.facts[n].parts if isinstance(part, _Stuck)]
 
     def stuck_at(self, name: str, position: int) -> ModelError:
         """What a cut before the layer of this name is refused with, where a value cannot be carried across."""

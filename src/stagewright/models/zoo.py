@@ -113,7 +113,21 @@ def _build(name: str, options: Mapping[str, Any], seed: int, device: torch.devic
 
 def _build_own(name: str, seed: int, adapt: Adapt | None) -> Layered:
     """The layers that a function in a file returns, on the device where it makes them."""
-    function = _function(name)
+    file, _, called = name.removeprefix(_PYTHON).rpartition(":")
+    path = Path(file)
+    if not file or not called.isidentifier():
+        raise ModelError(f"{name} names no function of a file", _FORM)
+    if not path.is_file():
+        raise ModelError(f"{name}: there is no file {path.absolute()}", _FORM)
+    spec = spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{name}: {path} is no Python file", _FORM)
+    module = sys.modules[path.stem] = module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.absolute()))
+    spec.loader.exec_module(module)
+    function = getattr(module, called, None)
+    if not callable(function):
+        raise ModelError(f"{path} has no function {called}", _FORM)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = function()
@@ -125,24 +139,3 @@ def _build_own(name: str, seed: int, adapt: Adapt | None) -> Layered:
     if adapt is None:
         return made
     return make_layered(adapt(made.model), made.sample, loss=made.loss, targets=made.sample_targets)
-
-
-def _function(name: str) -> Callable[[], Any]:
-    file, _, function = name.removeprefix(_PYTHON).rpartition(":")
-    path = Path(file)
-    if not file or not function.isidentifier():
-        raise ModelError(f"{name} names no function of a file", _FORM)
-    if not path.is_file():
-        raise ModelError(f"{name}: there is no file {path.absolute()}", _FORM)
-    spec = spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{name}: {path} is no Python file", _FORM)
-    module = module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent.absolute()))
-    spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise ModelError(f"{path} has no function {function}", _FORM)
-    made: Callable[[], Any] = found
-    return made
