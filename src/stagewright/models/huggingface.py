@@ -125,7 +125,17 @@ def _opened(name: str, num_classes: int | None) -> tuple[Path, Any, _Task]:
         ) from None
     if num_classes:
         config.num_labels = num_classes
-    return folder, config, _CLASSIFICATION if num_classes else _task_of(config, folder)
+        return folder, config, _CLASSIFICATION
+    named = (getattr(config, "architectures", None) or [""])[0]
+    for task in _TASKS:
+        if named.endswith(task.heads):
+            return folder, config, task
+    if named.endswith("Model") or not named:  # one without a head
+        return folder, config, _SEQ2SEQ if config.is_encoder_decoder else _CAUSAL
+    raise ModelError(
+        f"{folder / _CONFIG} is of a {named}, which is no language model that is known here",
+        f"there are those that end in {', '.join(end for each in _TASKS for end in each.heads)}",
+    )
 
 
 def _find_folder(name: str) -> Path:
@@ -143,20 +153,6 @@ def _find_folder(name: str) -> Path:
             f"hf:{name} is no folder, and its files are not here and cannot be fetched: {first_line(error)}",
             "give the path of a folder with config.json and safetensors files",
         ) from None
-
-
-def _task_of(config: Any, folder: Path) -> _Task:
-    """What the model in a folder was saved for; one without a head is taken for a causal language model."""
-    named = (getattr(config, "architectures", None) or [""])[0]
-    for task in _TASKS:
-        if named.endswith(task.heads):
-            return task
-    if named.endswith("Model") or not named:
-        return _SEQ2SEQ if config.is_encoder_decoder else _CAUSAL
-    raise ModelError(
-        f"{folder / _CONFIG} is of a {named}, which is no language model that is known here",
-        f"there are those that end in {', '.join(end for each in _TASKS for end in each.heads)}",
-    )
 
 
 def save_folder(name: str, tensors: Mapping[str, Tensor], out: Path, *, num_classes: int | None = None) -> None:
@@ -204,25 +200,23 @@ def _skeleton(task: _Task, config: Any) -> nn.Module:
         ALL_EXPERTS_FUNCTIONS.register("grouped_mm_or_shapes", _experts)
         config._experts_implementation = "grouped_mm_or_shapes"
     model.train()
-    _steady(model)
-    own = type(model)
-    model.__class__ = type(own.__name__, (own,), {"forward": task.forward, "__module__": own.__module__})
-    return model
-
-
-def _steady(model: nn.Module) -> None:
-    """Refuses layers that are dropped as a whole; those that could be and are not, are not asked."""
-    for path, module in model.named_modules():
+    for path, module in model.named_modules():  # layers that are dropped as a whole
         rate = getattr(module, "layerdrop", None)
         if rate:
             raise ModelError(
                 f"layerdrop = {rate} drops layers of '{path}' at random", 'set "layerdrop": 0 in config.json'
             )
         if rate is not None:  # it would draw a number for each layer all the same, and branch on it
-            own = type(module)
-            steady = property(lambda self: False, lambda self, is_on: None)
-            module.__class__ = type(own.__name__, (own,), {"training": steady, "__module__": own.__module__})
+            _override(module, training=property(lambda self: False, lambda self, is_on: None))
             vars(module).pop("training", None)
+    _override(model, forward=task.forward)
+    return model
+
+
+def _override(module: nn.Module, **members: Any) -> None:
+    """Gives one module members that others of its class do not get."""
+    own = type(module)
+    module.__class__ = type(own.__name__, (own,), {**members, "__module__": own.__module__})
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import ModelError
+from stagewright.models.tracing import first_line
 
 _ADAPTER = "default"
 """What peft calls an adapter that nobody named; it stands in the names of its parameters."""
@@ -39,28 +40,33 @@ class Lora:
 
     def config(self) -> Any:
         """The same as peft has it."""
-        peft = _peft()
+        try:
+            from peft import LoraConfig
+        except ImportError:
+            raise ModelError("adapters need the package peft, which is not installed", "pip install peft") from None
         targets = self.targets[0] if self.targets == ("all-linear",) else list(self.targets) or None
-        alpha = 2 * self.rank if self.alpha is None else self.alpha
-        return peft.LoraConfig(r=self.rank, lora_alpha=alpha, target_modules=targets)
+        alpha: Any = 2 * self.rank if self.alpha is None else self.alpha
+        return LoraConfig(r=self.rank, lora_alpha=alpha, target_modules=targets)
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """The model with adapters in it; the rest is frozen, and what has shapes alone stays so."""
-        peft, config = _peft(), self.config()
+        config = self.config()
+        from peft import inject_adapter_in_model
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
         for target in self.targets:
             _check_target(model, target)
         kind = getattr(getattr(model, "config", None), "model_type", None)
-        known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        if not self.targets and kind is not None and kind not in known:
+        if not self.targets and kind is not None and kind not in KNOWN:
             config.target_modules = "all-linear"
         has_shapes_alone = any(each.is_meta for each in model.parameters())
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that Conv1D keeps its weight the other way round
-                made: nn.Module = peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=has_shapes_alone)
+                made: nn.Module = inject_adapter_in_model(config, model, low_cpu_mem_usage=has_shapes_alone)
         except ValueError as fault:
-            why = str(fault).partition("\n")[0]
-            raise ModelError(f"no adapters fit the model: {why}", "name linear layers with --lora-targets") from None
+            told = f"no adapters fit the model: {first_line(fault)}"
+            raise ModelError(told, "name linear layers with --lora-targets") from None
         for name, parameter in made.named_parameters():  # drawn as peft does, but each from a seed of its own
             if _A in name and not parameter.is_meta:  # what has shapes alone is drawn later
                 seed = zlib.crc32(f"{self.seed} {name.removesuffix('.weight')}".encode())
@@ -69,14 +75,6 @@ class Lora:
                 with torch.no_grad():
                     parameter.copy_(fresh)
         return made
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise ModelError("adapters need the package peft, which is not installed", "pip install peft") from None
-    return peft
 
 
 def _check_target(model: nn.Module, target: str) -> None:
