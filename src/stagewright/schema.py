@@ -33,14 +33,14 @@ _MAX_FILE_BYTES, _MAX_DEPTH, _MAX_YAML_VALUES = 1 << 30, 64, 1_000_000
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxlong, _BRIEF.maxother = 3, 60, 60
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
-def schema(*, error: type[StagewrightError]) -> Callable[[type[T]], type[T]]:
+def schema(*, error: type[StagewrightError]) -> Callable[[type[_T]], type[_T]]:
     """Makes a class a frozen dataclass whose wrong values raise `error` with the key and the value."""
 
-    def make(cls: type[T]) -> type[T]:
+    def make(cls: type[_T]) -> type[_T]:
         made = checked_dataclass(frozen=True, kw_only=True, config=_STRICT)(cls)
         plain_init = made.__init__
 
@@ -207,7 +207,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def twin(values: Iterable[T]) -> T:
+def twin(values: Iterable[_T]) -> _T:
     """The first of the values that stands there more than once."""
     return next(value for value, number in Counter(values).items() if number > 1)
 

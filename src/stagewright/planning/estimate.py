@@ -20,15 +20,66 @@ parallelism", 2023, table 2; K batches under way as in PipeDream-2BW, 2021, sect
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from stagewright.cluster import DeviceId, Devices
-from stagewright.cost import Costs, num_buckets
-from stagewright.plan import Plan
-from stagewright.planning.groups import FLUSHED, ClusterRates, Group, Setting, make_group
+from stagewright.cluster import Device, DeviceId, Devices
+from stagewright.cost import Costs, Handled, handled_by_each, num_buckets
+from stagewright.plan import Plan, split_edges
+from stagewright.planning.groups import FLUSHED, ClusterRates, Setting
 from stagewright.policy import RULES, holds, outstanding
+
+
+class _Kind(NamedTuple):
+    """So many rows on devices like this one."""
+
+    rows: int
+    id: DeviceId
+    device: Device
+    speed: float
+    """While the other devices of its stage compute as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """How a microbatch falls on some devices."""
+
+    kinds: tuple[_Kind, ...]
+    """The distinct ones, the most rows first; devices without rows are left out."""
+    edges: tuple[float, ...]
+    """Where the rows are cut, as shares of a microbatch."""
+    handled: Handled
+    """The microbatches of a batch that one replica handles."""
+    evenness: float
+    """The rows of an average microbatch over those of the largest."""
+    slowest: float
+    core_share: float
+    """The share of the cores that the devices keep busy, where hosts share any."""
+
+
+def _make_group(costs: Costs, setting: Setting, devices: Devices, weights: tuple[float, ...] | None = None) -> _Group:
+    """The group of some devices; rows go with speed where no weights are given."""
+    found = [costs.cluster.device(id) for id in devices]
+    weights = weights or tuple([device.speed for device in found])
+    rows: list[int] = [setting.rows] * len(devices)
+    if setting.route != "rotate":
+        cut = split_edges(setting.rows, weights)
+        rows = [high - low for low, high in zip(cut, cut[1:])]
+    kinds: dict[tuple[int, Device], DeviceId] = {}
+    for count, id, device in zip(rows, devices, found):
+        if count:
+            kinds.setdefault((count, device), id)
+    ordered = sorted(kinds.items(), key=lambda kind: (-kind[0][0], kind[1]))
+    return _Group(
+        kinds=tuple(_Kind(count, id, device, costs.speed(id, devices)) for (count, device), id in ordered),
+        edges=tuple([passed / sum(weights) for passed in accumulate(weights, initial=0)]),
+        handled=handled_by_each(setting.policy, setting.route, setting.num_microbatches, len(devices)),
+        evenness=setting.batch / (setting.num_microbatches * setting.rows),
+        slowest=min(device.speed for device in found),
+        core_share=costs.network.cores.share(devices),
+    )
 
 
 class _Part(NamedTuple):
@@ -110,7 +161,7 @@ class Estimator:
         """The stage that came closest to fitting of those that did not."""
         self._alike: dict[tuple[int, int, Devices, int, int], _Part | None] = {}
         """By looks, held microbatches and versions: all that a part depends on."""
-        self._groups: dict[Devices, Group] = {}
+        self._groups: dict[Devices, _Group] = {}
         self.part, self._wires, self._ends_flushed = cache(self._part), cache(self._rates), cache(setting.is_flushed)
 
     # one stage
@@ -192,11 +243,11 @@ class Estimator:
             work_s=group.core_share * (busy_s + update_s),
         )
 
-    def group(self, devices: Devices, weights: tuple[float, ...] | None = None) -> Group:
+    def group(self, devices: Devices, weights: tuple[float, ...] | None = None) -> _Group:
         """How a microbatch falls on some devices; weights, once given, stay."""
         found = self._groups.get(devices) if weights is None else None
         if found is None:
-            found = self._groups[devices] = make_group(self.costs, self.setting, devices, weights)
+            found = self._groups[devices] = _make_group(self.costs, self.setting, devices, weights)
         return found
 
     def reduce_s(self, first: int, last: int, devices: Devices, buckets: int | None = None) -> float:
@@ -207,7 +258,7 @@ class Estimator:
         return self.shared.reduce_s(size, self.shared.lowest(devices), buckets or num_buckets(size))
 
     def exposed_s(
-        self, first: int, last: int, reduce_s: float, backward_s: float, group: Group, buckets: int | None
+        self, first: int, last: int, reduce_s: float, backward_s: float, group: _Group, buckets: int | None
     ) -> float:
         """What of the reduction outlasts the last backward: buckets go one after the other, each once it is complete.
 

@@ -16,23 +16,23 @@ import numpy as np
 
 from stagewright.cluster import DeviceId, Devices
 from stagewright.cost import Costs
-from stagewright.planning.estimate import Estimator
+from stagewright.planning.estimate import Estimator, Shortage
 from stagewright.planning.exact import Candidate, Leaders, Space, given, runs, search_exactly, subsets
 from stagewright.planning.groups import Setting
 from stagewright.planning.problem import Problem
 
 
-def explore_data_parallel(problem: Problem, rivals: Leaders) -> None:
-    """Offers one stage on every device, with each number of microbatches; plain means exact training."""
-    whole = (0, len(problem.costs.profile.layers))
-    devices = problem.costs.cluster.device_ids
-    for setting in problem.plain_settings():
-        search_exactly(problem.estimator(setting), whole, given((devices,)), rivals)
+def explore(problem: Problem) -> tuple[Leaders, Leaders, Shortage | None]:
+    """The plans that the estimate favours, those of plain data parallelism, and what the latter is short of.
 
-
-def explore(problem: Problem, leaders: Leaders, rivals: Leaders) -> None:
-    """Fills the leaders: on few devices and layers with the best of all, else with balanced plans, improved."""
+    On few devices and layers the best of all count, else balanced plans, improved.
+    """
+    leaders, rivals = Leaders(most=12), Leaders(most=1)
     costs, devices = problem.costs, problem.costs.cluster.device_ids
+    for setting in problem.plain_settings():  # one stage on every device, trained exactly
+        whole = (0, len(costs.profile.layers))
+        search_exactly(problem.estimator(setting), whole, given((devices,)), rivals)
+    short = problem.shortage
     # Up to here every cut and every group of devices is looked at; where a placement gives the devices, 64 cuts.
     small = len(devices) <= 6 and len(problem.cuts) - 1 <= 12
     spaces: list[Space] = [subsets(costs, devices)]
@@ -40,16 +40,15 @@ def explore(problem: Problem, leaders: Leaders, rivals: Leaders) -> None:
         for entry in rivals.found:
             leaders.offer(entry)
         _search_quickly(problem, leaders)
-        if not small:
-            return
+        spaces = spaces if small else []
     elif problem.groups is not None:
         spaces = [given(problem.groups)]
     elif not small:
         spaces = [runs(order, _group_sizes(len(devices))) for order in _device_orders(costs, devices)]
     cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, 64)
-    for setting in problem.settings(weighed=True):
-        for space in spaces:
-            search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
+    for setting, space in product(problem.settings(weighed=True), spaces):
+        search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
+    return leaders, rivals, short
 
 
 def _search_quickly(problem: Problem, leaders: Leaders) -> None:
@@ -143,7 +142,7 @@ def _slide(here: Candidate, problem: Problem, cuts: Sequence[int], leaders: Lead
 
 
 def _device_orders(costs: Costs, devices: Sequence[DeviceId]) -> tuple[Devices, ...]:
-    """Good orders for `Runs`: along the wires; and, where speeds or memories differ, by these."""
+    """Good orders for `runs`: along the wires; and, where speeds or memories differ, by these."""
     along = costs.network.ring_order(tuple(devices)) if len(devices) <= 16 else tuple(devices)
     kind = {id: costs.cluster.device(id) for id in devices}
     orders = [

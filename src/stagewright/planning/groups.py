@@ -1,4 +1,4 @@
-"""What a search needs to know of groups of devices, and the setting that all stages share."""
+"""What all stages of a plan share, and what all estimates for a cluster do: groups that are wired alike."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import Self
 
-from stagewright.cluster import Device, DeviceId, Devices
-from stagewright.cost import Costs, Handled, handled_by_each
-from stagewright.plan import DEFAULT_POLICY, Plan, Policy, Route, overlaps, parse_staleness, split_edges
+from stagewright.cluster import DeviceId, Devices
+from stagewright.cost import Costs
+from stagewright.plan import DEFAULT_POLICY, Plan, Policy, Route, overlaps, parse_staleness
 from stagewright.policy import RULES, held
 
 FLUSHED = "0"
@@ -83,56 +82,6 @@ class Setting:
     def is_flushed(self, num_stages: int) -> bool:
         """Whether every stage keeps one version."""
         return all(self.versions(later) == 1 for later in range(num_stages))
-
-
-class _Kind(NamedTuple):
-    """So many rows on devices like this one."""
-
-    rows: int
-    id: DeviceId
-    device: Device
-    speed: float
-    """While the other devices of its stage compute as well."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """How a microbatch falls on some devices."""
-
-    kinds: tuple[_Kind, ...]
-    """The distinct ones, the most rows first; devices without rows are left out."""
-    edges: tuple[float, ...]
-    """Where the rows are cut, as shares of a microbatch."""
-    handled: Handled
-    """The microbatches of a batch that one replica handles."""
-    evenness: float
-    """The rows of an average microbatch over those of the largest."""
-    slowest: float
-    core_share: float
-    """The share of the cores that the devices keep busy, where hosts share any."""
-
-
-def make_group(costs: Costs, setting: Setting, devices: Devices, weights: tuple[float, ...] | None = None) -> Group:
-    """The group of some devices; rows go with speed where no weights are given."""
-    found = [costs.cluster.device(id) for id in devices]
-    weights = weights or tuple([device.speed for device in found])
-    rows: list[int] = [setting.rows] * len(devices)
-    if setting.route != "rotate":
-        cut = split_edges(setting.rows, weights)
-        rows = [high - low for low, high in zip(cut, cut[1:])]
-    kinds: dict[tuple[int, Device], DeviceId] = {}
-    for count, id, device in zip(rows, devices, found):
-        if count:
-            kinds.setdefault((count, device), id)
-    ordered = sorted(kinds.items(), key=lambda kind: (-kind[0][0], kind[1]))
-    return Group(
-        kinds=tuple(_Kind(count, id, device, costs.speed(id, devices)) for (count, device), id in ordered),
-        edges=tuple([passed / sum(weights) for passed in accumulate(weights, initial=0)]),
-        handled=handled_by_each(setting.policy, setting.route, setting.num_microbatches, len(devices)),
-        evenness=setting.batch / (setting.num_microbatches * setting.rows),
-        slowest=min(device.speed for device in found),
-        core_share=costs.network.cores.share(devices),
-    )
 
 
 class ClusterRates:

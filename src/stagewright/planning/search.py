@@ -19,7 +19,7 @@ from stagewright.errors import PlanError, ScheduleError
 from stagewright.plan import DEFAULT_POLICY, Plan
 from stagewright.planning.estimate import Shortage, estimate
 from stagewright.planning.exact import Found, Leaders
-from stagewright.planning.explore import explore, explore_data_parallel
+from stagewright.planning.explore import explore
 from stagewright.planning.fixed import normal_form
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.problem import Problem, make_problem
@@ -71,10 +71,7 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     """The fastest plan that fits: by the estimate, and among the best of those and around them by the score."""
     begin = perf_counter()
     problem = make_problem(Costs(profile, cluster), options)
-    leaders, rivals = Leaders(most=12), Leaders(most=1)
-    explore_data_parallel(problem, rivals)
-    short = problem.shortage
-    explore(problem, leaders, rivals)
+    leaders, rivals, short = explore(problem)
     judge = _Judge(problem, score)
     rival, why_not = _compare(problem, rivals, short, judge if problem.is_free else _Judge(problem, score))
     best, *choices = _choose(problem, leaders.to_score, judge)
