@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import Field
@@ -87,6 +88,11 @@ class Plan(Saved):
     def layers(self) -> tuple[str, ...]:
         """Every layer's name, in order."""
         return tuple(name for stage in self.stages for name in stage.layers)
+
+    @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """The numbers of the layers that begin the stages, and of layers in all: (0, 16, 22)."""
+        return (0, *accumulate(len(stage.layers) for stage in self.stages))
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from stagewright.planning import PlanOptions
 from stagewright.planning.estimate import estimate
 from stagewright.planning.exact import PLAIN_SLACK, Candidate, Found, Leaders, price, runs, search_exactly, subsets
 from stagewright.planning.groups import Setting
-from stagewright.planning.problem import Problem, make_problem
+from stagewright.planning.problem import Problem
 from stagewright.planning.search import make_plan
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_options, random_profile
 from tests.planning.exhaustive import best_of_all, every_candidate
@@ -27,7 +27,7 @@ def found_and_best(seed: int, num_layers: int, num_devices: int) -> tuple[float,
     draw = random.Random(seed)
     profile, cluster = random_profile(draw, num_layers), random_cluster(draw, num_devices)
     options = random_options(draw, wide=num_layers * num_devices <= 12)
-    problem = make_problem(Costs(profile, cluster), options)
+    problem = Problem(Costs(profile, cluster), options)
     plain = [setting for setting in problem.plain_settings() if options.staleness == "2bw"]
     best_s, _ = best_of_all(problem.costs, problem.settings(weighed=True))
     best_s = min(best_s, best_parallel(problem, plain))
@@ -62,7 +62,7 @@ def test_labels_alone_find_the_optimum_without_a_good_plan_to_begin_with(seed: i
     draw = random.Random(seed)
     profile, cluster = random_profile(draw, 7), random_cluster(draw, 3)
     options = replace(random_options(draw, wide=False), num_microbatches=4, staleness="0")
-    problem = make_problem(Costs(profile, cluster), options)
+    problem = Problem(Costs(profile, cluster), options)
     (setting,) = problem.settings()
     leaders = Leaders()
     search_exactly(problem.estimator(setting), problem.cuts, subsets(problem.costs, cluster.device_ids), leaders)
@@ -75,7 +75,7 @@ def test_the_best_plans_of_two_stages_come_along_though_deeper_ones_are_a_little
     draw = random.Random(seed)
     profile, cluster = random_profile(draw, 6), make_cluster(4)
     options = replace(random_options(draw, wide=False), num_microbatches=4, staleness="0")
-    problem = make_problem(Costs(profile, cluster), options)
+    problem = Problem(Costs(profile, cluster), options)
     (setting,) = problem.settings()
     estimator, leaders = problem.estimator(setting), Leaders()
     search_exactly(estimator, problem.cuts, subsets(problem.costs, cluster.device_ids), leaders)
@@ -117,7 +117,7 @@ def test_recomputing_only_where_memory_needs_it_is_best(seed: int) -> None:
     draw = random.Random(seed)
     profile, cluster = random_profile(draw, 3), random_cluster(draw, 2)
     options = PlanOptions(batch=24, num_microbatches=2, route="split")
-    problem = make_problem(Costs(profile, cluster), options)
+    problem = Problem(Costs(profile, cluster), options)
     steps = [float("inf")]
     for setting in problem.settings(weighed=True):
         for candidate in every_candidate(problem.costs, setting):
@@ -140,7 +140,7 @@ def whole_of(candidate: Candidate, problem: Problem) -> Plan:
 def test_a_candidate_is_priced_as_its_plan_is_estimated(seed: int) -> None:
     draw = random.Random(seed)
     profile, cluster = random_profile(draw, 4), random_cluster(draw, 3)
-    problem = make_problem(Costs(profile, cluster), random_options(draw, wide=False))
+    problem = Problem(Costs(profile, cluster), random_options(draw, wide=False))
     (setting,) = problem.settings()
     for candidate in list(every_candidate(problem.costs, setting))[::17]:
         priced = price(candidate, problem.estimator(setting))
@@ -163,7 +163,7 @@ def test_runs_hand_out_neighbours_from_the_end() -> None:
 
 def test_leaders_keep_the_best_of_each_shape() -> None:
     profile = chain((1.0, 2.0, 3.0))
-    problem = make_problem(
+    problem = Problem(
         Costs(profile, make_cluster(2, device=Device(kind="cpu", memory_bytes=GIB))), PlanOptions(batch=8)
     )
     leaders = Leaders(most=2)

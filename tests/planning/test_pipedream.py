@@ -16,7 +16,7 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError
 from stagewright.planning import PlanOptions
 from stagewright.planning.exact import Candidate, price
-from stagewright.planning.problem import make_problem
+from stagewright.planning.problem import Problem
 from stagewright.planning.search import Search, make_plan
 from stagewright.profile import Profile
 from stagewright.profiling.pipedream import import_pipedream
@@ -104,7 +104,7 @@ def test_every_published_row_is_matched_or_beaten(capsys: pytest.CaptureFixture[
 def price_of(profile: Profile, plan: PipeDreamPlan, num_devices: int, rate: float, staleness: str) -> float:
     """Our estimate of PipeDream's plan, with the microbatches and route that suit it best."""
     cluster = make_cluster(num_devices, device=V100, bytes_per_s=rate)
-    problem = make_problem(
+    problem = Problem(
         Costs(along(profile, plan), cluster), PlanOptions(batch=profile.batch_sizes[0], staleness=staleness)
     )
     ends = [0, *accumulate(plan.replicas)]

@@ -346,7 +346,7 @@ class _Estimate(NamedTuple):
 
 def estimate(plan: Plan, costs: Costs, shared: ClusterRates | None = None) -> _Estimate:
     """The plan's step time, and whether it fits: the same figures that the searches add up."""
-    estimator, edges = Estimator(costs, Setting.of(plan), shared), (0, *accumulate(len(s.layers) for s in plan.stages))
+    estimator, edges = Estimator(costs, Setting.of(plan), shared), plan.edges
     parts, crossings, shortage, label = list[_Part](), list[_Crossing](), None, Label()
     for stage in plan.stages:
         estimator.group(stage.devices, stage.row_weights or (1.0,) * len(stage.devices))

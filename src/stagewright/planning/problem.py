@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise, product
+from dataclasses import replace
+from itertools import combinations, pairwise, product
 
 from stagewright.cluster import DeviceId, Devices, parse_placement
 from stagewright.cost import Costs
@@ -12,7 +12,7 @@ from stagewright.errors import PlanError, UsageError
 from stagewright.plan import DEFAULT_POLICY, ROUTES, Plan, Policy, Route
 from stagewright.planning.estimate import Estimator, Shortage
 from stagewright.planning.exact import Candidate, Found, price
-from stagewright.planning.fixed import LayerTable, given_cuts, table_of, whole_plan
+from stagewright.planning.fixed import given_cuts, table_of, whole_plan
 from stagewright.planning.groups import FLUSHED, ClusterRates, Setting
 from stagewright.planning.options import PlanOptions
 from stagewright.policy import DISTINCT, RULES
@@ -20,22 +20,43 @@ from stagewright.policy import DISTINCT, RULES
 _ANY_STALENESS = "any"
 
 
-@dataclass(frozen=True)
 class Problem:
-    """A profile on a cluster, and what is open."""
+    """A profile on a cluster, and what the options leave open; parts that contradict one another are refused."""
 
-    costs: Costs
-    options: PlanOptions
-    batch: int
-    cuts: tuple[int, ...]
-    """Where stages may begin and end, from 0 to the number of layers."""
-    every_cut: bool
-    """Whether all of them must be made."""
-    groups: tuple[Devices, ...] | None
-    """The devices of each stage, where a placement gives them."""
-    table: LayerTable
-    shared: ClusterRates
-    estimators: dict[Setting, Estimator]
+    def __init__(self, costs: Costs, options: PlanOptions) -> None:
+        self.costs, self.options = costs, options
+        self.groups = None if options.placement is None else parse_placement(options.placement, costs.cluster)
+        """The devices of each stage, where a placement gives them."""
+        if self.groups is None and options.batch_per_device is not None:
+            raise UsageError(
+                "--batch-per-device needs to know the first stage's replicas, which the search is to find",
+                "give --batch ROWS, or fix them with --placement",
+            )
+        self.batch = options.rows(len(self.groups[0]) if self.groups else 1)
+        if options.num_microbatches is not None and options.num_microbatches > self.batch:
+            raise PlanError(f"--microbatches is {options.num_microbatches}, but the batch has {self.batch} rows")
+        self.table = table_of(costs.profile, self.batch)
+        self.every_cut = bool(options.cut) or options.shares is not None
+        """Whether a stage must begin at each of the cuts."""
+        self.cuts = self._find_cuts()
+        """Where stages may begin and end, from 0 to the number of layers."""
+        self.shared, self._estimators = ClusterRates(costs), dict[Setting, Estimator]()
+
+    def _find_cuts(self) -> tuple[int, ...]:
+        layers, num_groups = self.costs.profile.layers, None if self.groups is None else len(self.groups)
+        allowed = [number for number in range(1, len(layers)) if layers[number].cuttable]
+        if not self.every_cut:
+            if num_groups is not None and len(allowed) + 1 < num_groups:
+                raise PlanError(f"{len(allowed) + 1} layers cannot be cut into the placement's {num_groups} stages")
+            return (0, *allowed, len(layers))
+        chosen = given_cuts(self.table, self.options, num_groups)
+        for cut in chosen:
+            if cut not in allowed:
+                raise PlanError(
+                    f"no stage may begin at {self.table.names[cut]}: it shares weights with an earlier layer",
+                    "cut elsewhere, or give each its own weights",
+                )
+        return (0, *chosen, len(layers))
 
     @property
     def is_free(self) -> bool:
@@ -129,12 +150,11 @@ class Problem:
 
     def candidate(self, plan: Plan) -> Candidate:
         """A plan as something to change."""
-        edges = (0, *accumulate(len(stage.layers) for stage in plan.stages))
         known = ((text, self.setting(1, "split", text)) for text in self.stalenesses)
         later = range(len(plan.stages) - 1, -1, -1)
         same = (text for text, each in known if tuple(map(each.versions, later)) == plan.versions)
         setting = self.setting(plan.num_microbatches, plan.route, next(same, FLUSHED), plan.policy)
-        return Candidate(edges, tuple(stage.devices for stage in plan.stages), setting)
+        return Candidate(plan.edges, tuple(stage.devices for stage in plan.stages), setting)
 
     def plan(self, found: Found) -> Plan:
         """The whole plan of what a search found."""
@@ -149,51 +169,15 @@ class Problem:
 
     def estimator(self, setting: Setting) -> Estimator:
         """The estimator of a setting, made at the first call."""
-        if setting not in self.estimators:
-            self.estimators[setting] = Estimator(self.costs, setting, self.shared)
-        return self.estimators[setting]
+        if setting not in self._estimators:
+            self._estimators[setting] = Estimator(self.costs, setting, self.shared)
+        return self._estimators[setting]
 
     @property
     def shortage(self) -> Shortage | None:
         """The stage that came closest to fitting of all that did not, so far."""
-        found = [each.shortage for each in self.estimators.values() if each.shortage is not None]
+        found = [each.shortage for each in self._estimators.values() if each.shortage is not None]
         return min(found, key=lambda short: short.ratio, default=None)
-
-
-def make_problem(costs: Costs, options: PlanOptions) -> Problem:
-    """The problem that the options pose; parts that contradict one another are refused."""
-    groups = None if options.placement is None else parse_placement(options.placement, costs.cluster)
-    if groups is None and options.batch_per_device is not None:
-        raise UsageError(
-            "--batch-per-device needs to know the first stage's replicas, which the search is to find",
-            "give --batch ROWS, or fix them with --placement",
-        )
-    batch = options.rows(len(groups[0]) if groups else 1)
-    if options.num_microbatches is not None and options.num_microbatches > batch:
-        raise PlanError(f"--microbatches is {options.num_microbatches}, but the batch has {batch} rows")
-    table = table_of(costs.profile, batch)
-    cuts, every = _find_cuts(costs, table, options, None if groups is None else len(groups))
-    return Problem(costs, options, batch, cuts, every, groups, table, ClusterRates(costs), {})
-
-
-def _find_cuts(
-    costs: Costs, table: LayerTable, options: PlanOptions, num_groups: int | None
-) -> tuple[tuple[int, ...], bool]:
-    """Where stages may begin and end, and whether all of these cuts must be made."""
-    layers = costs.profile.layers
-    allowed = [number for number in range(1, len(layers)) if layers[number].cuttable]
-    if not options.cut and options.shares is None:
-        if num_groups is not None and len(allowed) + 1 < num_groups:
-            raise PlanError(f"{len(allowed) + 1} layers cannot be cut into the placement's {num_groups} stages")
-        return (0, *allowed, len(layers)), False
-    chosen = given_cuts(table, options, num_groups)
-    for cut in chosen:
-        if cut not in allowed:
-            raise PlanError(
-                f"no stage may begin at {table.names[cut]}: it shares weights with an earlier layer",
-                "cut elsewhere, or give each its own weights",
-            )
-    return (0, *chosen, len(layers)), True
 
 
 def _moved_cuts(here: Candidate, cuts: Sequence[int], together: int = 1) -> Iterator[Candidate]:

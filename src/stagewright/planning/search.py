@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from time import perf_counter
 
 from stagewright.cluster import Cluster, format_devices
@@ -22,7 +22,7 @@ from stagewright.planning.exact import Found, Leaders
 from stagewright.planning.explore import explore
 from stagewright.planning.fixed import normal_form
 from stagewright.planning.options import PlanOptions
-from stagewright.planning.problem import Problem, make_problem
+from stagewright.planning.problem import Problem
 from stagewright.profile import Profile
 from stagewright.record import Record
 
@@ -70,7 +70,7 @@ class Search:
 def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None) -> Search:
     """The fastest plan that fits: by the estimate, and among the best of those and around them by the score."""
     begin = perf_counter()
-    problem = make_problem(Costs(profile, cluster), options)
+    problem = Problem(Costs(profile, cluster), options)
     leaders, rivals, short = explore(problem)
     judge = _Judge(problem, score)
     rival, why_not = _compare(problem, rivals, short, judge if problem.is_free else _Judge(problem, score))
@@ -287,8 +287,7 @@ def _explain(plan: Plan, step_s: float, costs: Costs, rival: Choice | None) -> s
     if len(plan.stages) == 1:
         return f"{shape(plan)} is fastest: no cut gains more than its transfers and waiting cost."
     gain = f"{rival.step_s / step_s:.2f} × as fast as data parallelism"
-    edges = (0, *accumulate(len(stage.layers) for stage in plan.stages))
-    weights = [costs.gradient_bytes(first, last) for first, last in pairwise(edges)]
+    weights = [costs.gradient_bytes(first, last) for first, last in pairwise(plan.edges)]
     alone = [(size, stage) for size, stage in zip(weights, plan.stages) if len(stage.devices) == 1]
     if sum(size for size, _ in alone) > sum(weights) / 4:
         kept, stage = max(alone, key=lambda entry: entry[0])
