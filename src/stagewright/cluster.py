@@ -137,17 +137,14 @@ class Cluster(Saved):
 
     def device(self, id: DeviceId) -> Device:
         """The device with this id."""
+        todo = "change the placement, or give another cluster file with --cluster"
         if id.host >= len(self.hosts):
-            raise PlacementError(
-                f"{id} names host {id.host}, but {self.name} has {count(len(self.hosts), 'host')}",
-                "change the placement, or give another cluster file with --cluster",
-            )
+            wrong = f"{id} names host {id.host}, but {self.name} has {count(len(self.hosts), 'host')}"
+            raise PlacementError(wrong, todo)
         devices = self.hosts[id.host].devices
         if id.device >= len(devices):
-            raise PlacementError(
-                f"{id} names device {id.device} of host {id.host}, which has {_numbers(len(devices))}",
-                "change the placement, or give another cluster file with --cluster",
-            )
+            wrong = f"{id} names device {id.device} of host {id.host}, which has {_numbers(len(devices))}"
+            raise PlacementError(wrong, todo)
         return devices[id.device]
 
     @cached_property
@@ -287,12 +284,13 @@ def parse_placement(text: str, cluster: Cluster | None = None) -> tuple[tuple[De
             )
         return (cluster.device_ids,)
     stages = tuple(parse_devices(part) for part in text.strip().split("."))
-    for id in {id for stage in stages for id in stage} if cluster is not None else ():
-        try:
-            assert cluster is not None
+    if cluster is None:
+        return stages
+    try:
+        for id in {id for stage in stages for id in stage}:
             cluster.device(id)
-        except PlacementError as fault:
-            raise PlacementError(f"placement {text!r}: {fault.what}", fault.todo) from None
+    except PlacementError as fault:
+        raise PlacementError(f"placement {text!r}: {fault.what}", fault.todo) from None
     return stages
 
 

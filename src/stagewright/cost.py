@@ -119,12 +119,6 @@ def _num_folded(layer: LayerProfile, rows: float, num_microbatches: int) -> int:
     return max(1, min(num_microbatches, int(KEPT_SHARE * layer.parameter_bytes / kept))) if kept else 1
 
 
-def _folded_weight_s(profile: Profile, layer: LayerProfile, rows: float, num_microbatches: int) -> float:
-    """`_weight_s` of a microbatch, where a layer makes the weight gradients of several microbatches at once."""
-    count = _num_folded(layer, rows, num_microbatches)
-    return _weight_s(profile, layer, rows * count) / count
-
-
 class _Seconds(NamedTuple, Generic[_Each]):
     """What a microbatch takes: in some layers, or in the layers before each cut."""
 
@@ -200,13 +194,13 @@ class Costs:
         whole = interpolate(self.profile.batch_sizes, layer.backward_s, rows)
         apart = _weight_s(self.profile, layer, rows)
         if handled.folds and layer.kind == "matmul":
-            together = _folded_weight_s(self.profile, layer, rows, handled.microbatches)
+            count = _num_folded(layer, rows, handled.microbatches)
+            together = _weight_s(self.profile, layer, rows * count) / count
             return whole - apart + together, together
         adding = self._step_s(layer.gradient_bytes) * 3 / 5 * (handled.microbatches - 1) / handled.microbatches
         return whole + adding, apart + adding
 
     def _step_s(self, num_bytes: float) -> float:
-        """The optimizer step of so many bytes of trained parameters."""
         return self.profile.optimizer_s * num_bytes / self._trained[-1] if self._trained[-1] else 0.0
 
     def seconds(

@@ -64,7 +64,6 @@ class _Cores:
         return min(self.cluster.device(id).cores, self.cluster.hosts[id.host].cpu_share or math.inf)
 
     def computing(self, id: DeviceId) -> tuple[tuple[int, int], ...]:
-        """What a device that computes loads."""
         own = ((self.of_host[id.host], 1),) if id.host in self.of_host else ()
         return own if self.of_all is None else (*own, (self.of_all, 1))
 

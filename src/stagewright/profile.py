@@ -105,7 +105,9 @@ class Profile(Saved):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_batch_sizes(self.batch_sizes)
+        sizes = self.batch_sizes
+        if sizes[0] < 1 or any(later <= before for before, later in zip(sizes, sizes[1:])):
+            raise ProfileError(f"key batch_sizes is {list(sizes)}: expected positive numbers, ascending")
         seen: set[str] = set()
         for layer in self.layers:
             if layer.name in seen:
@@ -159,9 +161,3 @@ class Profile(Saved):
             for layer in self.layers
         )
         return replace(self, layers=layers)
-
-
-def _check_batch_sizes(sizes: tuple[int, ...]) -> None:
-    """Refuses sizes that are not positive and ascending."""
-    if sizes[0] < 1 or any(later <= before for before, later in zip(sizes, sizes[1:])):
-        raise ProfileError(f"key batch_sizes is {list(sizes)}: expected positive numbers, ascending")

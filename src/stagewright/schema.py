@@ -200,7 +200,6 @@ def parse_plain(text: str, *, is_yaml: bool, where: str) -> object:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values; a key that stands twice is a mistake, not a choice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError(f"key {shown(twin(key for key, _ in pairs))} stands twice in one object")
@@ -221,7 +220,6 @@ def _small_int(text: str) -> int:
 
 
 def _load_yaml(text: str) -> object:
-    """Plain values from YAML, the aliases written out."""
     loader = _PlainLoader(text)
     try:
         value: object = loader.get_single_data()
@@ -281,7 +279,6 @@ _RESOLVERS = (
 
 
 def _resolve_as_json(cls: Any) -> None:
-    """Gives a loader or dumper the resolvers above, and no other."""
     cls.yaml_implicit_resolvers = {}
     for name, pattern, first in _RESOLVERS:
         cls.add_implicit_resolver(f"{_YAML}{name}", re.compile(rf"(?:{pattern})\Z"), list(first))

@@ -84,7 +84,6 @@ def find_model(name: str) -> Model:
 
 @cache
 def _looked_at(name: str) -> Model:
-    """A model of a folder or of a file: its layers from shapes alone."""
     from stagewright.models import build_model, forward_flops, parameter_counts
 
     layered = build_model(name, device="meta")

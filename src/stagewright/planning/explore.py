@@ -285,7 +285,6 @@ def _pipedream_table(estimator: Estimator, cuts: Sequence[int], devices: Devices
 
 @cache
 def _is_stage(points: int) -> np.ndarray:
-    """Whether a stage can begin at one cut and end at another."""
     return np.tri(points, k=-1, dtype=bool).T
 
 

@@ -132,9 +132,8 @@ def fixed_plan(
         hold=options.hold,
         staleness=options.staleness or FLUSHED,
     )
-    versions, recompute = parse_staleness(setting.staleness, len(groups)), [bool(options.recompute)] * len(groups)
-    edges = (0, *cuts, len(table.names))
-    plan = whole_plan(table, edges, groups, setting, versions, recompute, options.num_buckets, cluster)
+    edges, recompute = (0, *cuts, len(table.names)), [bool(options.recompute)] * len(groups)
+    plan = whole_plan(table, edges, groups, setting, recompute, options.num_buckets, cluster)
     return replace(plan, notes=tuple(notes))
 
 
@@ -143,12 +142,15 @@ def whole_plan(
     edges: Sequence[int],
     groups: Sequence[Sequence[DeviceId]],
     setting: Setting,
-    versions: Sequence[int],
     recompute: Sequence[bool],
     buckets: int | None = None,
     cluster: Cluster | None = None,
 ) -> Plan:
-    """The plan with these cuts on these devices; buckets left at None are as many as the gradients' size asks for."""
+    """The plan with these cuts on these devices, rows in proportion to speed where the devices of a stage differ.
+
+    Buckets left at None are as many as the gradients' size asks for.
+    """
+    versions = parse_staleness(setting.staleness, len(groups))
     stages = tuple(
         Stage(
             layers=table.names[first:last],
@@ -156,7 +158,7 @@ def whole_plan(
             versions=versions[number],
             recompute=recompute[number],
             num_buckets=buckets or num_buckets(sum(table.parameter_bytes[first:last])),
-            row_weights=_row_weights(devices, cluster),
+            row_weights=tuple(_speed_of(id, cluster) for id in devices),
         )
         for number, (first, last, devices) in enumerate(zip(edges, edges[1:], groups))
     )
@@ -173,14 +175,7 @@ def whole_plan(
 
 
 def _speed_of(id: DeviceId, cluster: Cluster | None) -> float:
-    """How fast a device is, 1 where no cluster says so."""
     return 1.0 if cluster is None else cluster.device(id).speed
-
-
-def _row_weights(devices: Sequence[DeviceId], cluster: Cluster | None) -> tuple[float, ...] | None:
-    """Rows in proportion to speed, where the devices of a stage differ."""
-    speeds = tuple(_speed_of(id, cluster) for id in devices)
-    return None if len(set(speeds)) == 1 else speeds
 
 
 def normal_form(plan: Plan) -> Plan:
@@ -190,15 +185,13 @@ def normal_form(plan: Plan) -> Plan:
     row weights  where they are equal, or whole microbatches go to the replicas in turn
     route        where every stage has one replica, there is one way to go
     """
-    is_lone = max(plan.replicas) == 1
-    route = "split" if is_lone else plan.route
-    stages = tuple(_normal_stage(stage, is_split=route == "split") for stage in plan.stages)
-    return plan if (stages, route) == (plan.stages, plan.route) else replace(plan, stages=stages, route=route)
-
-
-def _normal_stage(stage: Stage, *, is_split: bool) -> Stage:
-    buckets = stage.num_buckets if len(stage.devices) > 1 else 1
-    weights = stage.row_weights if is_split and len(set(stage.row_weights or ())) > 1 else None
-    if (buckets, weights) == (stage.num_buckets, stage.row_weights):
-        return stage
-    return replace(stage, num_buckets=buckets, row_weights=weights)
+    route = "split" if max(plan.replicas) == 1 else plan.route
+    stages = tuple(
+        replace(
+            stage,
+            num_buckets=stage.num_buckets if len(stage.devices) > 1 else 1,
+            row_weights=stage.row_weights if route == "split" and len(set(stage.row_weights or ())) > 1 else None,
+        )
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages, route=route)

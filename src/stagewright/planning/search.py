@@ -100,12 +100,10 @@ class _Judge:
 
     @property
     def fastest_s(self) -> float:
-        """The step of the fastest plan so far."""
         return min((choice.step_s for choice in self.choices), default=float("inf"))
 
     @property
     def choices(self) -> list[Choice]:
-        """All plans that fit, the fastest first."""
         return sorted(filter(None, self.known.values()), key=lambda each: (each.step_s, _plainness(each.plan)))
 
     def __call__(self, plan: Plan) -> Choice | None:
@@ -281,7 +279,6 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def _explain(plan: Plan, step_s: float, costs: Costs, rival: Choice | None) -> str:
-    """One sentence on what the plan gains over data parallelism, or why nothing is gained."""
     if rival is None:
         return f"{shape(plan)} fits; data parallelism does not."
     if len(plan.stages) == 1:

@@ -34,7 +34,11 @@ def check_schedule(schedule: Schedule, num_batches: int | None = None) -> None:
         _check_places(schedule, worker)
         _check_held(schedule, worker)
     _check_sequences(schedule)
-    _check_completion(schedule, schedule.num_batches_drawn if num_batches is None else num_batches)
+    # The run ends: with buffered sends and, since sequences are equal, with sends that meet their receipts.
+    stuck = run_ideally(schedule, schedule.num_batches_drawn if num_batches is None else num_batches).stuck
+    for worker, action in stuck.items():
+        others = (f"{one} at {other._replace(batch=0)} of batch {other.batch}" for one, other in [*stuck.items()][:8])
+        _fail(schedule, worker, action, f"it waits for ever; workers wait: {', '.join(others)}")
 
 
 def check_batches(plan: Plan, num_batches: int) -> None:
@@ -162,7 +166,6 @@ def _check_sequences(schedule: Schedule) -> None:
 
 
 def _compare(schedule: Schedule, worker: int, peer: int, mine: list[Action], theirs: list[Action], what: str) -> None:
-    """Objects where two workers' lists of what they do together differ."""
     fault = first_difference([_shared(one, worker) for one in mine], [_shared(one, peer) for one in theirs])
     if fault is not None:
         _fail(schedule, worker, mine[fault], f"worker {peer} issues another {what} at this point")
@@ -197,17 +200,6 @@ def first_difference(mine: list[_Shared], theirs: list[_Shared]) -> int | None:
     return None
 
 
-def _check_completion(schedule: Schedule, num_batches: int) -> None:
-    """The run ends: with buffered sends and, since sequences are equal, with sends that meet their receipts."""
-    stuck = run_ideally(schedule, num_batches).stuck
-    if stuck:
-        worker, action = next(iter(stuck.items()))
-        others = ", ".join(
-            f"{one} at {theirs._replace(batch=0)} of batch {theirs.batch}" for one, theirs in list(stuck.items())[:8]
-        )
-        _fail(schedule, worker, action, f"it waits for ever; workers wait: {others}")
-
-
 def _fail(schedule: Schedule, worker: int, action: Action, reason: str) -> NoReturn:
     """Raises the error that shows a fault: the reason, the action among its neighbours, and the grid."""
     around = _neighbours(schedule.orders[worker], action)
@@ -218,7 +210,6 @@ def _fail(schedule: Schedule, worker: int, action: Action, reason: str) -> NoRet
 
 
 def _neighbours(order: Sequence[Action], action: Action, reach: int = 5) -> str:
-    """An order's actions around one of them, which is marked."""
     keys = [_key(one) for one in order]
     at = keys.index(_key(action)) if _key(action) in keys else None
     if at is None:

@@ -68,7 +68,6 @@ def draw_svg(schedule: Schedule, num_batches: int | None = None) -> str:
 def _row(
     schedule: Schedule, worker: int, spans: list[TimedAction], num_batches: int, scale: float, margin: int = 48
 ) -> Iterator[str]:
-    """A worker's number and boxes."""
     top = 4 + worker * 26
     yield f'<text x="{margin - 8}" y="{top + 15}" text-anchor="end">{worker}</text>'
     for start, stop, action in spans:

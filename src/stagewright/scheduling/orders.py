@@ -229,7 +229,6 @@ class _Loop:
             self.timed.append(Timed(time - shift, time - shift, Kind.UPDATE, *who, -1))
 
     def timing(self) -> Timing:
-        """What was found."""
         return Timing(self.timed, self.period, self.free, self.agreed)
 
 
@@ -248,7 +247,6 @@ class _Desk:
         self.done = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.BACKWARD_WEIGHT: 0}
 
     def next(self, kind: Kind) -> int:
-        """The microbatch whose forward, backward or weights' half is next."""
         return self.own[self.done[kind]]
 
 
@@ -289,7 +287,6 @@ class _Floor:
                     self.do(best[3], desks[best[4]], time)
 
     def is_ready(self, kind: Kind, number: int, desk: _Desk, time: int) -> bool:
-        """Whether all that the other stages make for it is there."""
         needs = _needs(self.plan, kind, desk.stage, number, desk.replica)
         return all(self.ended.get(result, math.inf) <= time for result in needs)
 
