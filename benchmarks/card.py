@@ -42,6 +42,7 @@ from stagewright.plan import Plan, Stage
 from stagewright.profile import Precision
 from stagewright.runtime.compiling import COMBINED, REPLAYED
 from stagewright.runtime.precision import autocast
+from stagewright.runtime.run_folder import RunFolder
 from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
@@ -169,9 +170,9 @@ def ours(case: Case, world: World, folder: Path) -> Step:
     stage = Stage(layers=model.names, devices=(DeviceId(0, 0),))
     schedule = make_schedule(Plan(model=case.model, stages=(stage,), batch=case.batch), agree=settings.agrees)
     recipe, job = Recipe(optimizer="sgd", learning_rate=LEARNING_RATE, momentum=0.9), Job(steps=10**9)
-    run = Run(schedule, model, job, settings, recipe, None, None, "", "measured", folder, world)
+    run = Run(schedule, model, job, settings, recipe, None, None, "", "measured", RunFolder(folder, ""), world)
     worker = Worker(
-        schedule, model, world, settings, make_optimizer=maker_of(run), feed=feed_of(run), metric=accuracy_sums,
+        schedule, model, world, settings, make_optimizer=maker_of(run), feed=feed_of(run, None), metric=accuracy_sums,
         num_metrics=len(METRICS), flight=Flight(folder, 0),
     )  # fmt: skip
     warm_up(worker)
@@ -182,7 +183,7 @@ def ours(case: Case, world: World, folder: Path) -> Step:
     def step(number: int) -> Tensor:
         worker.run(number, done[0])
         done[0] += number
-        listener.later.drain()
+        listener.scalars.drain()
         found = [point.value for point in listener.points if (point.name, point.step) == ("loss", done[0])]
         return torch.tensor(found[0] if found else math.nan)  # what is not finite is in no curve
 

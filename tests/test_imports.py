@@ -196,7 +196,7 @@ def test_importing_takes_less_than_300_ms() -> None:
 def test_what_the_package_offers_is_there() -> None:
     for name in stagewright.__all__:
         assert getattr(stagewright, name) is not None
-    assert sorted(stagewright.__all__) == sorted(stagewright._HOME_OF)
+    assert sorted(stagewright.__all__) == sorted(stagewright._homes())
     assert set(stagewright.__all__) <= set(dir(stagewright))
     with pytest.raises(AttributeError, match="no attribute 'make_coffee'"):
         _ = stagewright.make_coffee

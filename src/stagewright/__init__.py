@@ -16,7 +16,9 @@ Names are loaded when they are first used, so that this module imports in a blin
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -63,28 +65,15 @@ __all__ = [
     "make_plan", "make_profile", "make_report", "make_schedule", "mean_loss", "parse_devices", "simulate", "train",
 ]  # fmt: skip
 
-_HOMES = {
-    "cluster": "Cluster Device DeviceId Host Link find_cluster make_cluster parse_devices",
-    "errors": "CheckpointError ClusterError DataError FileError ModelError PlacementError PlanError ProfileError "
-    "RecordError RunError ScheduleError SimulationError StagewrightError UsageError",
-    "models": "MODELS Layered build_model cross_entropy_sum make_layered mean_loss",
-    "plan": "Plan Stage",
-    "planning.fixed": "fixed_plan",
-    "planning.options": "PlanOptions",
-    "profile": "LayerProfile Profile",
-    "profiling.measured": "make_profile",
-    "record": "Point Record Span",
-    "report": "make_report",
-    "runtime.launch.environment": "is_main",
-    "runtime.settings": "Settings",
-    "schedule": "Action Kind Schedule",
-    "scheduling": "make_schedule",
-    "simulation": "make_plan simulate",
-    "training.job": "Job",
-    "training.recipes": "Recipe",
-    "training.start": "train",
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+@cache
+def _homes() -> dict[str, str]:
+    """For each name above the module where it lives, as the imports for the type checker say."""
+    import ast
+
+    nodes = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("stagewright.")]
+    return {alias.name: str(node.module) for node in found for alias in node.names}
 
 
 def __getattr__(name: str) -> object:
@@ -93,9 +82,9 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("stagewright")
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'stagewright' has no attribute {name!r}")
-    value: object = getattr(import_module(f"stagewright.{_HOME_OF[name]}"), name)
+    value: object = getattr(import_module(_homes()[name]), name)
     globals()[name] = value
     return value
 

@@ -22,6 +22,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("models --layer", "no such option: --layer", "see `stagewright models --help`"),
     ("models vgg16 --json=1", "option '--json' does not take a value", "see `stagewright models --help`"),
     ("simulate", "missing argument 'PLAN|MODEL'", "see `stagewright simulate --help`"),
+    ("train --batch 8", "missing argument 'MODEL'", "name one of `stagewright models`"),
     (
         "simulate mlp --batch 8 --cluster titan-v-8 --placement 0:0-6.0:9",
         "names device 9 of host 0, which has devices 0 to 7",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.cli.plan import _passed_over, _tell_apart, rows
+from stagewright.cli.plan import _passed_over, _rows, _tell_apart
 from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
 from stagewright.planning.search import Choice, Search
@@ -56,14 +56,14 @@ def test_plans_of_one_shape_are_told_apart_by_what_differs_and_no_more() -> None
 def test_plans_that_are_the_same_are_one_row() -> None:
     plain = choice(make_plan("0:0-7"), 2.0)
     found = search(plain, choice(make_plan(), 3.0), choice(make_plan(), 3.0), data_parallel=plain)
-    assert [label for _, label in rows(found)] == ["data parallel", "7-1 cut at b"]
+    assert [label for _, label in _rows(found)] == ["data parallel", "7-1 cut at b"]
 
 
 def test_no_row_is_faster_than_the_one_that_is_marked() -> None:
     """With one stage more it is 2 % faster, which is not enough to be chosen: that is said, and it is no row."""
     deep = choice(make_plan("0:0-5.0:6.0:7"), 0.98)
     found = search(choice(make_plan(), 1.0), deep, choice(make_plan(cut="c"), 1.1))
-    assert [one.step_s for one, _ in rows(found)] == [1.0, 1.1]
+    assert [one.step_s for one, _ in _rows(found)] == [1.0, 1.1]
     assert list(_passed_over(found)) == ["6-1-1 cut at b, c would be 2.0% faster (980.0 ms): too little for 3 stages."]
 
 

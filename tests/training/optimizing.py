@@ -18,6 +18,7 @@ from stagewright.runtime.checkpoint.resuming import restore
 from stagewright.runtime.checkpoint.saving import Checkpointer
 from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.feed import FunctionFeed
+from stagewright.runtime.run_folder import RunFolder
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
@@ -135,7 +136,7 @@ def run(trial: Trial, placement: str, first: int, stop: int, world: World, folde
     schedule = make_schedule(plan_of(case, layered.names, layered.cuts()), agree=settings.agrees)
     recipe = Recipe(learning_rate=RATE, weight_decay=0.1, total_steps=STEPS, **trial.recipe)
     job = Job(steps=stop, first_step=first, warm_up=0, log_every=2)
-    run = Run(schedule, layered, job, settings, recipe, rows, None, "here", "measured", folder, world)
+    run = Run(schedule, layered, job, settings, recipe, rows, None, "here", "measured", RunFolder(folder, ""), world)
     worker = Worker(schedule, layered, world, settings, make_optimizer=maker_of(run), feed=FunctionFeed(rows))
     if first:
         found = find_checkpoint(folder, print)

@@ -17,7 +17,7 @@ from stagewright.cluster import parse_placement
 from stagewright.data.opening import open_dataset
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
-from stagewright.training.data import DataFeed
+from stagewright.training.feeds import DataFeed
 from stagewright.training.job import Job
 from tests.training.images import SIZE, numbers_of
 

@@ -18,7 +18,7 @@ import stagewright as sw
 from stagewright.data.packing import pack
 from stagewright.data.tokens import open_tokens
 from stagewright.models import build_model
-from stagewright.training.text import TextFeed
+from stagewright.training.feeds import TextFeed
 
 BATCH, LENGTH, PER_EPOCH = 6, 8, 12
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,24 +14,28 @@ from stagewright.plan import Plan, Stage
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.job import Job
-from stagewright.training.restarting import Starter, start_workers, tell
+from stagewright.training.start import Starter, _tell, start_workers
 
 
-def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(tmp_path: Path) -> None:
+def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts = []
 
-    class Failing(Starter):
-        def start(self, plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
-            starts.append(environment)
-            tell(folder, "numbers", f"start {len(starts)}")
-            raise RunError("worker 1 is gone")
+    def failing(
+        command: object, plan: Plan, folder: Path, *given: object, extra: Mapping[str, str], **named: object
+    ) -> None:
+        starts.append(extra)
+        _tell(folder, "numbers", f"start {len(starts)}")
+        raise RunError("worker 1 is gone")
 
-    tell(tmp_path, "numbers", "of yesterday")
+    monkeypatch.setattr("stagewright.training.start.launch", failing)
+    _tell(tmp_path, "numbers", "of yesterday")
     stage = Stage(layers=("all",), devices=parse_placement("0:0-1")[0])
     schedule = make_schedule(Plan(model="any", stages=(stage,), batch=2))
     job, said = Job(steps=5, checkpoint_every=1, max_restarts=2, resume="auto"), io.StringIO()
     with pytest.raises(RunError, match="worker 1 is gone"):
-        start_workers(schedule, job, tmp_path, Console(file=said, width=200), Failing(Settings(), None, None, 1))
+        start_workers(schedule, job, tmp_path, Console(file=said, width=200), Starter(Settings(), None, None, 1))
     assert said.getvalue().splitlines() == [
         "numbers: start 1",
         "restart: worker 1 is gone; starting again (1 of 2)",

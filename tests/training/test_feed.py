@@ -12,7 +12,7 @@ from stagewright.cluster import parse_placement
 from stagewright.data.opening import open_dataset
 from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.runtime.settings import Settings
-from stagewright.training.data import DataFeed
+from stagewright.training.feeds import DataFeed
 from tests.training.images import SIZE, numbers_of, write_numbered
 
 NUM_IMAGES, BATCH = 50, 12

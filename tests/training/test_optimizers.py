@@ -13,8 +13,7 @@ from torch import nn
 
 from stagewright.models import build_model
 from stagewright.models.counts import parameter_roles
-from stagewright.training.optimizers import OPTIMIZERS
-from stagewright.training.recipes import Recipe, optimizer_maker
+from stagewright.training.recipes import OPTIMIZERS, Recipe, optimizer_maker
 from tests.runtime.modules import MODELS
 from tests.runtime.running import run_workers
 from tests.training.optimizing import PLAIN, RECIPES, Trial

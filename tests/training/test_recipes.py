@@ -19,10 +19,10 @@ from stagewright.training.config import make_config
 from stagewright.training.recipes import (
     Recipe,
     RecipeFile,
+    _ready_made,
     find_recipe,
     optimizer_maker,
     rate_at,
-    ready_made_recipes,
 )
 from stagewright.training.start import train
 
@@ -40,8 +40,8 @@ def test_resnet50_is_that_of_the_benchmark_series() -> None:
 
 
 def test_the_files_are_named_as_their_models_and_live_through_saving(tmp_path: Path) -> None:
-    assert set(ready_made_recipes()) == {"alexnet", "vgg16", "resnet50"}
-    for name in ready_made_recipes():
+    assert set(_ready_made()) == {"alexnet", "vgg16", "resnet50"}
+    for name in _ready_made():
         recipe = find_recipe(name)
         assert recipe.name == name
         assert RecipeFile.load(recipe.save(tmp_path / f"{name}.yaml")) == recipe

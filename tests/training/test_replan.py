@@ -8,7 +8,7 @@ from stagewright.cluster import DeviceId
 from stagewright.errors import PlanError
 from stagewright.plan import Plan
 from stagewright.scheduling import make_schedule
-from stagewright.training.restarting import _describe_change, _plan_without, _plan_without_hosts
+from stagewright.training.start import _describe_change, _plan_without, _plan_without_hosts
 from tests.runtime.cases import PLACEMENTS, Case, plan_of
 
 NAMES = tuple(f"l{number}" for number in range(6))

@@ -15,8 +15,7 @@ import pytest
 
 from stagewright.cli import main
 from stagewright.errors import UsageError
-from stagewright.training.events import Teller, plain_line, read_events
-from stagewright.training.sinks import check_sinks, open_sinks
+from stagewright.training.events import Teller, check_sinks, plain_line, read_events, sinks_of
 
 TRAIN = {
     "epoch": 0, "iter": 100, "loss": 6.907755, "top_1": 0.001, "top_k": 0.005, "images_per_s": 4929.5791, "scale": 1.0,
@@ -27,7 +26,7 @@ ABOUT = {"name": "vgg16", "batch": 224}
 
 def tell(folder: Path, *names: str, is_resumed: bool = False) -> None:
     """A run of two events."""
-    teller = Teller(folder, open_sinks(names, folder, ABOUT, rank=7, is_resumed=is_resumed))  # type: ignore[arg-type]
+    teller = Teller(folder, sinks_of(names, folder, ABOUT, rank=7, is_resumed=is_resumed))  # type: ignore[arg-type]
     teller.tell("train", **TRAIN)
     teller.tell("note", text="halfway")
     teller.tell("validation", **VALIDATION)
@@ -70,7 +69,7 @@ def test_a_resumed_run_adds_to_the_summary_and_a_new_one_begins_it_anew(tmp_path
 def test_a_package_that_is_missing_is_an_error_before_anything_starts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagewright.training.sinks.is_there", lambda module: False)
+    monkeypatch.setattr("stagewright.training.events.is_there", lambda module: False)
     with pytest.raises(UsageError, match=f"--{name} needs the package {name}, which is not installed") as caught:
         check_sinks((name,))  # type: ignore[arg-type]
     assert caught.value.todo == f"pip install {name}"

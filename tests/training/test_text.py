@@ -18,7 +18,7 @@ from stagewright.models import Layered, build_model, make_layered
 from stagewright.models.loss import token_cross_entropy_sum
 from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
-from stagewright.training.text import TextFeed
+from stagewright.training.feeds import TextFeed
 from tests.texts import END, ids, make_tokenizer, write_lines
 from tests.training.test_feed import PLANS
 

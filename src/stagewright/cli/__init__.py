@@ -56,7 +56,6 @@ class Verb(TyperCommand):
 
 
 def _make_command() -> TyperGroup:
-    """The whole command: its own options, and the verbs."""
     app = typer.Typer(callback=_about, no_args_is_help=True, invoke_without_command=True)
     group = get_command(app)
     assert isinstance(group, TyperGroup)
@@ -66,7 +65,6 @@ def _make_command() -> TyperGroup:
 
 
 def _show_version(wanted: bool) -> None:
-    """Prints the version, and that is all."""
     if wanted:
         from importlib.metadata import version
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 @schema(error=UsageError)
 class _Benching:
-    """What is done with a suite."""
-
     out: Path | None = None
     """folder for the results; goes on there"""
     list: bool = False
@@ -115,18 +113,13 @@ def _run(suite: Suite, tasks: Sequence[Task], out: Path, own: _Benching) -> None
 
 def _progress_line(progress: Progress) -> str:
     """` 7/40  vgg16-ssp, 2nd run: 1,014 images/s in 12.3 s · about 8 min 20 s left`."""
-    result, task = progress.result, progress.task
+    result, task, left_s = progress.result, progress.task, progress.left_s
     told = f"{rate(result.samples_per_s)} images/s" if isinstance(result, Record) else f"failed: {result.reason}"
-    mark = SOURCE_MARKS[task.source if isinstance(result, Record) else "failed"]
-    is_last = progress.num_done == progress.num_runs
-    left = "" if progress.left_s is None or is_last else f" · about {_whole_seconds(progress.left_s)} left"
+    mark, left = SOURCE_MARKS[task.source if isinstance(result, Record) else "failed"], ""
+    if left_s is not None and progress.num_done < progress.num_runs:  # an estimate has no hundredths
+        left = f" · about {seconds(left_s) if left_s >= 60 else f'{max(round(left_s), 1)} s'} left"
     place = f"{progress.num_done:>{len(str(progress.num_runs))}}/{progress.num_runs}"
     return f"{place}  {mark} {task.case.name} · run {progress.number}: {told} in {progress.seconds:.1f} s{left}"
-
-
-def _whole_seconds(value_s: float) -> str:
-    """`41 s`, `3 min 02 s`: an estimate has no hundredths."""
-    return seconds(value_s) if value_s >= 60 else f"{max(round(value_s), 1)} s"
 
 
 def _show_list(suite: Suite, tasks: Sequence[Task], as_json: bool) -> None:
@@ -151,20 +144,17 @@ def _show_rows(rows: Sequence[Row], out: Path) -> None:
     """The cases with their medians and spreads; different work is told apart by the images of a step."""
     failed = [f"{SOURCE_MARKS['failed']} {row.name}: {row.reason}" for row in rows if row.reason]
     notes = dict.fromkeys(note if " fit: " not in note else f"{row.name} {note}" for row in rows for note in row.notes)
-    show(
-        table("case | source | runs> | images/s> | spread> | images a step> | peak>", map(_cells, rows)),
-        [*failed, *notes, f"saved {out} · next: stagewright report {out}"],
-    )
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    """One line of the table."""
-    if row.images_per_s is None or row.low is None or row.high is None:
-        return row.name, f"{SOURCE_MARKS['failed']} failed", *[GAP] * 5
-    spread = f"{(row.high - row.low) / row.images_per_s:.1%}" if row.repetitions > 1 else GAP
-    source = f"{SOURCE_MARKS[row.source]} {row.source}"
-    figures = (str(row.repetitions), rate(row.images_per_s), spread, f"{row.step_images:,}", size(row.peak_bytes or 0))
-    return row.name, source, *figures
+    lines = []
+    for row in rows:
+        source, figures = f"{SOURCE_MARKS['failed']} failed", [GAP] * 5
+        if row.images_per_s is not None and row.low is not None and row.high is not None:
+            spread = f"{(row.high - row.low) / row.images_per_s:.1%}" if row.repetitions > 1 else GAP
+            work = (f"{row.step_images:,}", size(row.peak_bytes or 0))
+            source = f"{SOURCE_MARKS[row.source]} {row.source}"
+            figures = [str(row.repetitions), rate(row.images_per_s), spread, *work]
+        lines.append((row.name, source, *figures))
+    titles = "case | source | runs> | images/s> | spread> | images a step> | peak>"
+    show(table(titles, lines), [*failed, *notes, f"saved {out} · next: stagewright report {out}"])
 
 
 def _compare(folders: Sequence[str], as_json: bool) -> None:
@@ -178,14 +168,18 @@ def _compare(folders: Sequence[str], as_json: bool) -> None:
     if as_json:
         show_json({"cases": [one._asdict() for one in found], "environment": facts})
         return
+
+    def brief(text: str) -> str:
+        flat = " ".join(text.split())
+        return (flat if len(flat) <= 60 else flat[:57] + "...") or "none"
+
     titles = "case | source | A> | B> | change> | 95 % of the time> | p> | runs> | verdict"
-    told = [f"{key}: {_brief(then)} → {_brief(now)}" for key, then, now in facts]
+    told = [f"{key}: {brief(then)} → {brief(now)}" for key, then, now in facts]
     head = f"A {before}, B {after}; images/s, medians of the runs"
     show(table(titles, map(_comparison_cells, found)), [head, *told])
 
 
 def _comparison_cells(one: Comparison) -> tuple[str, ...]:
-    """One line of the table."""
     return (
         one.name, f"{SOURCE_MARKS[one.source]} {one.source}",
         GAP if one.before is None else rate(one.before), GAP if one.after is None else rate(one.after),
@@ -194,9 +188,3 @@ def _comparison_cells(one: Comparison) -> tuple[str, ...]:
         GAP if one.p is None else f"{one.p:.4f}", f"{one.runs[0]}, {one.runs[1]}",
         f"{one.verdict}: {one.why}" if one.why else one.verdict,
     )  # fmt: skip
-
-
-def _brief(text: str) -> str:
-    """A fact on one line."""
-    flat = " ".join(text.split())
-    return (flat if len(flat) <= 60 else flat[:57] + "...") or "none"

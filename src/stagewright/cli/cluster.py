@@ -20,8 +20,6 @@ from stagewright.schema import dump_json, schema
 
 @schema(error=UsageError)
 class _Drawing:
-    """Which cluster, and where it goes."""
-
     topology: tuple[Path, ...] = ()
     """what `nvidia-smi topo -m` prints: one file a host"""
     device: str | None = None
@@ -71,17 +69,14 @@ def cluster(
 
 
 def _load(which: str | None, own: _Drawing) -> Cluster:
-    """The cluster that the options ask for."""
     if own.topology:
         if which is not None or own.workers is not None:
             raise UsageError("--topology describes a cluster by itself", "leave the cluster and --workers out")
         if own.device is None:
             raise UsageError("the topology does not say what its GPUs are", "add --device KIND, such as v100")
-        return read_topology(
-            [_read_text(path) for path in own.topology], find_kind(own.device).device(),
-            name=own.name or own.topology[0].stem, rates=dict(map(_read_rate, own.rate)),
-            decode_images_per_s=own.decode,
-        )  # fmt: skip
+        texts, device, name = map(_read_text, own.topology), find_kind(own.device).device(), own.topology[0].stem
+        rates = dict(map(_read_rate, own.rate))
+        return read_topology(list(texts), device, name=own.name or name, rates=rates, decode_images_per_s=own.decode)
     if own.device or own.rate or own.decode is not None:
         raise UsageError("--device, --rate and --decode go with --topology", "edit the cluster file instead")
     if own.workers is None:
@@ -101,7 +96,6 @@ def _read_rate(text: str) -> tuple[str, float]:
 
 
 def _read_text(path: Path) -> str:
-    """A text file's contents."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import Field
-from rich.table import Table
 
 from stagewright.cli.options import takes
 from stagewright.cli.show import progress, saved, show, show_json, table
@@ -26,8 +25,6 @@ _Source = Annotated[Path, typer.Argument(help="a folder of images, OFRecord part
 
 @schema(error=UsageError)
 class _Written:
-    """How images are written."""
-
     format: Format = "folder"
     """what the files are"""
     images_per_file: int = Field(default=IMAGES_PER_FILE, ge=1)
@@ -184,24 +181,11 @@ def _show(found: Inspection, directory: Path, after: list[str]) -> None:
     """What was found, for a person: the sum, the sizes, the classes, the faults.
 
     500 images of 10 classes in shapes, 0.6 MiB
-    bytes 1,003 to 1,622, median 1,272 · 64 × 64 pixels
+    bytes 1,003 to 1,622, median 1,272 · heights 64 · widths 64
     """
     total = found.total_bytes / 2**20
     head = f"{found.num_images:,} images of {found.num_classes:,} classes in {directory}, {total:,.1f} MiB"
     sizes = f"bytes {_spread(found.image_bytes)} · heights {_spread(found.heights)} · widths {_spread(found.widths)}"
-    faults = [f"{len(found.faults):,} cannot be read:", *found.faults[:5]] if found.faults else []
-    show([head, sizes], _class_table(found), [*faults, *after])
-
-
-def _spread(numbers: Spread) -> str:
-    """`64`, or `1,003 to 1,622, median 1,272`."""
-    if numbers.smallest == numbers.largest:
-        return f"{numbers.median:,}"
-    return f"{numbers.smallest:,} to {numbers.largest:,}, median {numbers.median:,}"
-
-
-def _class_table(found: Inspection) -> Table:
-    """A line a class, the first few."""
     most, names = 12, found.class_names or ("",) * found.num_classes
     rows = [
         (str(label), names[label] if label < len(names) else "", f"{number:,}")
@@ -209,4 +193,11 @@ def _class_table(found: Inspection) -> Table:
     ]
     if found.num_classes > most:
         rows.append(("…", f"{found.num_classes - most:,} more", f"{sum(found.class_counts[most:]):,}"))
-    return table("label> | class | images>", rows)
+    faults = [f"{len(found.faults):,} cannot be read:", *found.faults[:5]] if found.faults else []
+    show([head, sizes], table("label> | class | images>", rows), [*faults, *after])
+
+
+def _spread(numbers: Spread) -> str:
+    if numbers.smallest == numbers.largest:
+        return f"{numbers.median:,}"
+    return f"{numbers.smallest:,} to {numbers.largest:,}, median {numbers.median:,}"

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from stagewright.cli.options import takes
 from stagewright.cli.show import show, table
 from stagewright.errors import UsageError, visible
-
-if TYPE_CHECKING:
-    from stagewright.runtime.safety.diagnosis import Scene
 
 _ENDS = {"finished": "it finished", "stopped": "it was stopped, and can go on with --resume auto"}
 """What is said of runs that ended well, and for which nobody is to blame."""
@@ -34,38 +30,26 @@ def doctor(folder: Annotated[Path, typer.Argument(help="the folder of a run (--o
 
     Example: stagewright doctor results/vgg16
     """
+    from stagewright.runtime.run_folder import is_held, read_identity
     from stagewright.runtime.safety.diagnosis import Blame, Scene
     from stagewright.schedule import Schedule
 
     path = folder / "schedule.json"
     if not path.exists():
         raise UsageError(f"{folder} is no folder of a run: it has no schedule.json", "give the folder named by --out")
-    scene, end = Scene.read(Schedule.load(path), folder), _how_it_ended(folder)
+    scene, state = Scene.read(Schedule.load(path), folder), str((read_identity(folder) or {}).get("state"))
+    end = "it is under way" if state == "running" and is_held(folder) else _ENDS.get(state)
     found = Blame(None, end) if end is not None else scene.blame()
     if own.json:
         places = {worker: scene.place_of(worker) for worker in scene.stands}
         data = {"culprit": found.worker, "why": found.why, "evidence": found.evidence, "workers": places}
         Console().print_json(data=data)
         return
-    who = f"culprit: {scene.name_of(found.worker)} " if found.worker is not None else ""
-    show(_table_of(scene), [f"{who}{visible(found.why)}", *(f"  {visible(line)}" for line in found.evidence)])
-
-
-def _how_it_ended(folder: Path) -> str | None:
-    """What is to be said of a run that did not fail; None where somebody may be to blame."""
-    from stagewright.runtime.run_folder import is_held, read_identity
-
-    state = str((read_identity(folder) or {}).get("state"))
-    if state == "running" and is_held(folder):
-        return "it is under way"
-    return _ENDS.get(state)
-
-
-def _table_of(scene: Scene) -> Table:
-    """For each worker where it stood, when it was last heard of, and what it said."""
     newest, rows = max((time_s for time_s, _ in scene.stands.values()), default=0.0), []
     for worker, device in enumerate(scene.schedule.plan.devices):
         ago = f"−{newest - scene.stands[worker][0]:.1f} s" if worker in scene.stands else ""
         said = visible(scene.told[worker].what.splitlines()[0]) if worker in scene.told else ""
         rows.append((str(worker), str(device), scene.place_of(worker) or "no trace", ago, Text(said)))
-    return table("worker! | device! | stands at! | last sign! | said", rows)
+    workers = table("worker! | device! | stands at! | last sign! | said", rows)
+    who = f"culprit: {scene.name_of(found.worker)} " if found.worker is not None else ""
+    show(workers, [f"{who}{visible(found.why)}", *(f"  {visible(line)}" for line in found.evidence)])

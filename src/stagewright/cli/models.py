@@ -16,8 +16,6 @@ from stagewright.planning.counted import find_model, read_models
 
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """What is shown of the models."""
-
     layers: bool = False
     """show the layers by name, in order"""
     json: bool = False
@@ -25,7 +23,6 @@ class _Shown:
 
 
 def _complete_model(incomplete: str) -> list[str]:
-    """The names that begin like this, for the shell."""
     return [name for name in read_models() if name.startswith(incomplete)]
 
 

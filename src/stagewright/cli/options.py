@@ -17,8 +17,7 @@ import typer
 from stagewright.errors import UsageError
 from stagewright.profile import Profile
 from stagewright.schema import schema
-from stagewright.training.optimizers import OPTIMIZERS
-from stagewright.training.recipes import OptimizerName
+from stagewright.training.recipes import OPTIMIZERS, OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys
 
 Given = dict[str, dict[str, Any]]

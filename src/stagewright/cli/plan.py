@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -27,8 +27,6 @@ from stagewright.simulation import simulator
 
 @schema(error=UsageError)
 class _Planning(Hardware):
-    """For what a plan is searched, and where it goes."""
-
     simulate: bool = True
     """simulate the best of what the estimate ranks; else rank by the estimate alone"""
     json: bool = False
@@ -74,13 +72,17 @@ def _analytic(model: str, cluster: Cluster, options: PlanOptions, own: _Planning
 
 
 def _show(found: Search, cluster: Cluster, after: Sequence[str]) -> None:
-    """The plans as a table, the best one first, and why it is."""
+    """The plans as a table, the best one first, and why it is; what is faster by too little is told below it."""
     best = found.best.plan
     devices = " · ".join(dict.fromkeys(describe_devices(host.devices) for host in cluster.hosts))
     hosts = "one host" if len(cluster.hosts) == 1 else f"{len(cluster.hosts)} hosts"
     title = f"{best.model}, {best.batch} images a step, {devices} ({hosts})"
     how = f"weighed {found.num_plans:,} plans, simulated {found.num_simulated:,}, in {found.seconds:.1f} s"
-    lines = [_cells(choice, ("  " if number else "▸ ") + label) for number, (choice, label) in enumerate(rows(found))]
+    lines = list[tuple[str, ...]]()
+    for choice, label in _rows(found):
+        ends = dict.fromkeys((0, len(choice.peak_bytes) - 1))
+        memory, mark = " / ".join(size(choice.peak_bytes[end]) for end in ends), "  " if lines else "▸ "
+        lines.append((mark + label, seconds(choice.step_s), rate(choice.images_per_s), memory, choice.limit))
     if found.data_parallel is None:
         lines.append(("  data parallel", GAP, GAP, GAP, found.why_no_data_parallel))
     plans = table("  plan! | step> | images/s> | memory first / last! | limited by", lines)
@@ -101,7 +103,7 @@ def _next(plan: Plan, what: str, own: _Planning) -> list[str]:
     return [f"saved {own.out} · next: {simulate} · {where}{train}"]
 
 
-def rows(found: Search) -> list[tuple[Choice, str]]:
+def _rows(found: Search) -> list[tuple[Choice, str]]:
     """The plans of the table, the best first, each with a name of its own; faster ones are told below it.
 
     A plan with more stages must be faster by more than a little to be the best; a row with such a step would belie it.
@@ -119,11 +121,9 @@ def _tell_apart(plans: Sequence[Plan]) -> list[str]:
     """Each plan's shape, and of plans of one shape what differs: `7-1 cut at fc1, 4 microbatches`."""
     labels = []
     for plan in plans:
-        alike = [_traits(other) for other in plans if shape(other) == shape(plan)]
-        own = _traits(plan)
-        labels.append(
-            ", ".join([shape(plan), *(own[key] for key in own if any(each[key] != own[key] for each in alike))])
-        )
+        own, alike = _traits(plan), [_traits(other) for other in plans if shape(other) == shape(plan)]
+        differing = (text for key, text in own.items() if any(each[key] != text for each in alike))
+        labels.append(", ".join([shape(plan), *differing]))
     return labels
 
 
@@ -142,20 +142,12 @@ def _traits(plan: Plan) -> dict[str, str]:
     }
 
 
-def _passed_over(found: Search) -> Iterator[str]:
-    """What is faster than the best plan by too little to be worth its stages."""
-    faster = [choice for choice in found.others if choice.step_s < found.best.step_s]
-    for choice in faster[:1]:
-        gain = found.best.step_s / choice.step_s - 1
-        many = f"{len(choice.plan.stages)} stages"
-        yield f"{shape(choice.plan)} would be {gain:.1%} faster ({seconds(choice.step_s)}): too little for {many}."
-
-
-def _cells(choice: Choice, label: str) -> tuple[str, str, str, str, str]:
-    """One line of the table."""
-    first, last = choice.peak_bytes[0], choice.peak_bytes[-1]
-    memory = size(first) if len(choice.peak_bytes) == 1 else f"{size(first)} / {size(last)}"
-    return label, seconds(choice.step_s), rate(choice.images_per_s), memory, choice.limit
+def _passed_over(found: Search) -> list[str]:
+    faster = next((choice for choice in found.others if choice.step_s < found.best.step_s), None)
+    if faster is None:
+        return []
+    gain = f"{found.best.step_s / faster.step_s - 1:.1%} faster ({seconds(faster.step_s)})"
+    return [f"{shape(faster.plan)} would be {gain}: too little for {len(faster.plan.stages)} stages."]
 
 
 def _settings(plan: Plan) -> str:
@@ -167,7 +159,6 @@ def _settings(plan: Plan) -> str:
 
 
 def _summary(found: Search) -> dict[str, object]:
-    """The figures that `--json` prints."""
     names = ("why_no_data_parallel", "reason", "num_plans", "seconds", "num_simulated")
     return {
         "best": _as_plain(found.best),
@@ -179,14 +170,9 @@ def _summary(found: Search) -> dict[str, object]:
 
 
 def _as_plain(choice: Choice) -> dict[str, object]:
-    """One plan's figures."""
+    plan = choice.plan
     return {
-        "shape": shape(choice.plan),
-        "placement": choice.plan.placement,
-        "cuts": [stage.layers[0] for stage in choice.plan.stages[1:]],
-        "step_s": choice.step_s,
-        "images_per_s": choice.images_per_s,
-        "peak_bytes": list(choice.peak_bytes),
-        "limit": choice.limit,
-        "settings": _settings(choice.plan),
-    }
+        "shape": shape(plan), "placement": plan.placement, "cuts": [stage.layers[0] for stage in plan.stages[1:]],
+        "step_s": choice.step_s, "images_per_s": choice.images_per_s, "peak_bytes": list(choice.peak_bytes),
+        "limit": choice.limit, "settings": _settings(plan),
+    }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @schema(error=UsageError)
 class _Profiling:
-    """What is measured or worked out, on what, and where that goes."""
-
     batch: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """rows to time; several as 8,16,32"""
     device: str | None = None
@@ -145,7 +143,7 @@ def _read_figure(text: str, precision: Precision) -> Measurement:
 
 
 def _show(made: Profile, out: Path | None) -> None:
-    """The layers as a table, the sums, and how the sum of the layers stands to the whole model."""
+    """The layers as a table, the step of one device, and how the sum of the layers stands to the whole model."""
     most, rows = 60, made.batch_sizes[-1]
     cells = (
         (layer.name, layer.kind, seconds(layer.forward_s[-1]), seconds(layer.backward_s[-1]),
@@ -153,17 +151,13 @@ def _show(made: Profile, out: Path | None) -> None:
         for layer in made.layers[:most]
     )  # fmt: skip
     layers = table("layer | kind | forward> | backward> | parameters> | output a row> | saved a row>", cells)
-    more = [f"… and {len(made.layers) - most} more"] if len(made.layers) > most else []
-    after = [f"saved {out} · next: stagewright plan {out} --cluster NAME --batch ROWS"] if out is not None else []
-    title = f"{made.model} on {made.device}, {made.precision}, {rows} rows, {made.source}"
-    show(title, layers, [*more, *_sums(made), *after])
-
-
-def _sums(made: Profile) -> Iterator[str]:
-    """The step of one device, and the check on the sum of the layers."""
+    told = [f"… and {len(made.layers) - most} more"] if len(made.layers) > most else []
     whole = sum(layer.forward_s[-1] + layer.backward_s[-1] for layer in made.layers)
     step = whole + made.optimizer_s
-    line = f"layers {seconds(whole)} + optimizer {seconds(made.optimizer_s)}"
-    yield f"{line} · {made.batch_sizes[-1] / step:,.1f} rows/s" if step else line
+    sums = f"layers {seconds(whole)} + optimizer {seconds(made.optimizer_s)}"
+    told.append(f"{sums} · {rows / step:,.1f} rows/s" if step else sums)
     if made.model_s:
-        yield f"the whole model in one piece {seconds(made.model_s[-1])}: {whole / made.model_s[-1] - 1:+.1%}"
+        told.append(f"the whole model in one piece {seconds(made.model_s[-1])}: {whole / made.model_s[-1] - 1:+.1%}")
+    if out is not None:
+        told.append(f"saved {out} · next: stagewright plan {out} --cluster NAME --batch ROWS")
+    show(f"{made.model} on {made.device}, {made.precision}, {rows} rows, {made.source}", layers, told)

@@ -14,8 +14,6 @@ from stagewright.cli.train import Model, Run
 from stagewright.cluster import Cluster, find_cluster
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
-from stagewright.planning.options import PlanOptions
-from stagewright.profile import Profile
 from stagewright.record import Record
 from stagewright.schema import dump_yaml
 from stagewright.training.config import NO_OPTION, SECTIONS, Config, Where
@@ -35,15 +33,19 @@ def rehearse(model: Model = None, *, run: Run, given: Given) -> None:
 
     Example: stagewright rehearse alexnet --cluster hosts-4 --batch 64 --placement 0:0,1:0,2:0.3:0 --cut fc1
     """
-    config = run.read("rehearse", model, given)
-    _check_places(config.where, config.rehearsal.slices)
-    config, own = _with(config, "job", save_final=False), config.rehearsal
+    config = run.read(model, given)
+    own = config.rehearsal
+    for key in _NOT_HERE:
+        value = getattr(config.where, key, None)
+        if value not in (getattr(Where(), key, None), own.slices):
+            raise UsageError(f"where.{key} is {value!r}, but a rehearsal has its own hosts", "leave it out")
+    config = _with(config, "job", save_final=False)
     if run.print_config:
         typer.echo(dump_yaml(config.to_dict()), nl=False)
         return
     if (own.cluster is None) == (own.slices is None):
         raise UsageError("a rehearsal is on the hosts of a file or on slices of a card", "give --cluster or --slices")
-    from stagewright.training.checks import check_packages
+    from stagewright.training.command import check_packages
 
     check_packages(config)
     if own.slices is not None:
@@ -54,16 +56,7 @@ def rehearse(model: Model = None, *, run: Run, given: Given) -> None:
         run.show(_on_hosts(config, find_cluster(str(own.cluster)), run.console))
 
 
-def _check_places(where: Where, slices: int | None) -> None:
-    """Refuses what a file says of hosts and cards, other than the rehearsal's cluster or slices."""
-    for key in ("nodes", "remote_python", "devices", "share"):
-        value = getattr(where, key)
-        if value not in (getattr(Where(), key), slices):
-            raise UsageError(f"where.{key} is {value!r}, but a rehearsal has its own hosts", "leave it out")
-
-
 def _with(config: Config, section: str, **values: Any) -> Config:
-    """The configuration with other values in a section."""
     return replace(config, **{section: replace(getattr(config, section), **values)})
 
 
@@ -92,9 +85,10 @@ def _on_hosts(config: Config, cluster: Cluster, console: Console) -> Record | No
 
 def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, console: Console) -> Record | None:
     """The record of a run whose plan and prediction come from what the hosts themselves showed."""
+    from stagewright.planning.fixed import fixed_plan
     from stagewright.rehearsal.measuring import measure_hosts
     from stagewright.runtime.run_folder import new_folder
-    from stagewright.simulation import simulator
+    from stagewright.simulation import make_plan, simulator
     from stagewright.training.command import plan_options, run_command
 
     folder = config.where.out or new_folder(config.model.name)
@@ -111,7 +105,13 @@ def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, cons
     profile.save(folder / "profile.json")
     profile = profile.with_states(config.recipe.states)
     measured.save(folder / "cluster.yaml")
-    plan = _plan_of(config, replace(wanted, batch=batch, batch_per_device=None), profile, measured)
+    wanted = replace(wanted, batch=batch, batch_per_device=None)
+    if config.plan.file is not None:
+        plan = Plan.load(config.plan.file)
+    elif wanted.placement is not None:
+        plan = fixed_plan(profile, wanted, measured)
+    else:
+        plan = make_plan(profile, measured, wanted).best.plan
     predicted = simulator(profile, measured)(plan)
     config = _with(config, "plan", file=plan.save(folder / "plan.json"))
     config = _with(_with(config, "where", out=folder), "rehearsal", measure=False)
@@ -122,18 +122,6 @@ def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, cons
     return record
 
 
-def _plan_of(config: Config, wanted: PlanOptions, profile: Profile, cluster: Cluster) -> Plan:
-    """The plan in a file, the one that the options fix, or the best that the search finds for what was measured."""
-    from stagewright.planning.fixed import fixed_plan
-    from stagewright.simulation import make_plan
-
-    if config.plan.file is not None:
-        return Plan.load(config.plan.file)
-    if wanted.placement is not None:
-        return fixed_plan(profile, wanted, cluster)
-    return make_plan(profile, cluster, wanted).best.plan
-
-
 def _on_slices(config: Config, slices: int, rate: str | None, console: Console) -> Record | None:
     """The record of a run on slices of one card; with a rate, each slice is an emulated host as well."""
     from stagewright.rehearsal.slices import check_card, slice_hosts
@@ -142,11 +130,10 @@ def _on_slices(config: Config, slices: int, rate: str | None, console: Console) 
     from stagewright.training.command import run_command
 
     config = _with(config, "where", device="cuda", share=slices, devices=slices)
-    is_parent = not is_worker()
-    if is_parent:
+    if not is_worker():
         check_card(slices)
     os.environ[APART] = "1"  # for this worker, or for those that are started here, whatever hosts the placement names
-    if not is_parent or rate is None:
+    if is_worker() or rate is None:
         return run_command(config, console, source="rehearsed")
     with slice_hosts(slices, rate) as hosts:
         return run_command(config, console, hosts=hosts, source="rehearsed")

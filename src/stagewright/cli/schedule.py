@@ -23,6 +23,7 @@ from stagewright.scheduling import check_schedule, make_schedule
 from stagewright.scheduling.drawing import draw_svg, timed_grid, write_csv
 from stagewright.scheduling.ideal import run_ideally
 from stagewright.scheduling.sketch import parse_replicas, sketch_plan
+from stagewright.schema import write_whole
 
 _STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magenta", "A": "magenta"}
 """By the letter of an action."""
@@ -32,8 +33,6 @@ _NOT_HERE = ("batch_per_device", "ratio", "ratio_of", "cut", "recompute", "bucke
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawing:
-    """What is drawn, and where that goes."""
-
     replicas: str | None = None
     """replicas of each stage, such as 7,1"""
     agree: bool = False
@@ -70,7 +69,12 @@ def schedule(
         hold=plan.hold, agree=own.agree, num_batches=own.batches,
     )  # fmt: skip
     check_schedule(made, own.batches)
-    _save(made, own)
+    if own.out is not None:
+        made.save(own.out)
+    if own.svg is not None:
+        write_whole(own.svg, draw_svg(made, own.batches))
+    if own.csv is not None:
+        write_whole(own.csv, write_csv(made))
     if own.json:
         names = [str(path) for path in (own.out, own.svg, own.csv) if path is not None]
         show_json(_figures(made) | {"saved": names})
@@ -91,37 +95,17 @@ def _the_plan(file: Path | None, replicas: str | None, asked: PlanOptions) -> Pl
         return replace(
             plan, batch=asked.batch or plan.batch, num_microbatches=asked.num_microbatches or plan.num_microbatches
         )
-    num_microbatches = asked.num_microbatches or 1
-    if replicas is not None:
-        return sketch_plan(parse_replicas(replicas), num_microbatches=num_microbatches, batch=asked.batch)
-    return sketch_plan(parse_placement(asked.placement or ""), num_microbatches=num_microbatches, batch=asked.batch)
-
-
-def _save(made: Schedule, own: _Drawing) -> None:
-    """Writes the files that were asked for."""
-    if own.out is not None:
-        made.save(own.out)
-    for path in (own.svg, own.csv):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = draw_svg(made, own.batches) if path is own.svg else write_csv(made)
-            path.write_text(text, encoding="utf-8", newline="")
+    stages = parse_replicas(replicas) if replicas is not None else parse_placement(asked.placement or "")
+    return sketch_plan(stages, num_microbatches=asked.num_microbatches or 1, batch=asked.batch)
 
 
 def _figures(made: Schedule) -> dict[str, object]:
-    """What there is to say about a schedule in numbers."""
     plan = made.plan
     return {
-        "policy": plan.policy,
-        "route": plan.route,
-        "replicas": plan.replicas,
-        "num_microbatches": plan.num_microbatches,
-        "versions": plan.versions,
-        "holds": holds(plan),
-        "num_workers": len(plan.devices),
-        "num_actions": sum(map(len, made.orders)),
-        "idle_share": _idle_share(made),
-    }
+        "policy": plan.policy, "route": plan.route, "replicas": plan.replicas,
+        "num_microbatches": plan.num_microbatches, "versions": plan.versions, "holds": holds(plan),
+        "num_workers": len(plan.devices), "num_actions": sum(map(len, made.orders)), "idle_share": _idle_share(made),
+    }  # fmt: skip
 
 
 def _idle_share(made: Schedule) -> float:
@@ -131,7 +115,6 @@ def _idle_share(made: Schedule) -> float:
 
 
 def _show(made: Schedule, own: _Drawing) -> None:
-    """Prints the grid and a line of figures."""
     console, plan = Console(highlight=False, markup=False), made.plan
     grid = made.text if own.actions else timed_grid(made, own.batches) if own.times else made.grid(own.batches)
     console.print()

@@ -22,7 +22,7 @@ from stagewright.profiling.detect import cluster_or_here
 from stagewright.record import Record
 from stagewright.report import chrome_trace, timeline_svg
 from stagewright.report.figures import alike, rate, seconds, too_full
-from stagewright.schema import schema
+from stagewright.schema import schema, write_whole
 from stagewright.simulation import faster_links
 from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.whatif import Point, Scenario, knee, parse_factors, plot_svg
@@ -32,8 +32,6 @@ _Counts = tuple[Annotated[int, Field(ge=1)], ...]
 
 @schema(error=UsageError)
 class _Simulation(Hardware):
-    """What is simulated, and where that goes."""
-
     profile: Path | None = None
     """a profile file; else an analytic one of the devices"""
     batch: _Counts = ()
@@ -82,7 +80,12 @@ def simulate(
     record = points[0].record
     if profile is not None and own.assume_kind is not None:
         record = replace(record, notes=(*record.notes, profile.notes[-1]))
-    _save(record, own)
+    if own.trace is not None:
+        write_whole(own.trace, json.dumps(chrome_trace(record)))
+    if own.timeline is not None:
+        write_whole(own.timeline, timeline_svg(record))
+    if own.out is not None:
+        record.save(own.out)
     if own.json:
         told = {"limit": record.limit, "notes": record.notes, "fits": not too_full(record, hardware)}
         show_json(record.summary() | told)
@@ -106,7 +109,10 @@ def _sweep(setting: Scenario, hardware: Cluster, fixed: PlanOptions, own: _Simul
     for rows, factor, count in product(*values):
         options = replace(fixed, batch=rows, batch_per_device=None if rows else fixed.batch_per_device)
         if count is not None:
-            options = replace(options, placement=_first_devices(hardware, count))
+            ids = hardware.device_ids
+            if count > len(ids):
+                raise UsageError(f"--devices {count}: {hardware.name} has {len(ids)}", "give another --cluster")
+            options = replace(options, placement=format_placement([ids[:count]]))
         cluster = faster_links(hardware, factor) if factor != 1 else hardware
         value, label = factor, f"links ×{factor:g}"
         if len(own.batch) > 1:
@@ -114,25 +120,6 @@ def _sweep(setting: Scenario, hardware: Cluster, fixed: PlanOptions, own: _Simul
         elif len(own.devices) > 1:
             value, label = float(count or 0), f"{count} devices"
         yield Point(value, label, setting.record(cluster, options, detail=detail))
-
-
-def _first_devices(cluster: Cluster, count: int) -> str:
-    """Data parallelism over the cluster's first devices."""
-    ids = cluster.device_ids
-    if count > len(ids):
-        raise UsageError(f"--devices {count}: {cluster.name} has {len(ids)}", "give another --cluster")
-    return format_placement([ids[:count]])
-
-
-def _save(record: Record, own: _Simulation) -> None:
-    """Writes the files that were asked for."""
-    for path in (own.trace, own.timeline):
-        if path is not None:
-            text = json.dumps(chrome_trace(record)) if path is own.trace else timeline_svg(record)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    if own.out is not None:
-        record.save(own.out)
 
 
 def _show(record: Record, cluster: Cluster, saved: Sequence[str]) -> None:
@@ -146,7 +133,8 @@ def _show(record: Record, cluster: Cluster, saved: Sequence[str]) -> None:
         bar = "█" * round(use.busy_share * 40)
         memory = f"{use.peak_bytes / 2**30:.1f} of {cluster.device(ids[0]).memory_bytes / 2**30:.1f} GiB"
         bars.append(f"{format_devices(ids):<{width}}   {bar:<40}  {use.busy_share:>4.0%} busy   {memory}")
-    show(step, bars, [*record.notes, _advice(record), *saved])
+    helps = [f": {text}" for begin, text in _ADVICE.items() if record.limit.startswith(begin)]
+    show(step, bars, [*record.notes, f"limited by {record.limit}{''.join(helps)}", *saved])
 
 
 def _refuse_what_does_not_fit(records: list[Record], cluster: Cluster) -> None:
@@ -168,17 +156,11 @@ _ADVICE = {
 """What would help, by how the limit begins."""
 
 
-def _advice(record: Record) -> str:
-    """What limits, and what would help."""
-    helps = [f": {text}" for begin, text in _ADVICE.items() if record.limit.startswith(begin)]
-    return f"limited by {record.limit}{''.join(helps)}"
-
-
 def _show_sweep(points: list[Point], cluster: Cluster, own: _Simulation) -> None:
     """The sweep as a table with bars, and where more stops helping; what does not fit is told, and has no bar."""
     short = {point.label: too_full(point.record, cluster) for point in points}
     if own.plot is not None:
-        own.plot.write_text(plot_svg(points), encoding="utf-8")
+        write_whole(own.plot, plot_svg(points))
     if own.json:
         told = ({"setting": point.label, "fits": not short[point.label]} for point in points)
         show_json([{**one, **point.record.summary()} for one, point in zip(told, points)])

@@ -15,7 +15,7 @@ from stagewright.errors import UsageError
 from stagewright.record import Record
 from stagewright.runtime.launch.environment import is_main, is_worker
 from stagewright.schema import dump_yaml
-from stagewright.training.config import NO_OPTION, SECTIONS, Config, make_config, read_layer
+from stagewright.training.config import NO_OPTION, SECTIONS, Config, make_config
 
 Model = Annotated[str | None, typer.Argument(help="a model of `stagewright models`; may stand in the --config file")]
 
@@ -33,21 +33,17 @@ class Run:
     json: bool = False
     """print the record's figures as JSON"""
 
-    def read(self, verb: str, model: str | None, given: Given) -> Config:
+    def read(self, model: str | None, given: Given) -> Config:
         """The configuration that a file, a recipe and options make."""
         file = self.config
         if file is not None and not file.exists() and is_worker():
             raise UsageError(
                 f"this host does not see the run's {file}", "name a folder with --out that all hosts share"
             )
-        from_file = {} if file is None else read_layer(file)
-        named = from_file.get("model", {}).get("name") if model is None else model
-        if named is None:
-            raise UsageError("missing argument 'MODEL'", f"see `stagewright {verb} --help`")
-        typed = {**given, "model": {**given["model"], "name": named}}
-        if self.recipe is not None:
-            typed["recipe"] = {**given["recipe"], "like": self.recipe}
-        return make_config(from_file, typed)
+        named = {} if model is None else {"name": model}
+        like = {} if self.recipe is None else {"like": self.recipe}
+        typed = {**given, "model": {**given["model"], **named}, "recipe": {**given["recipe"], **like}}
+        return make_config(*([] if file is None else [file]), typed)
 
     @property
     def console(self) -> Console:
@@ -82,7 +78,7 @@ def train(model: Model = None, *, run: _Training, given: Given) -> None:
 
     Example: stagewright train tiny-cnn --batch 64 --placement 0:0-2.0:3 --cut fc1 --steps 20 --device cpu
     """
-    config = run.read("train", model, given)
+    config = run.read(model, given)
     if run.print_config:
         typer.echo(dump_yaml(config.to_dict()), nl=False)
         return

@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sized
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from stagewright.cluster import Cluster, Device, count, make_cluster, parse_placement
-from stagewright.data.packing import TokenRows
-from stagewright.errors import DataError, PlacementError, UsageError
-from stagewright.models import Layered, build_model, forward_flops, parameter_counts
+from stagewright.cluster import Cluster, Device, count, format_devices, make_cluster, parse_placement
+from stagewright.data.source import need
+from stagewright.errors import PlacementError, UsageError
+from stagewright.models import Layered, forward_flops, parameter_counts
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
 from stagewright.planning.fixed import LayerTable
-from stagewright.planning.options import spelled
 from stagewright.record import Record, Source
-from stagewright.runtime.feed import Feed
+from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.launch.environment import expand_hosts, is_main, is_worker
 from stagewright.runtime.launch.local import Hosts
 from stagewright.runtime.launch.ssh import OverSsh
@@ -29,20 +29,12 @@ from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.safety.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.adapters import lora_of
-from stagewright.training.checks import check_device, check_hosts_here, check_packages
-from stagewright.training.config import SYNTHETIC, Config
-from stagewright.training.events import nothing_left, plan_lines
+from stagewright.training.config import Config
+from stagewright.training.events import check_sinks
 from stagewright.training.job import Job, JobOptions
-from stagewright.training.recipes import Recipe
-from stagewright.training.start import states_of, train
-from stagewright.training.text import TextFeed, check_text_options, text_rows
-
-if TYPE_CHECKING:
-    from stagewright.data.source import Dataset
-
-    _Rows: TypeAlias = Dataset | TokenRows
-    """Images, or rows of text."""
+from stagewright.training.loop import nothing_left
+from stagewright.training.rows import data_and_model, feed_for
+from stagewright.training.start import check_device, states_of, train
 
 _DEFAULT_ROWS = 32
 """Rows a device, where no batch is given."""
@@ -61,151 +53,84 @@ def run_command(
     A cluster and hosts are given where they are not this machine itself but emulated.
     """
     check_packages(config)
-    settings, where = _settings_of(config), config.where
+    where, recipe = config.where, config.recipe
+    device: Any = where.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = Settings(**vars(config.settings), device=device, precision=recipe.precision, clip_norm=recipe.clip_norm)
     if not where.nodes:
         check_device(settings)
-    dataset, evaluation_set, model = _data_and_model(config)
+    dataset, evaluation_set, model = data_and_model(config)
     cluster = cluster or _local_cluster(config, settings)
     plan = _plan_of(config, model, cluster)
     _check_devices(plan, settings, where.share)
     if source == "measured" and not where.nodes:
-        check_hosts_here(plan, config)
+        _check_hosts_here(plan, config)
     job = _job_of(config, plan, dataset, evaluation_set)
     if dry_run:
         if is_main():
             _show_dry_run(config, plan, job, settings, console)
         return None
-    recipe = _recipe_of(config, plan, job)
+    # With epochs the learning rate follows them, even where --steps ends the run before.
+    total = recipe.epochs * job.steps_per_epoch if recipe.epochs and job.steps_per_epoch else job.steps
+    in_steps = recipe.in_steps(batch=plan.batch, per_epoch=job.steps_per_epoch, total_steps=total)
     if where.nodes and not is_worker():
         hosts = over_ssh = _hosts_of(config, plan)
-        check_hosts(over_ssh, [os.getcwd(), *config.data.folders], plan, model, settings, states=states_of(recipe))
+        check_hosts(over_ssh, [os.getcwd(), *config.data.folders], plan, model, settings, states=states_of(in_steps))
     done = _steps_done(job, where.out)
     if done >= job.steps:
         console.print(nothing_left(done, job.steps), highlight=False, markup=False, soft_wrap=True)
         return None
     if is_main():
-        _say_what_is_skipped(console, dataset, evaluation_set)
+        faults = [fault for rows in (dataset, evaluation_set) if rows is not None for fault in rows.faults]
+        if faults:
+            console.print(f"data: {count(len(faults), 'record')} skipped; the first: {faults[0]}", markup=False)
     return train(
-        make_schedule(plan, agree=settings.agrees), model, data=_feed_of(dataset, model, config),
-        evaluation=_feed_of(evaluation_set, model, config, is_training=False), recipe=recipe, job=job,
+        make_schedule(plan, agree=settings.agrees), model, data=feed_for(dataset, model, config),
+        evaluation=feed_for(evaluation_set, model, config, is_training=False), recipe=in_steps, job=job,
         settings=settings, cluster=cluster.name, source=source, folder=where.out, console=console, hosts=hosts,
         config=config, share=where.share,
     )  # fmt: skip
 
 
-def _steps_done(job: Job, folder: Path | None) -> int:
-    """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
-    if job.resume is None or is_worker():  # the one who started this worker has looked, or all will look together
-        return 0
-    from stagewright.runtime.checkpoint.storage import find_checkpoint
-
-    source = folder if job.resume == "auto" else Path(job.resume)
-    if source is None or is_held(source):
-        return 0
-    found = find_checkpoint(source, lambda text: None)
-    return 0 if found is None else int(found[1]["step"])
+def check_packages(config: Config) -> None:
+    """Refuses options that need packages which are not installed, before anything is opened or built."""
+    for folder in () if config.data.is_text else config.data.folders:
+        need(f"{'--data' if folder == config.data.data else '--evaluation-data'} {folder}", "PIL")
+    check_sinks(config.job.sinks)
 
 
-def _data_and_model(config: Config) -> tuple[_Rows | None, _Rows | None, Layered]:
-    """What the run trains on, what it is evaluated on, and the model, which knows how long rows of text are."""
-    check_text_options(config)
-    if not config.data.is_text:
-        dataset, evaluation_set = _dataset_of("data", config), _dataset_of("evaluation_data", config)
-        return dataset, evaluation_set, _model_of(config, dataset)
-    model = _model_of(config, None)
-    return *text_rows(config, model), model
-
-
-def _settings_of(config: Config) -> Settings:
-    """How the run computes."""
-    device: Any = config.where.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = config.recipe
-    return Settings(**vars(config.settings), device=device, precision=recipe.precision, clip_norm=recipe.clip_norm)
-
-
-def _dataset_of(key: str, config: Config) -> Dataset | None:
-    """The images in the folder that an option names; None for made-up ones, which are made on the device."""
-    folder = getattr(config.data, key)
-    if folder in (None, SYNTHETIC):
-        return None
-    from stagewright.data.opening import open_dataset  # needs the extra `data`
-
-    try:
-        return open_dataset(folder, on_corrupt=config.data.on_corrupt)
-    except DataError as fault:
-        raise DataError(f"{spelled(key)} {folder}: {fault.what}", fault.todo) from None
-
-
-def _say_what_is_skipped(console: Console, *datasets: _Rows | None) -> None:
-    """Prints how many records were left out, and the first of them."""
-    faults = [fault for dataset in datasets if dataset is not None for fault in dataset.faults]
-    if faults:
-        console.print(f"data: {count(len(faults), 'record')} skipped; the first: {faults[0]}", markup=False)
-
-
-def _feed_of(dataset: _Rows | None, model: Layered, config: Config, *, is_training: bool = True) -> Feed | None:
-    """The images or the text as the model takes them; None where they are made up."""
-    if dataset is None:
-        return None
-    if isinstance(dataset, TokenRows):
-        lengths = config.data.lengths
-        return TextFeed(dataset, model, seed=config.settings.seed, is_training=is_training, lengths=lengths)
-    from stagewright.training.data import DataFeed  # needs the extra `data`
-
-    shape = model.inputs[0].shape_per_row
-    if len(shape) != 3:
-        raise UsageError(f"{config.model.name} takes rows of shape {shape}, not images", "use --data synthetic")
-    return DataFeed(
-        dataset, size=shape[-1], seed=config.settings.seed, is_training=is_training,
-        crop_area=config.recipe.crop_area, on_corrupt=config.data.on_corrupt,
-    )  # fmt: skip
-
-
-def _model_of(config: Config, dataset: Dataset | None) -> Layered:
-    """The model, the same on every worker."""
-    classes = config.model.num_classes or (dataset.num_classes if dataset is not None else None)
-    return build_model(
-        config.model.name, seed=config.settings.seed, num_classes=classes, image_size=config.model.image_size,
-        label_smoothing=config.recipe.label_smoothing, sequence_length=config.model.sequence_length,
-        from_scratch=config.model.from_scratch, check=not is_worker(), load=False, adapt=lora_of(config),
-    )  # fmt: skip
+# ── cluster and plan ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _local_cluster(config: Config, settings: Settings) -> Cluster:
     """The devices of this machine; on the CPU as many workers as the options name."""
-    where, named = config.where, parse_placement(config.plan.placement) if config.plan.placement else ()
-    hosts = max((id.host for stage in named for id in stage), default=0) + 1
-    most = max((id.device for stage in named for id in stage), default=0) + 1
+    where = config.where
+    named = [id for stage in parse_placement(config.plan.placement) for id in stage] if config.plan.placement else []
     if settings.device == "cpu":
-        number = where.devices or (most if named else 1)
+        number = where.devices or max((id.device for id in named), default=0) + 1
         device = Device(kind="cpu", memory_bytes=4 << 30)
     else:
         number = where.devices or torch.cuda.device_count() * where.share
         properties = torch.cuda.get_device_properties(0)
         device = Device(kind=properties.name, memory_bytes=properties.total_memory // where.share)
     one = make_cluster(max(1, number), device=device)
-    return replace(one, hosts=one.hosts * hosts)
-
-
-def _layer_table(model: Layered, name: str) -> LayerTable:
-    """What cuts by ratio need of each layer; time goes by the layers' operations."""
-    sizes = [4 * number for number in parameter_counts(model)]
-    return LayerTable(model=name, names=model.names, flops=forward_flops(model), parameter_bytes=tuple(sizes))
+    return replace(one, hosts=one.hosts * (max((id.host for id in named), default=0) + 1))
 
 
 def _plan_of(config: Config, model: Layered, cluster: Cluster) -> Plan:
-    """The plan in a file, or the one that the options describe."""
+    """The plan in a file, or the one that the options describe; of a model alone time goes by its operations."""
     file = config.plan.file
-    if file is not None:
-        plan = Plan.load(file)
-        if plan.layers != model.names:
-            raise UsageError(
-                f"{file} is for {plan.model} with layers {plan.layers[0]} … {plan.layers[-1]}, "
-                f"not for {config.model.name}",
-                "make a plan for this model with `stagewright plan`",
-            )
-        return plan
-    return fixed_plan(_layer_table(model, config.model.name), plan_options(config), cluster)
+    if file is None:
+        sizes = tuple(4 * number for number in parameter_counts(model))
+        flops = forward_flops(model)
+        table = LayerTable(model=config.model.name, names=model.names, flops=flops, parameter_bytes=sizes)
+        return fixed_plan(table, plan_options(config), cluster)
+    plan = Plan.load(file)
+    if plan.layers != model.names:
+        raise UsageError(
+            f"{file} is for {plan.model} with layers {plan.layers[0]} … {plan.layers[-1]}, not for {config.model.name}",
+            "make a plan for this model with `stagewright plan`",
+        )
+    return plan
 
 
 def plan_options(config: Config) -> PlanOptions:
@@ -218,7 +143,6 @@ def plan_options(config: Config) -> PlanOptions:
 
 
 def _check_devices(plan: Plan, settings: Settings, share: int) -> None:
-    """Refuses a placement that this machine does not have."""
     if settings.device != "cuda":
         return
     cards = torch.cuda.device_count()
@@ -230,7 +154,21 @@ def _check_devices(plan: Plan, settings: Settings, share: int) -> None:
         )
 
 
-def _job_of(config: Config, plan: Plan, dataset: _Rows | None, evaluation_set: _Rows | None) -> Job:
+def _check_hosts_here(plan: Plan, config: Config) -> None:
+    """Refuses a plan with other hosts where nothing starts workers there."""
+    others = sorted({id.host for id in plan.devices} - {0})
+    if others and not is_worker():  # the launcher of a worker knows the hosts
+        what = config.plan.file or f"--placement {config.plan.placement}"
+        raise PlacementError(
+            f"{what} names host {others[0]}, and only host 0, this machine, is here",
+            "name the hosts with --nodes host1,host2, start it under torchrun on each of them, or place all on host 0",
+        )
+
+
+# ── job and recipe ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _job_of(config: Config, plan: Plan, dataset: Sized | None, evaluation_set: Sized | None) -> Job:
     """How long the run goes on: so many epochs, but no more than so many steps."""
     asked, epochs = config.job, config.recipe.epochs
     per_epoch = _steps_an_epoch(config, plan, dataset)
@@ -246,7 +184,7 @@ def _job_of(config: Config, plan: Plan, dataset: _Rows | None, evaluation_set: _
     })  # fmt: skip
 
 
-def _steps_an_epoch(config: Config, plan: Plan, dataset: _Rows | None) -> int | None:
+def _steps_an_epoch(config: Config, plan: Plan, dataset: Sized | None) -> int | None:
     """How many whole batches an epoch has; None where nobody counts in epochs."""
     images = config.data.epoch_images if dataset is None else len(dataset)
     if images is None and not config.recipe.needs_epochs:
@@ -261,7 +199,7 @@ def _steps_an_epoch(config: Config, plan: Plan, dataset: _Rows | None) -> int | 
     return images // plan.batch
 
 
-def _evaluation_rows(config: Config, plan: Plan, dataset: _Rows | None, evaluation_set: _Rows | None) -> int:
+def _evaluation_rows(config: Config, plan: Plan, dataset: Sized | None, evaluation_set: Sized | None) -> int:
     """How many rows an evaluation has; 0 where none is asked for."""
     if evaluation_set is not None:
         return len(evaluation_set)
@@ -273,11 +211,18 @@ def _evaluation_rows(config: Config, plan: Plan, dataset: _Rows | None, evaluati
     return _EVALUATION_BATCHES * plan.batch
 
 
-def _recipe_of(config: Config, plan: Plan, job: Job) -> Recipe:
-    """The recipe in steps; with epochs the learning rate follows them, even where --steps ends the run before."""
-    epochs = config.recipe.epochs
-    total = epochs * job.steps_per_epoch if epochs and job.steps_per_epoch else job.steps
-    return config.recipe.in_steps(batch=plan.batch, per_epoch=job.steps_per_epoch, total_steps=total)
+def _steps_done(job: Job, folder: Path | None) -> int:
+    """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
+    if job.resume is None or is_worker():  # the one who started this worker has looked, or all will look together
+        return 0
+    source = folder if job.resume == "auto" else Path(job.resume)
+    if source is None or is_held(source):
+        return 0
+    found = find_checkpoint(source, lambda text: None)
+    return 0 if found is None else int(found[1]["step"])
+
+
+# ── dry runs and other hosts ────────────────────────────────────────────────────────────────────────────
 
 
 def _show_dry_run(config: Config, plan: Plan, job: Job, settings: Settings, console: Console) -> None:
@@ -287,14 +232,24 @@ def _show_dry_run(config: Config, plan: Plan, job: Job, settings: Settings, cons
     if config.where.nodes:
         hosts = _hosts_of(config, plan)
         commands = hosts.commands(["-m", "stagewright", *words], hosts.workers(plan))
-    images = f"{config.data.data} data, {settings.precision}, on {settings.device}"
-    lines = [*plan_lines(plan), f"{count(job.steps, 'step')}, {images}", "not started:", *map(shlex.join, commands)]
-    for line in lines:
+    many = count(plan.num_microbatches, "microbatch", "microbatches")
+    versions = "" if plan.is_synchronous else f", versions {','.join(map(str, plan.versions))}"
+    ends = [dict.fromkeys((stage.layers[0], stage.layers[-1])) for stage in plan.stages]
+    for line in (
+        f"{plan.model}, {plan.batch} rows a step in {many}, {plan.route}, {plan.policy}{versions}",
+        *(
+            f"stage {number} on {format_devices(stage.devices)}: {' … '.join(ends[number])}"
+            for number, stage in enumerate(plan.stages)
+        ),
+        f"{count(len(plan.devices), 'worker')}, one for each device",
+        f"{count(job.steps, 'step')}, {config.data.data} data, {settings.precision}, on {settings.device}",
+        "not started:",
+        *map(shlex.join, commands),
+    ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _hosts_of(config: Config, plan: Plan) -> OverSsh:
-    """The hosts that --nodes names, as many as the plan uses."""
     nodes = str(config.where.nodes)
     hosts = OverSsh(expand_hosts(nodes), config.where.remote_python or sys.executable)
     needed = max(id.host for id in plan.devices) + 1

@@ -26,13 +26,6 @@ CONFIG_FILE = "config.yaml"
 """The configuration in a run's folder; its workers read it."""
 SYNTHETIC, TEXT, TOKENS = "synthetic", "text:", "tokens:"
 """What data is called, or begins with, that is no folder of images."""
-
-
-def is_text(data: str) -> bool:
-    """Whether this names text, or tokens that were made of it."""
-    return data.startswith((TEXT, TOKENS))
-
-
 _Layer = Mapping[str, Mapping[str, Any]]
 """Plain values by section and key, as one source gives them."""
 
@@ -93,8 +86,8 @@ class DataOptions:
 
     @property
     def is_text(self) -> bool:
-        """Whether the rows are tokens of text."""
-        return is_text(self.data)
+        """Whether the rows are tokens, of text or made of it before."""
+        return self.data.startswith((TEXT, TOKENS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +162,7 @@ class Config(Saved):
     @classmethod
     def load(cls, path: str | Path) -> Config:
         """The configuration in a file."""
-        return make_config(read_layer(Path(path)))
+        return make_config(Path(path))
 
 
 SECTIONS: Mapping[str, type] = {
@@ -194,10 +187,11 @@ _LIKE = ("recipe", "like")
 """The recipe whose values hold where the section says nothing; the option --recipe."""
 
 
-def make_config(*layers: _Layer) -> Config:
-    """The configuration that these layers make, the later over the earlier."""
+def make_config(*layers: _Layer | Path) -> Config:
+    """The configuration that these values and files make, the later over the earlier."""
     merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for layer in layers:
+    for each in layers:
+        layer = _read_layer(each) if isinstance(each, Path) else each
         given = {(name, key): value for name, values in layer.items() for key, value in values.items()}
         like = given.pop(_LIKE, None)
         if like is not None:
@@ -208,10 +202,14 @@ def make_config(*layers: _Layer) -> Config:
             other = _REPLACES.get((name, key))
             if other is not None and value is not None and other not in given:
                 merged[other[0]].pop(other[1], None)
+    if "name" not in merged["model"]:
+        raise UsageError(
+            "missing argument 'MODEL'", "name one of `stagewright models`, hf:FOLDER or python:FILE.py:FUNCTION"
+        )
     return Config(**{name: read_section(cls, merged[name]) for name, cls in SECTIONS.items()})
 
 
-def read_layer(path: Path) -> _Layer:
+def _read_layer(path: Path) -> _Layer:
     """The values in a file, each checked; a mistake is named with the file and the key."""
     plain = check_head(read_plain(path), Config.FORMAT, Config.VERSION, str(path))
     if isinstance(plain.get("recipe"), str):

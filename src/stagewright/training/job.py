@@ -8,7 +8,7 @@ from pydantic import Field
 
 from stagewright.errors import UsageError
 from stagewright.schema import schema
-from stagewright.training.sinks import SinkName
+from stagewright.training.events import SinkName
 
 
 @schema(error=UsageError)

@@ -17,6 +17,8 @@ from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
 from stagewright.models.counts import parameter_roles
 from stagewright.record import Record, Source
+from stagewright.runtime.checkpoint.resuming import give_back, restore
+from stagewright.runtime.checkpoint.storage import find_checkpoint, sweep
 from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
 from stagewright.runtime.launch.environment import RUN_FOLDER
 from stagewright.runtime.launch.joining import Take, joined
@@ -27,13 +29,12 @@ from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.safety.watchdog import LastWords, Watchdog
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
+from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import Words, open_world
 from stagewright.schedule import Schedule
-from stagewright.training.events import nothing_left
-from stagewright.training.gathering import MakeOptimizer, Rows, Run, gather
 from stagewright.training.job import Job
-from stagewright.training.listener import Listener
+from stagewright.training.listener import Listener, Rows, Run, gather
 from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
 from stagewright.training.recipes import Recipe, optimizer_maker
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 def work(
     take: Take, console: Console | None, schedule: Schedule, layered: Layered, job: Job, settings: Settings,
-    recipe: Recipe | MakeOptimizer, data: Feed | Rows | None, evaluation: Feed | None, cluster: str, source: Source,
+    recipe: Recipe | OptimizerMaker, data: Feed | Rows | None, evaluation: Feed | None, cluster: str, source: Source,
 ) -> Record:  # fmt: skip
     """Runs this worker's part; every worker returns the whole record."""
     threads = settings.threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
@@ -56,9 +57,7 @@ def work(
     try:
         with watching as dog, open_world(settings) as world, joined(world, take) as own:
             last.folder, last.places = own.path, world.places
-            run = Run(
-                schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own.path, world, own, dog
-            )
+            run = Run(schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own, world, dog)
             with closing(Flight(own.path, rank, settings.timeout_s)) as flight:
                 try:
                     return _run_worker(run, flight, console)
@@ -68,17 +67,21 @@ def work(
         raise last.of(fault) from fault.__cause__
 
 
+def nothing_left(done: int, steps: int) -> str:
+    """What is said of a resumed run that has no step left to train."""
+    return f"nothing is left to train: the checkpoint is of step {done}, and --steps is {steps}"
+
+
 def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
-    """Trains, evaluates where asked, and gathers the record."""
+    """Makes the worker, resumes where asked, trains, and gathers the record."""
     sums = partial(accuracy_sums, shifts=getattr(run.layered.loss, "shifts", False))
     metric = (sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
-    assert run.own is not None
     if run.world.worker == 0 and RUN_FOLDER not in os.environ:
         run.schedule.save(run.folder / SCHEDULE_FILE)  # for those who read the recorders
     words = Words(run.world.store, run.own.secret) if run.world.store is not None else None
     run.dog.begin(flight, words, run.world.worker, run.world.size)
     worker = Worker(
-        run.schedule, run.layered, run.world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run),
+        run.schedule, run.layered, run.world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run, run.data),
         metric=metric[0], num_metrics=metric[1], flight=flight,
     )  # fmt: skip
     warm_up(worker)
@@ -99,31 +102,53 @@ def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
 
 def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words | None) -> Record:
     """Trains until the last step, or until all agree to stop; saves then, and gathers the record."""
-    gate, checkpointer = Gate(run.job.first_step), listener.checkpointer
-    worker.gate = gate
+    worker.gate = gate = Gate(run.job.first_step)
     with Stopper(gate, run.world, run.folder, words, signals_heard()).listening() as stopper:
-        step = _run_all(run, worker, listener)
+        step = _run_all(run, worker, listener, gate)
         worker.close()
         run.dog.get_on()
         if gate.last is not None and step < run.job.steps:
             cause = stopper.cause or "a signal to another worker"
-            _save_last(run, checkpointer or _checkpointer_of(run, worker), listener, step, f"stopped by {cause}")
+            _save_last(run, worker, listener, step, f"stopped by {cause}")
             where = f"go on with --resume auto --out {run.folder}"
             listener.announce("stopped", f"by {cause} after step {step}; {where}")
-            if run.own is not None:
-                run.own.state = "stopped"
-        elif checkpointer is not None or run.job.save_final:
-            _save_last(run, checkpointer or _checkpointer_of(run, worker), listener, step, "all steps are done")
+            run.own.state = "stopped"
+        elif listener.checkpointer is not None or run.job.save_final:
+            _save_last(run, worker, listener, step, "all steps are done")
         if RUN_FOLDER not in os.environ:  # else the one who started this worker does it
             with run.dog.patience(run.settings.save_timeout_s):
-                _bring_back(run, worker)
+                if not give_back(run.layered.model, run.folder):  # nothing was saved
+                    for here in worker.replicas.values():
+                        for versions in (here.weights, *here.tied):
+                            versions.end_in_first_slot()
         run.dog.get_on()
-        return _finish(run, worker, listener)
+        record, path = gather(run, worker, listener.points, listener.sample_tokens), run.folder / RECORD
+        # A run that did nothing leaves what is there.
+        if run.world.worker == 0 and (record.step_s or not path.exists()):
+            record.save(path)
+        if run.world.control is not None:
+            dist.barrier(group=run.world.control)
+        return record
 
 
-def _save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: int, after: str) -> None:
+def _run_all(run: Run, worker: Worker, listener: Listener, gate: Gate) -> int:
+    """Runs every stretch, or those before the gate closes; returns the steps that are done."""
+    evaluation = feed_of(run, run.evaluation) if run.job.evaluate_every is not None else None
+    step = run.job.first_step
+    for first, stop in run.job.parts():
+        worker.run(stop - first, first)
+        listener.scalars.drain()
+        step = stop if gate.last is None else max(first, min(stop, gate.last + 1))
+        if step < stop:
+            return step
+        if evaluation is not None:
+            listener.evaluate(stop, evaluation)
+    return step
+
+
+def _save_last(run: Run, worker: Worker, listener: Listener, step: int, after: str) -> None:
     """Saves the last step of a run; that it could not be is an error, since nothing else would be left of it."""
-    listener.checkpointer = checkpointer
+    checkpointer = listener.checkpointer = listener.checkpointer or _checkpointer_of(run, worker)
     with run.dog.patience(run.settings.save_timeout_s):
         if step > run.job.first_step:
             checkpointer.save(step)
@@ -133,51 +158,12 @@ def _save_last(run: Run, checkpointer: Checkpointer, listener: Listener, step: i
         raise RunError(f"{after}, but {faults[0]}", "free the disk, or save elsewhere")
 
 
-def _bring_back(run: Run, worker: Worker) -> None:
-    """Puts the trained weights into the caller's model, those of other workers' stages too."""
-    from stagewright.runtime.checkpoint.resuming import give_back
-
-    if not give_back(run.layered.model, run.folder):
-        for here in worker.replicas.values():
-            for versions in (here.weights, *here.tied):
-                versions.end_in_first_slot()
-
-
-def _run_all(run: Run, worker: Worker, listener: Listener) -> int:
-    """Runs every stretch, or those before the gate closes; returns the steps that are done."""
-    evaluation = _evaluation_of(run)
-    step = run.job.first_step
-    for first, stop in run.job.parts():
-        worker.run(stop - first, first)
-        listener.scalars.drain()
-        last = worker.gate.last if worker.gate is not None else None
-        step = stop if last is None else max(first, min(stop, last + 1))
-        if step < stop:
-            return step
-        if evaluation is not None:
-            listener.evaluate(stop, evaluation)
-    return step
-
-
-def _finish(run: Run, worker: Worker, listener: Listener) -> Record:
-    """Gathers and saves the record, and waits until all have it."""
-    record, path = gather(run, worker, listener.points, listener.sample_tokens), run.folder / RECORD
-    if run.world.worker == 0 and (record.step_s or not path.exists()):  # a run that did nothing leaves what is there
-        record.save(path)
-    if run.world.control is not None:
-        dist.barrier(group=run.world.control)
-    return record
-
-
 def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     """What writes this run's checkpoints. All workers must ask for it."""
-    from stagewright.runtime.checkpoint.saving import (
-        Checkpointer,  # torch.distributed.checkpoint takes a second to load
-    )
+    from stagewright.runtime.checkpoint.saving import Checkpointer  # torch's own takes a second to load
 
-    job = run.job
     return Checkpointer(
-        worker, run.layered, run.folder, every=job.checkpoint_every, keep=job.keep, run=run.own.id if run.own else None,
+        worker, run.layered, run.folder, every=run.job.checkpoint_every, keep=run.job.keep, run=run.own.id,
         patience=lambda: run.dog.patience(run.settings.save_timeout_s),
         may_prune=lambda: worker.watch is None or worker.watch.skipped == 0,
     )  # fmt: skip
@@ -185,12 +171,9 @@ def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
 
 def _resume(run: Run, worker: Worker) -> list[str]:
     """Restores the last good checkpoint where the job or a restart asks for it, and says what it did."""
-    restarted = run.own is not None and run.own.is_restarted and run.job.checkpoint_every is not None
+    restarted = run.own.is_restarted and run.job.checkpoint_every is not None
     if run.job.resume is None and not restarted:
         return []
-    from stagewright.runtime.checkpoint.resuming import restore
-    from stagewright.runtime.checkpoint.storage import find_checkpoint, sweep
-
     words: list[str] = []
     named = None if run.job.resume in (None, "auto") else Path(str(run.job.resume))
     if run.world.worker == 0:
@@ -204,44 +187,29 @@ def _resume(run: Run, worker: Worker) -> list[str]:
             raise CheckpointError(f"--resume {named}: no good checkpoint is there{why}", "name another folder")
     if found is None:
         return [*words, f"no checkpoint in {run.folder}: starting from the first step"]
-    own = not isinstance(run.recipe, Recipe)
-    step = restore(worker, *found, options=own)
+    step = restore(worker, *found, options=not isinstance(run.recipe, Recipe))
     run.job = replace(run.job, first_step=step)
     return [*words, f"going on after step {step}, from {found[0]}"]
 
 
-def maker_of(run: Run) -> MakeOptimizer:
+def maker_of(run: Run) -> OptimizerMaker:
     """The function that makes a stage's optimizer."""
     if isinstance(run.recipe, Recipe):
         return optimizer_maker(run.recipe, run.settings.device, parameter_roles(run.layered))
     return run.recipe
 
 
-def feed_of(run: Run) -> Feed:
-    """Where the rows come from."""
-    if run.data is None:
+def feed_of(run: Run, data: Feed | Rows | None) -> Feed:
+    """Where rows come from; made up where nothing is given, told which ones this worker needs, read ahead if it can."""
+    if data is None:
         return synthetic_feed(run.layered, run.settings, run.world.device)
-    if not callable(run.data):
-        return _settled(run.data, run)
-    feed = FunctionFeed(run.data)
-    return ReadAhead(feed, run.world.device, batches=1, threads=1) if run.world.device.type == "cuda" else feed
-
-
-def _evaluation_of(run: Run) -> Feed | None:
-    """Where the rows of evaluations come from, where there are any: the first ones made up for training otherwise."""
-    if run.job.evaluate_every is None:
-        return None
-    if run.evaluation is None:
-        return synthetic_feed(run.layered, run.settings, run.world.device)
-    return _settled(run.evaluation, run)
-
-
-def _settled(feed: Feed, run: Run) -> Feed:
-    """The feed, told which rows this worker needs, where it wants to know; read ahead where it can be."""
-    settle = getattr(feed, "settle", None)
+    if callable(data):
+        feed = FunctionFeed(data)
+        return ReadAhead(feed, run.world.device, batches=1, threads=1) if run.world.device.type == "cuda" else feed
+    settle = getattr(data, "settle", None)
     if settle is not None:
         settle(run.schedule.plan, run.settings)
-    return ReadAhead(feed, run.world.device) if getattr(feed, "may_be_read_ahead", False) else feed
+    return ReadAhead(data, run.world.device) if getattr(data, "may_be_read_ahead", False) else data
 
 
 def synthetic_feed(layered: Layered, settings: Settings, device: torch.device, num_classes: int = 10) -> Feed:

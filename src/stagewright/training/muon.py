@@ -12,24 +12,28 @@ _OF_MUON = "matrices"
 
 
 class Muon(optim.Optimizer):
-    """torch's Muon and AdamW side by side; they share this optimizer's groups and states.
+    """torch's Muon for the groups of matrices and AdamW for the others; they share this optimizer's groups and states.
 
     Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`, of Liu et al., "Muon is scalable for LLM
     training", 2025, equation 4), so that one learning rate and one weight decay are right for both.
     """
 
     def __init__(
-        self, matrices: list[dict[str, Any]], others: list[dict[str, Any]], *, momentum: float, adamw: dict[str, Any],
-        **values: Any,
+        self, groups: list[dict[str, Any]], *, lr: float, weight_decay: float, momentum: float, **adamw: Any
     ) -> None:  # fmt: skip
-        made: list[tuple[bool, optim.Optimizer]] = []
-        if matrices:
-            made.append((True, optim.Muon(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw", **values)))
-        if others:
-            made.append((False, optim.AdamW(others, **adamw, **values)))
-        self._parts = dict(made)
-        groups = [{**group, _OF_MUON: is_muon} for is_muon, part in made for group in part.param_groups]
-        super().__init__(groups, {})
+        own: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        makers: dict[bool, Callable[[Any], optim.Optimizer]] = {
+            True: lambda given: optim.Muon(given, momentum=momentum, adjust_lr_fn="match_rms_adamw", **own),
+            False: lambda given: optim.AdamW(given, **adamw, **own),
+        }
+        self._parts: dict[bool, optim.Optimizer] = {}
+        for is_muon, make in makers.items():
+            mine = [group for group in groups if group["is_matrices"] == is_muon]
+            if mine:
+                plain = [{key: value for key, value in group.items() if key != "is_matrices"} for group in mine]
+                self._parts[is_muon] = make(plain)
+        marked = [{**group, _OF_MUON: of} for of, part in self._parts.items() for group in part.param_groups]
+        super().__init__(marked, {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Moves every parameter that has a gradient."""

@@ -1,10 +1,12 @@
-"""Recipes: how a model is trained, in steps, and as files that count in epochs and rows a device."""
+"""Optimizers, decays and recipes: how a model is trained, in steps, and as files that count in epochs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -13,13 +15,70 @@ from pydantic import AfterValidator, Field
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.profile import Precision
 from stagewright.schema import Saved, schema
-from stagewright.training.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from stagewright.models.counts import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKind:
+    """An optimizer that recipes can name."""
+
+    make: Callable[..., Optimizer]
+    """Called with groups of parameters, lr, weight_decay, the recipe's values named by `options`, and `defaults`.
+
+    A group's `is_matrices` says whether its parameters are matrices that are no embedding or head; it is there where
+    `splits`.
+    """
+    states: int
+    """How many numbers it keeps for each number of a parameter; planner, simulator and checks of memory count them."""
+    states_by_role: Mapping[str, float] = field(default_factory=dict)
+    """The same for parameters of some roles (see models/counts.py), where these are others."""
+    splits: bool = False
+    """Whether it treats matrices apart."""
+    options: tuple[str, ...] = ()
+    """Fields of the recipe that it takes beside the rate and the weight decay; beta1 and beta2 come as `betas`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What it is always called with."""
+    fast: Mapping[str, str] = field(default_factory=dict)
+    """For a kind of device, cpu or cuda, the argument that is true there for speed."""
+
+    def states_of(self, role: str) -> float:
+        """How many numbers it keeps for each number of a parameter of a role."""
+        return self.states_by_role.get(role, self.states)
+
+
+def _lazily(module: str, name: str) -> Callable[..., Optimizer]:
+    """The optimizer of this name; its module is loaded when one is made."""
+
+    def make(groups: list[dict[str, Any]], **values: Any) -> Optimizer:
+        made: Optimizer = getattr(import_module(module), name)(groups, **values)
+        return made
+
+    return make
+
+
+_torch = partial(_lazily, "torch.optim")
+_BOTH, _ADAM = {"cuda": "fused", "cpu": "foreach"}, ("beta1", "beta2", "eps")
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "sgd": OptimizerKind(make=_torch("SGD"), states=1, options=("momentum",), fast=_BOTH),
+    "adam": OptimizerKind(make=_torch("Adam"), states=2, options=_ADAM, fast=_BOTH),
+    "adamw": OptimizerKind(make=_torch("AdamW"), states=2, options=_ADAM, fast=_BOTH),
+    "rmsprop": OptimizerKind(make=_torch("RMSprop"), states=2, options=("momentum", "eps"), fast={"cpu": "foreach"}),
+    "muon": OptimizerKind(
+        make=_lazily("stagewright.training.muon", "Muon"), states=2, states_by_role={"matrix": 1}, splits=True,
+        options=("momentum", *_ADAM), fast=_BOTH
+    ),
+    # Of a matrix it keeps a number a row and one a column.
+    "adafactor": OptimizerKind(
+        make=_torch("Adafactor"), states=1, states_by_role={"matrix": 0, "embedding": 0, "head": 0},
+        fast={"cuda": "foreach"}
+    ),
+}  # fmt: skip
+"""By the name that --optimizer and recipe files have for it; docs/extending.md adds one."""
 
 
 def _known_optimizer(name: str) -> str:
@@ -127,37 +186,30 @@ def _groups(
 
 
 def rate_at(recipe: Recipe, step: int) -> float:
-    """The learning rate of a step.
-
-    warm-up:      rate · (step + 1) / warm_up_steps
-    cosine:       rate · (floor + (1 − floor) · (1 + cos(π · t)) / 2)       t: share of the steps after the warm-up
-    linear:       rate · (floor + (1 − floor) · (1 − t))
-    polynomial:   rate · (floor + (1 − floor) · (1 − t)^power)
-    wsd:          rate, and as linear over the last decay_share of all steps
-    exponential:  rate · decay_rate^t
-    step:         rate · decay_rate^(number of decay_steps passed)
-    """
+    """The learning rate of a step: a line up to `warm_up_steps`, then what the decay leaves of it."""
     if step < recipe.warm_up_steps:
         return recipe.learning_rate * (step + 1) / recipe.warm_up_steps
-    return float(recipe.learning_rate * _share_at(recipe, step))
-
-
-def _share_at(recipe: Recipe, step: int) -> float:
-    """The share of the rate that a step after the warm-up has."""
-    if recipe.decay == "none":
-        return 1.0
-    if recipe.decay == "step":
-        return float(recipe.decay_rate ** sum(step >= limit for limit in recipe.decay_steps))
-    end = recipe.total_steps or 1
-    first = max(recipe.warm_up_steps, end - recipe.decay_share * end) if recipe.decay == "wsd" else recipe.warm_up_steps
+    end, first = recipe.total_steps or 1, float(recipe.warm_up_steps)
+    if recipe.decay == "wsd":
+        first = max(first, end - recipe.decay_share * end)
     passed = min(1.0, max(0.0, step - first) / max(1, end - first))
-    if recipe.decay == "exponential":
-        return float(recipe.decay_rate**passed)
-    if recipe.decay == "cosine":
-        left = (1 + math.cos(math.pi * passed)) / 2
-    else:
-        left = float((1 - passed) ** (recipe.decay_power if recipe.decay == "polynomial" else 1.0))
+    return float(recipe.learning_rate * _DECAYS[recipe.decay](recipe, step, passed))
+
+
+def _to_floor(recipe: Recipe, left: float) -> float:
     return recipe.decay_floor + (1 - recipe.decay_floor) * left
+
+
+_DECAYS: Mapping[str, Callable[[Recipe, int, float], float]] = {
+    "none": lambda recipe, step, t: 1.0,
+    "cosine": lambda recipe, step, t: _to_floor(recipe, (1 + math.cos(math.pi * t)) / 2),
+    "linear": lambda recipe, step, t: _to_floor(recipe, 1 - t),
+    "wsd": lambda recipe, step, t: _to_floor(recipe, 1 - t),
+    "polynomial": lambda recipe, step, t: _to_floor(recipe, (1 - t) ** recipe.decay_power),
+    "exponential": lambda recipe, step, t: recipe.decay_rate**t,
+    "step": lambda recipe, step, t: recipe.decay_rate ** sum(step >= limit for limit in recipe.decay_steps),
+}
+"""The share of the rate at a step; t: the share of the steps after the warm-up, or of wsd's last ones, that is over."""
 
 
 @schema(error=UsageError)
@@ -222,7 +274,7 @@ class RecipeFile(Optimization, Saved):
         return Recipe(**values, total_steps=total_steps)
 
 
-def ready_made_recipes() -> dict[str, Path]:
+def _ready_made() -> dict[str, Path]:
     """The recipe files that come with the package, by name."""
     package = Path(__file__).parents[1]
     folders = (package / "recipes", package.parents[1] / "recipes")
@@ -231,7 +283,7 @@ def ready_made_recipes() -> dict[str, Path]:
 
 def find_recipe(name_or_file: str) -> RecipeFile:
     """The recipe in a file, or the ready-made one of that name."""
-    known = ready_made_recipes()
+    known = _ready_made()
     if name_or_file in known:
         return RecipeFile.load(known[name_or_file])
     if Path(name_or_file).suffix in (".yaml", ".yml", ".json"):

@@ -1,42 +1,50 @@
-"""Training, as the one that starts the workers and shows what they tell, or as one of them."""
+"""Training, as the one that starts the workers, here or in other hosts, and starts them again, or as one of them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
-from stagewright.errors import UsageError
+from stagewright.cluster import DeviceId, format_placement
+from stagewright.errors import PlanError, RunError, UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
 from stagewright.runtime.checkpoint.resuming import give_back
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.launch.environment import RESTARTED, RUN_FOLDER, is_worker
-from stagewright.runtime.launch.local import Hosts, stop_on_signals
+from stagewright.runtime.launch.environment import (
+    RESTARTED,
+    RUN_FOLDER,
+    is_worker,
+    this_command,
+)
+from stagewright.runtime.launch.local import Hosts, launch, stop_on_signals
 from stagewright.runtime.launch.process import follow_parent
 from stagewright.runtime.launch.ssh import OverSsh
-from stagewright.runtime.run_folder import SCHEDULE_FILE, RunFolder, held
+from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, RunFolder, held
 from stagewright.runtime.safety.preflight import check_before_launch
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.weights import OptimizerMaker
 from stagewright.schedule import Schedule
-from stagewright.training.checks import check_device
+from stagewright.scheduling import make_schedule
 from stagewright.training.config import CONFIG_FILE, Config
-from stagewright.training.dataset import Collate, MapStyle, as_feed
-from stagewright.training.gathering import MakeOptimizer, Rows
+from stagewright.training.events import Display, Teller, check_sinks
+from stagewright.training.feeds import Collate, MapStyle, as_feed
 from stagewright.training.job import Job
+from stagewright.training.listener import COMMAND, Rows, typed_command
 from stagewright.training.loop import work
-from stagewright.training.optimizers import OPTIMIZERS
-from stagewright.training.recipes import Recipe
-from stagewright.training.restarting import Starter, is_remote, start_workers
-from stagewright.training.sinks import check_sinks
+from stagewright.training.recipes import OPTIMIZERS, Recipe
 
 
 def train(
@@ -45,7 +53,7 @@ def train(
     *,
     data: Feed | Rows | MapStyle | None = None,
     collate_fn: Collate | None = None,
-    recipe: Recipe | MakeOptimizer | None = None,
+    recipe: Recipe | OptimizerMaker | None = None,
     job: Job | None = None,
     settings: Settings | None = None,
     evaluation: Feed | None = None,
@@ -66,21 +74,19 @@ def train(
     `collate_fn`, a function of (batch, start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a
     Recipe, or a function from parameters to an optimizer. With `hosts` the workers are started there, each host with
     those of its own devices. With a `config`, which the run's folder keeps, workers read that instead of running the
-    script.
-    `share` workers fit on a card, even where the plan has fewer.
+    script. `share` workers fit on a card, even where the plan has fewer.
     """
-    job, settings = job or Job(), settings or Settings()
+    job, settings, recipe = job or Job(), settings or Settings(), recipe or Recipe()
     feed: Feed | Rows | None = as_feed(data, model, settings, collate_fn)
-    schedule = _schedule_now(schedule)
-    if not is_remote(hosts):
+    if is_worker() and RESTARTED in os.environ and RUN_FOLDER in os.environ:  # it may have lost a device since
+        schedule = Schedule.load(Path(os.environ[RUN_FOLDER]) / SCHEDULE_FILE)
+    is_remote = isinstance(hosts, OverSsh)
+    if not is_remote:
         check_device(settings)
-    _check_agreement(schedule, settings)
-    _check_smoothing(recipe, model)
-    check_sinks(job.sinks)
-    _check_resume(job, folder)
+    _check_run(schedule, model, recipe, job, settings, folder)
     about = _about_run(schedule.plan, model, settings, recipe, feed)
     how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite}
-    rest = (schedule, model, job, settings, recipe or Recipe(), feed, evaluation, cluster, source)
+    rest = (schedule, model, job, settings, recipe, feed, evaluation, cluster, source)
     # Whoever started workers here follows their events; without such a one they show them themselves.
     shown = None if RUN_FOLDER in os.environ else console or Console()
     if is_worker():
@@ -89,7 +95,7 @@ def train(
         return work(lambda again: _taken(config, folder, job.name, about, goes_on=again, **how), shown, *rest)
     with _taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
         keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
-        if not is_remote(hosts):
+        if not is_remote:
             check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
         if len(schedule.plan.devices) == 1 and hosts is None:
             return work(lambda again: nullcontext(run), shown, *rest)
@@ -111,59 +117,57 @@ def _taken(config: Config | None, folder: str | Path | None, *about: Any, **how:
 
 
 def _about_run(
-    plan: Plan, model: Layered, settings: Settings, recipe: Recipe | MakeOptimizer | None, data: Feed | Rows | None
+    plan: Plan, model: Layered, settings: Settings, recipe: Recipe | OptimizerMaker, data: Feed | Rows | None
 ) -> dict[str, Any]:
     """What tells a run from others: its folder keeps this."""
+
+    def name_of(given: object) -> str:
+        return str(getattr(given, "__qualname__", type(given).__qualname__))
+
     shapes = sorted((name, list(tensor.shape)) for name, tensor in model.model.state_dict().items())
     parameters = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
-    given = recipe if recipe is not None else Recipe()
     return {
         "model": plan.model, "parameters": parameters, "batch": plan.batch, "seed": settings.seed,
-        "data": "synthetic" if data is None else str(getattr(data, "about", None) or _name_of(data)),
-        "recipe": given.in_words() if isinstance(given, Recipe) else _name_of(given),
+        "data": "synthetic" if data is None else str(getattr(data, "about", None) or name_of(data)),
+        "recipe": recipe.in_words() if isinstance(recipe, Recipe) else name_of(recipe),
     }  # fmt: skip
 
 
-def _name_of(given: object) -> str:
-    """What a function or an object of the user's is called."""
-    return str(getattr(given, "__qualname__", type(given).__qualname__))
-
-
-def states_of(recipe: Recipe | MakeOptimizer | None) -> Callable[[str], float]:
+def states_of(recipe: Recipe | OptimizerMaker) -> Callable[[str], float]:
     """How many numbers the optimizer keeps for each of a parameter, by its role; of one not known the usual two."""
-    given = recipe or Recipe()
-    return OPTIMIZERS[given.optimizer].states_of if isinstance(given, Recipe) else lambda role: 2
+    return OPTIMIZERS[recipe.optimizer].states_of if isinstance(recipe, Recipe) else lambda role: 2
 
 
-def _schedule_now(schedule: Schedule) -> Schedule:
-    """The schedule of a run that was started again, which may have lost a device since; else the caller's own."""
-    if RESTARTED in os.environ and RUN_FOLDER in os.environ and is_worker():
-        return Schedule.load(Path(os.environ[RUN_FOLDER]) / SCHEDULE_FILE)
-    return schedule
+# ── what cannot be started ──────────────────────────────────────────────────────────────────────────────
 
 
-def _check_agreement(schedule: Schedule, settings: Settings) -> None:
-    """Refuses a schedule without agreement where the settings need it."""
+def check_device(settings: Settings) -> None:
+    """Refuses cards where torch sees none."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"--device is cuda, but torch {torch.__version__} sees no card here",
+            "use --device cpu, or look at nvidia-smi and at how torch was installed",
+        )
+
+
+def _check_run(
+    schedule: Schedule, model: Layered, recipe: Recipe | OptimizerMaker, job: Job, settings: Settings,
+    folder: str | Path | None,
+) -> None:  # fmt: skip
+    """Refuses what contradicts itself, to resume from nowhere, and to restart a run that saves nothing."""
     if settings.agrees and not schedule.agree:
         raise UsageError(
             "fp16, gradient clipping and --on-nan skip need the agreement of all workers before an update",
             "make the schedule with make_schedule(plan, agree=True)",
         )
-
-
-def _check_smoothing(recipe: Recipe | MakeOptimizer | None, model: Layered) -> None:
-    """Refuses a recipe whose label smoothing the model's loss does not have: the loss was chosen with the model."""
     wanted = recipe.label_smoothing if isinstance(recipe, Recipe) else 0.0
     found = getattr(model.loss, "label_smoothing", 0.0)
-    if wanted and wanted != found:
+    if wanted and wanted != found:  # the loss was chosen with the model
         raise UsageError(
             f"the recipe smooths labels by {wanted:g}, but the model's loss by {found:g}",
             f"build the model with label_smoothing={wanted:g}",
         )
-
-
-def _check_resume(job: Job, folder: str | Path | None) -> None:
-    """Refuses to resume from nowhere, and to restart a run that saves nothing."""
+    check_sinks(job.sinks)
     if job.resume == "auto" and folder is None and RUN_FOLDER not in os.environ:
         raise UsageError("--resume auto looks for checkpoints in the folder of the run", "name it with --out FOLDER")
     if job.resume not in (None, "auto") and not Path(str(job.resume)).is_dir():
@@ -172,3 +176,127 @@ def _check_resume(job: Job, folder: str | Path | None) -> None:
         )
     if job.replan and not job.checkpoint_every:
         raise UsageError("--replan goes on from the last checkpoint, but none is asked for", "add --checkpoint-every N")
+
+
+# ── starting, and starting again ────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Starter:
+    """With what the workers of a plan are started."""
+
+    settings: Settings
+    command: Sequence[str] | None
+    """A worker's command line; this process's own by default."""
+    hosts: Hosts | OverSsh | None
+    share: int
+
+
+def start_workers(schedule: Schedule, job: Job, folder: Path, console: Console, starter: Starter) -> Record:
+    """Starts the workers, shows what they tell, and returns the record they leave.
+
+    A run that fails is started again as often as the job allows. With `replan` it goes on without the hosts that are
+    lost, or without the device that failed it, for as long as one is left.
+    """
+    environment, restarts, causes = {COMMAND: typed_command()}, 0, list[str]()
+    with Display(folder, console, num_steps=job.steps, title=_title_of(schedule.plan)) as watching:
+        while True:
+            plan = schedule.plan
+            schedule.save(folder / SCHEDULE_FILE)
+            try:
+                launch(
+                    starter.command or this_command(), plan, folder, starter.settings, hosts=starter.hosts,
+                    share=starter.share, extra=environment,
+                )  # fmt: skip
+                break
+            except RunError as fault:
+                causes.append(fault.cause)
+                _refuse_the_same(fault, causes)
+                after = _plan_after(plan, fault) if job.replan else None
+                if restarts < job.max_restarts and not fault.hosts:
+                    restarts += 1
+                    _tell(folder, "restart", f"{fault.cause}; starting again ({restarts} of {job.max_restarts})")
+                elif after is not None:
+                    _tell(folder, "replan", f"{fault.cause}; {_describe_change(plan, after)}")
+                    if isinstance(starter.hosts, OverSsh):
+                        starter.hosts = starter.hosts.without(fault.hosts)
+                    schedule, restarts = make_schedule(after, agree=schedule.agree), 0
+                    watching.rename(_title_of(after))
+                else:
+                    raise
+                environment[RESTARTED] = "1"
+    return Record.load(folder / RECORD)
+
+
+def _title_of(plan: Plan) -> str:
+    return f"{plan.model} on {plan.placement}"
+
+
+def _tell(folder: Path, kind: str, text: str) -> None:
+    with closing(Teller(folder)) as teller:
+        teller.tell(kind, text=text)
+
+
+def _refuse_the_same(fault: RunError, causes: Sequence[str]) -> None:
+    """Ends a run that fails three times in a row in the same way at the same batch: no restart will help."""
+    times = 3
+    # Whether a worker's exit status was seen before the others were ended is a matter of moments.
+    last = [re.sub(r" with exit status \d+", "", cause) for cause in causes[-times:]]
+    if len(last) == times and len(set(last)) == 1 and " of batch " in last[0]:
+        raise RunError(
+            f"{fault.cause}, {times} times in a row",
+            f"this is a fault of the program or its data, not of a device\n{fault.todo or ''}".rstrip(),
+        ) from fault
+
+
+# ── the plan for what is left ───────────────────────────────────────────────────────────────────────────
+
+
+def _plan_after(plan: Plan, fault: RunError) -> Plan | None:
+    """The plan without what is lost; None where nothing is known to be, or nothing would be left."""
+    if fault.hosts:
+        left = {id.host for id in plan.devices} - set(fault.hosts)
+        return _plan_without_hosts(plan, fault.hosts) if left else None
+    if fault.worker is None or len(plan.devices) < 2:
+        return None
+    return _plan_without(plan, {plan.devices[fault.worker]})
+
+
+def _plan_without(plan: Plan, lost: Collection[DeviceId]) -> Plan:
+    """The plan with the same layers a stage, on the devices that are left.
+
+    A stage that has lost all of its devices gets one of the stage that has most of them; where there are fewer devices
+    than stages, the stages at the end become one.
+
+        7-1 without 0:3    →  6-1        7-1 without 0:7    →  6-1        1-1 without either    →  1
+    """
+    left = [tuple(id for id in stage.devices if id not in lost) for stage in plan.stages]
+    alive = {id for devices in left for id in devices}
+    if not alive:
+        raise PlanError(f"all devices of {plan.placement} are lost", "start again when some are back")
+    stages = list(plan.stages)
+    while len(stages) > len(alive):
+        one, other = stages[-2:]
+        both = replace(one, layers=(*one.layers, *other.layers), recompute=one.recompute or other.recompute)
+        stages[-2:], left[-2:] = [both], [tuple(dict.fromkeys((*left[-2], *left[-1])))]
+    for number, devices in enumerate(left):
+        if not devices:
+            richest = max(range(len(left)), key=lambda other: len(left[other]))
+            *kept, given = left[richest]
+            left[number] = (given,)
+            left[richest] = tuple(kept) or left[richest]
+    made = tuple(replace(stage, devices=devices, row_weights=None) for stage, devices in zip(stages, left))
+    return replace(plan, stages=made, notes=(f"made when {format_placement([tuple(sorted(lost))])} was lost",))
+
+
+def _plan_without_hosts(plan: Plan, lost: Collection[int]) -> Plan:
+    """The plan without all devices of some hosts; the others move up in number."""
+    after = _plan_without(plan, {id for id in plan.devices if id.host in lost})
+    hosts = sorted({id.host for id in plan.devices} - set(lost))
+    moved = [tuple(DeviceId(hosts.index(id.host), id.device) for id in stage.devices) for stage in after.stages]
+    return replace(after, stages=tuple(replace(stage, devices=ids) for stage, ids in zip(after.stages, moved)))
+
+
+def _describe_change(before: Plan, after: Plan) -> str:
+    now, then = ("-".join(map(str, plan.replicas)) for plan in (after, before))
+    return f"going on as {now} instead of {then}: {after.placement} instead of {before.placement}"
