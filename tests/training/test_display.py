@@ -22,10 +22,8 @@ def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(
 ) -> None:
     starts = []
 
-    def failing(
-        command: object, plan: Plan, folder: Path, *given: object, extra: Mapping[str, str], **named: object
-    ) -> None:
-        starts.append(extra)
+    def failing(command: object, plan: Plan, folder: Path, *given: object, **named: object) -> None:
+        starts.append(plan)
         _tell(folder, "numbers", f"start {len(starts)}")
         raise RunError("worker 1 is gone")
 
