@@ -75,6 +75,7 @@ class Listener:
 
     def __init__(self, run: Run, worker: Worker, console: Console | None, checkpointer: Checkpointer | None) -> None:
         self.checkpointer = checkpointer
+        self.faults: dict[int, str] = {}
         self._run, self._worker, self._console, self._plan = run, worker, console, run.schedule.plan
         self._group = run.world.group("figures", self._plan.workers[-1])
         self._speaks = self._plan.workers[-1][0] == run.world.worker
@@ -197,12 +198,12 @@ class Listener:
         flops = token_flops(run.layered, self._row_tokens or 0) if peak is not None else None
         return None if flops is None or peak is None else flops / (peak * len(self._plan.devices))
 
-    def tell_news(self, step: int | None = None) -> list[str]:
-        """Tells what became of checkpoints; returns the faults of those of one step."""
-        news = list(self.checkpointer.news()) if self.checkpointer is not None else []
-        for saved in news:
+    def tell_news(self) -> None:
+        """Tells what became of checkpoints; `faults` keeps those that could not be saved, by step."""
+        for saved in self.checkpointer.news() if self.checkpointer is not None else ():
             self.announce("checkpoint", str(saved))
-        return [str(saved) for saved in news if saved.fault is not None and saved.step == step]
+            if saved.fault is not None:
+                self.faults[saved.step] = str(saved)
 
     def announce(self, kind: str, text: str, *, every: bool = False) -> None:
         """Tells a sentence; from one worker, or from every one that has something to say."""

@@ -153,9 +153,9 @@ def _save_last(run: Run, worker: Worker, listener: Listener, step: int, after: s
         if step > run.job.first_step:
             checkpointer.save(step)
         checkpointer.close()
-    faults = listener.tell_news(step)
-    if faults:
-        raise RunError(f"{after}, but {faults[0]}", "free the disk, or save elsewhere")
+    listener.tell_news()
+    if step in listener.faults:
+        raise RunError(f"{after}, but {listener.faults[step]}", "free the disk, or save elsewhere")
 
 
 def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
