@@ -290,7 +290,8 @@ class Costs:
                      batch overlap the next (K > 1)
         activations  rows · held · saved; with recompute only inputs are held, and one microbatch in full; held is at
                      least K on a device that sets memory aside for every batch that may be under way
-        buffers      rows · (inputs and outputs, twice each: one on the wire, one at work); P more to reduce from
+        buffers      rows · (inputs and outputs, twice each: one on the wire, one at work); P more to reduce from, and
+                     P for the sum where replicas have that in common
         workspace    rows · that of the hungriest layer     framework  as the device says
         """
         parameters, trained = self._parameters[last] - self._parameters[first], self.gradient_bytes(first, last)
@@ -304,7 +305,7 @@ class Costs:
             gradients=trained * (2 if versions > 1 and many else 1),
             optimizer=self._states[last] - self._states[first],
             activations=math.ceil(rows * self.held_bytes(first, last, held, recompute, device)),
-            buffers=math.ceil(wire) + (trained if many else 0),
+            buffers=math.ceil(wire) + (trained * (2 if self.cluster.sum_core_s_per_byte else 1) if many else 0),
             workspace=math.ceil(rows * self.workspace_bytes(first, last)),
             framework=device.framework_bytes if device is not None else 0,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
-from time import process_time
+from time import process_time, sleep
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from stagewright.errors import ProfileError
 from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered
 from stagewright.profile import Profile
 from stagewright.profiling import measured
-from stagewright.profiling.layers import make_pieces, run_units
+from stagewright.profiling.layers import Pieces, make_pieces, run_units
 from stagewright.profiling.measured import layers_against_model, make_profile
 
 
@@ -43,7 +44,7 @@ def test_a_profile_has_every_layer_at_every_size(tmp_path: Path) -> None:
 
 
 def test_other_workers_compute_meanwhile_and_are_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are cores for, the one that measures among them."""
+    """All others, where they are more than the cores."""
     seen: set[int] = set()
 
     def beside() -> list[str]:
@@ -55,11 +56,33 @@ def test_other_workers_compute_meanwhile_and_are_gone_afterwards(monkeypatch: py
     monkeypatch.setattr(measured, "num_cores", lambda: 3)
     model = build_model("tiny-cnn")
     made = make_profile(
-        model, batch_sizes=(2,), repeats=1, workers=8, progress=lambda done, total: seen.add(len(beside()))
+        model, batch_sizes=(2,), repeats=1, workers=4, progress=lambda done, total: seen.add(len(beside()))
     )
-    assert seen == {2}
+    assert seen == {3}
     assert beside() == []
-    assert "2 workers beside" in made.notes[0]
+    assert "3 workers beside" in made.notes[0]
+
+
+def test_layers_see_rows_like_real_ones_and_waiting_counts_where_each_worker_has_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where workers take turns on a core, waiting is the others' time."""
+    seen: list[float] = []
+
+    def slowly(pieces: Pieces, inputs: list[torch.Tensor], targets: object, mark: Any, **given: Any) -> None:
+        def mark_late(unit: int, is_backward: bool) -> None:
+            sleep(0.01)
+            mark(unit, is_backward)
+
+        seen.append(float(inputs[0].std()))
+        run_units(pieces, inputs, targets, mark_late, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measured, "run_units", slowly)
+    monkeypatch.setattr(measured, "num_cores", lambda: 1)
+    alone, shared = (make_profile(wide_model(), batch_sizes=(2,), repeats=1, workers=count) for count in (1, 2))
+    assert min(seen) > 0.5
+    assert all(layer.forward_s[0] > 0.01 for layer in alone.layers)
+    assert all(layer.forward_s[0] < 0.01 for layer in shared.layers)
 
 
 def wide_model() -> Layered:

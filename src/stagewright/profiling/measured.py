@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -29,14 +29,15 @@ from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units
 Progress = Callable[[int, int], None]
 """Called with how many repeats are done, and of how many."""
 
+_Now = Callable[[], float]
 _WARM_UP = 2
 
 
 class _Clock:
     """Notes moments, on a GPU in its own stream of work, so that nothing waits for the clock."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._moments = device, list[Any]()
+    def __init__(self, device: torch.device, now: _Now) -> None:
+        self._device, self._now, self._moments = device, now, list[Any]()
         if device.type == "cuda":
             # The GPU sleeps, a tenth of a second on today's, while its work is handed over: a layer is timed, not that.
             with torch.cuda.device(device):
@@ -45,7 +46,7 @@ class _Clock:
     def mark(self) -> None:
         """Notes this moment; on a GPU, that when everything before it is done."""
         if self._device.type != "cuda":
-            self._moments.append(perf_counter())
+            self._moments.append(self._now())
             return
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
@@ -86,7 +87,7 @@ def make_profile(
 ) -> Profile:  # fmt: skip
     """The profile of a model on the device where it is, its sample repeated to each batch size.
 
-    On a CPU it holds while so many `workers` compute at once, as far as there are cores for them.
+    On a CPU it holds while so many `workers` compute at once. Where they are more than the cores, it is CPU seconds.
     """
     if not batch_sizes or min(batch_sizes) < 1:
         raise ProfileError(f"batch sizes {list(batch_sizes)}: expected 1 row or more", "give --batch ROWS")
@@ -102,7 +103,10 @@ def make_profile(
     total, done = len(batch_sizes) * (_WARM_UP + repeats), 0
     timings = [_Timing([], [], [], []) for _ in batch_sizes]
     threads = torch.get_num_threads()
-    beside = max(min(workers, num_cores() // threads) - 1, 0) if device.type == "cpu" else 0
+    on_cores = workers if device.type == "cpu" else 1
+    takes_turns = threads == 1 and on_cores > num_cores()  # and finds cold caches each time
+    beside = on_cores - 1 if takes_turns else max(min(on_cores, num_cores() // threads) - 1, 0)
+    now = thread_time if takes_turns else perf_counter
     with undisturbed(model.model), _gradients_kept(model.model), busy_cores(beside, threads):
         model.model.train()
         for number in range(_WARM_UP + repeats):
@@ -110,11 +114,11 @@ def make_profile(
             for rows, timing in zip(batch_sizes, timings):
                 repeat = number - _WARM_UP
                 kept = timing if repeat >= 0 else _Timing([], [], [], [])
-                _time_once(pieces, whole, rows, kept, weights=repeat >= 0 and repeat % 2 == 0)
+                _time_once(pieces, whole, rows, now, kept, weights=repeat >= 0 and repeat % 2 == 0)
                 done += 1
                 if progress is not None:
                     progress(done, total)
-        optimizer_s = _time_optimizer(model, device, repeats)
+        optimizer_s = _time_optimizer(model, device, now, repeats)
     layers = layer_profiles(
         pieces, facts, _medians([each.forward for each in timings]), _medians([each.backward for each in timings]),
         weight_s=_medians([each.weight for each in timings]),
@@ -134,28 +138,30 @@ def _medians(by_size: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, 
     return list(zip(*([median(seconds) for seconds in zip(*runs)] for runs in by_size)))
 
 
-def _time_once(pieces: Pieces, whole: Pieces, rows: int, timing: _Timing, *, weights: bool) -> None:
+def _time_once(pieces: Pieces, whole: Pieces, rows: int, now: _Now, timing: _Timing, *, weights: bool) -> None:
     """Times the layers and, right after, the whole model, so that both see the same machine.
 
     With `weights` also what of each unit's backward only its weights need, against the unit as it was just timed.
     """
     inputs, targets = pieces.rows(rows)
-    forward, backward = _timed_run(pieces, inputs, targets)
+    # On zeros a pooling need not guess which number is larger, nor an activation which sign comes next.
+    inputs = tuple(torch.randn_like(each) if each.is_floating_point() else each for each in inputs)
+    forward, backward = _timed_run(pieces, inputs, targets, now)
     timing.forward.append(forward)
     timing.backward.append(backward)
-    timing.whole.append(sum(map(sum, _timed_run(whole, inputs, targets))))
+    timing.whole.append(sum(map(sum, _timed_run(whole, inputs, targets, now))))
     if weights:
-        _, without = _timed_run(pieces, inputs, targets, weights=False)
+        _, without = _timed_run(pieces, inputs, targets, now, weights=False)
         timing.weight.append([max(with_ - own, 0.0) for with_, own in zip(backward, without)])
 
 
 def _timed_run(
-    pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, weights: bool = True
+    pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], now: _Now, *, weights: bool = True
 ) -> tuple[list[float], list[float]]:
     """Seconds of each unit's forward, and of each unit's backward."""
     pieces.model.model.zero_grad(set_to_none=True)
     device, units = inputs[0].device, len(pieces.units)
-    clock = _Clock(device)
+    clock = _Clock(device, now)
     run_units(pieces, inputs, targets, lambda *_: clock.mark(), start=lambda unit: clock.mark(), weights=weights)
     gaps = clock.gaps_s()
     # Marks stand before and after each forward, so that every second gap is what cutting itself costs.
@@ -176,7 +182,7 @@ def _backward_call_s() -> float:
     return median(gaps)
 
 
-def _time_optimizer(model: Layered, device: torch.device, repeats: int) -> float:
+def _time_optimizer(model: Layered, device: torch.device, now: _Now, repeats: int) -> float:
     """Seconds of one SGD-with-momentum step over all parameters; the weights stay as they are."""
     parameters = [parameter for parameter in model.model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -186,7 +192,7 @@ def _time_optimizer(model: Layered, device: torch.device, repeats: int) -> float
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
     gaps = []
     for _ in range(_WARM_UP + repeats):
-        clock = _Clock(device)
+        clock = _Clock(device, now)
         clock.mark()
         optimizer.step()
         clock.mark()
