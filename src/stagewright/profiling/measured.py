@@ -145,7 +145,7 @@ def _time_once(pieces: Pieces, whole: Pieces, rows: int, now: _Now, timing: _Tim
     """
     inputs, targets = pieces.rows(rows)
     # On zeros a pooling need not guess which number is larger, nor an activation which sign comes next.
-    inputs = tuple(torch.randn_like(each) if each.is_floating_point() else each for each in inputs)
+    inputs = [torch.randn_like(each) if each.is_floating_point() else each for each in inputs]
     forward, backward = _timed_run(pieces, inputs, targets, now)
     timing.forward.append(forward)
     timing.backward.append(backward)
