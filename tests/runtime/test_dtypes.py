@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from benchmarks.baselines import make_rows, mean_loss
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.cluster import DeviceId
 from stagewright.models import build_model, make_layered
 from stagewright.plan import Plan, Stage
+from stagewright.runtime.evaluate import evaluate
 from stagewright.runtime.feed import FunctionFeed
 from stagewright.runtime.replica import fed_inputs
 from stagewright.runtime.settings import Settings
@@ -71,3 +74,57 @@ def test_training_is_that_of_the_plain_loop(rounded: bool) -> None:
     worker.close()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(made[name], parameter, rtol=1e-6, atol=1e-7)
+
+
+class _Casts(TorchDispatchMode):
+    """Counts how often tensors of some shapes are rounded."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.shapes, self.number = shapes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rounds = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16
+        self.number += rounds and args[0].shape in self.shapes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("versions", "recompute"), [(1, False), (2, False), (1, True)])
+def test_rounded_weights_serve_every_microbatch_and_no_batch_after_an_update(versions: int, recompute: bool) -> None:
+    layered, parts = build_model("tiny-cnn"), ((0, 4), (4, 8))
+    plain, rows = copy.deepcopy(layered.model), make_rows(layered, 8)
+    named, images = dict(plain.named_parameters()), rows.inputs[0].bfloat16()
+    history = [{name: each.detach().clone() for name, each in named.items()}]
+    for batch in range(4):
+        used = history[max(0, batch - versions + 1)]
+        gradients = {name: torch.zeros_like(each) for name, each in named.items()}
+        for start, stop in parts:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                made = torch.func.functional_call(
+                    plain,
+                    leaves := {name: each.clone().requires_grad_() for name, each in used.items()},
+                    images[start:stop],
+                )
+            loss = nn.functional.cross_entropy(made.float(), rows.labels[start:stop], reduction="sum")
+            loss.backward(loss.new_tensor(1 / 8))
+            for name, leaf in leaves.items():
+                gradients[name] += leaf.grad
+        history.append({name: each - 0.1 * gradients[name] for name, each in history[-1].items()})
+    plan = Plan(
+        model="tiny-cnn", batch=8, num_microbatches=2, policy="gpipe" if versions == 1 else "1f1b",
+        stages=(Stage(layers=layered.names, devices=(DeviceId(0, 0),), versions=versions, recompute=recompute),),
+    )  # fmt: skip
+    feed = FunctionFeed(lambda _, start, stop: ((images[start:stop],), (rows.labels[start:stop],)))
+    worker = Worker(
+        make_schedule(plan), layered, World(0, 1, torch.device("cpu"), timedelta(seconds=10)),
+        Settings(precision="bf16", self_check=False), make_optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
+        feed=feed,
+    )  # fmt: skip
+    with _Casts({each.shape for each in named.values()}) as casts:
+        worker.run(4, 0)
+    evaluate(worker, feed, 8, 8)
+    worker.close()
+    assert casts.number == 4 * len(named), "once a batch, not once a microbatch"
+    made = dict(worker.replicas[0].weights.newest().named_parameters())
+    for name, wanted in history[-1].items():
+        torch.testing.assert_close(made[name].detach(), wanted, rtol=1e-5, atol=1e-6)

@@ -62,3 +62,14 @@ def test_clipping_counts_them_once_and_a_skipped_step_skips_them(tmp_path: Path)
         for clip, precision in ((0.05, "fp64"), (0.05, "fp16"), (None, "fp16"))
     ]
     check(run_cases(cases, tmp_path, 350), len(cases))
+
+
+@pytest.mark.timeout(400)
+def test_a_replica_without_rows_waits_for_the_sum_before(tmp_path: Path) -> None:
+    """Microbatches of one sample on two replicas: one never goes forward, and could overwrite what peers still add."""
+    cases = [
+        Case(place, policy, "split", 3, 3, "adamw", stale, 8, model=TIED)
+        for place in ("2-2", "1-2")
+        for policy, stale in (("1f1b", "0"), ("1f1b", "2bw"), ("dynamic", "ssp"))
+    ]
+    check(run_cases(cases, tmp_path, 350), len(cases))

@@ -106,6 +106,7 @@ class Versions:
                 self.scheduler.step()
         for moved in self.moved:
             moved.grad = None
+        torch.clear_autocast_cache()  # it knows the weights by their place, and would give out the old ones
         self.num_updates = batch + 1
 
 

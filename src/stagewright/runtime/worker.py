@@ -18,7 +18,7 @@ from stagewright.plan import Share
 from stagewright.policy import RULES
 from stagewright.runtime.exchange import Exchange
 from stagewright.runtime.feed import CheckedFeed, Feed
-from stagewright.runtime.precision import LossScale, Verdict, sum_of_squares
+from stagewright.runtime.precision import LossScale, Verdict, casts_kept, sum_of_squares
 from stagewright.runtime.replica import Replica, make_replicas
 from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.safety.numbers import Watch
@@ -137,11 +137,12 @@ class Worker:
         if self.gate is not None:
             low, high = self.schedule.offsets
             order = self.gate.passing(order, high - low)
-        if self.is_training and RULES[self.plan.policy].by_arrival:
-            self._run_as_rows_arrive(_together(order))
-        else:
-            for actions in _receives_ahead(_together(order), self.transport.lookahead):
-                self.act(actions)
+        with casts_kept(self.settings, self.plan.num_microbatches):
+            if self.is_training and RULES[self.plan.policy].by_arrival:
+                self._run_as_rows_arrive(_together(order))
+            else:
+                for actions in _receives_ahead(_together(order), self.transport.lookahead):
+                    self.act(actions)
         for here in self.replicas.values():  # updates of tied parameters that wait for other stages
             for tied in here.tied:
                 tied.catch_up(here.weights.num_updates - 1, self.verdicts)
@@ -316,7 +317,7 @@ class Worker:
         """Adds up the squares of all gradients over all workers; a stage counts once."""
         counted: list[Tensor] = []
         for here in self.replicas.values():
-            gradients = here.finish(action.batch)
+            gradients = self._gradients(here, action.batch)
             if here.replica == 0:
                 counted += [each for each in gradients if each is not None]
         shared = {id(tied): tied for here in self.replicas.values() for tied in here.tied}.values()
@@ -329,6 +330,12 @@ class Worker:
         self.verdicts[action.batch] = verdict
         self.verdicts.pop(action.batch - 2 * max(self.plan.versions), None)  # every update of that batch is made
         self.scale.note(action.batch, verdict.overflowed)
+
+    def _gradients(self, here: Replica, batch: int) -> list[Tensor | None]:
+        """A stage's gradients of a batch, summed over its replicas."""
+        for tied in here.tied:  # a replica without rows had no forward: what it sums next lies where it summed before
+            tied.catch_up(batch - tied.num_versions, self.verdicts)
+        return here.finish(batch)
 
     def update(self, action: Action) -> None:
         here, batch = self.replicas[action.stage], action.batch
