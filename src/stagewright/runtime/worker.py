@@ -339,7 +339,7 @@ class Worker:
 
     def update(self, action: Action) -> None:
         here, batch = self.replicas[action.stage], action.batch
-        gradients = here.finish(batch)
+        gradients = self._gradients(here, batch)
         del here.finished[batch]
         if self.watch is not None:
             self.watch.after_gradients(here, batch, gradients)
