@@ -33,7 +33,7 @@ from stagewright.errors import ModelError
 from stagewright.models.functions import Kept, is_kept, keeping
 from stagewright.models.running import Mode, inference_as_no_grad
 from stagewright.models.tracing import TRAINING, Sample, Traced, attribute, first_line, line_in, undisturbed
-from stagewright.models.values import count_batch, rate_in
+from stagewright.models.values import FEW, MANY, count_batch, rate_in
 
 _aten = torch.ops.aten
 ATTENTION = _aten.scaled_dot_product_attention.default
@@ -49,8 +49,6 @@ _WITH_FLAG = {
 _MOVE = _aten.to.dtype_layout
 """What `tensor.to(device)` becomes, which says no number format: all of a stage is on one device."""
 _CHECKS = ("_assert", "sym_constrain", "_guards")
-_ROWS = (2, 3)
-"""Numbers of rows for which a mask is looked at: it may depend on the rows' number, not on what is in them."""
 
 
 def trace_exported(model: nn.Module, sample: Sample, whole: Mapping[str, nn.Module] | None = None) -> Traced:
@@ -108,18 +106,22 @@ class _OperatorGraph:
         nodes = list(program.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         pairs = list(zip(inputs, program.graph_signature.input_specs))
-        copies = {node: self._input(spec) for node, spec in pairs if spec.kind == InputKind.USER_INPUT}
-        copies |= {node: self._named(spec) for node, spec in pairs if spec.kind != InputKind.USER_INPUT}
-        self._add_all(nodes[len(inputs) :], copies, program.graph_module, Mode())
+        pairs.sort(key=lambda pair: pair[1].kind != InputKind.USER_INPUT)  # a graph begins with its inputs
+        copies = {node: self._given(spec) for node, spec in pairs}
+        values = self._add_all(nodes[len(inputs) :], copies, program.graph_module, Mode())
+        specs = program.graph_signature.output_specs
+        for value, spec in zip(values, specs, strict=True):
+            if spec.kind == OutputKind.BUFFER_MUTATION:  # forward assigned the buffer
+                self.objects[str(spec.target)] = attribute(model, str(spec.target))
+                self.graph.call_function(_aten.copy_.default, (self.graph.get_attr(str(spec.target)), value))
+        made = [value for value, spec in zip(values, specs) if spec.kind == OutputKind.USER_OUTPUT]
+        self.graph.output(tuple(value for value in made if isinstance(value, fx.Node)))
 
-    def _input(self, spec: InputSpec) -> Any:
-        """A tensor input of the model, or the constant given in its place."""
-        if isinstance(spec.arg, TensorArgument):
-            return self.graph.placeholder(spec.arg.name)
-        return getattr(spec.arg, "value", None)
-
-    def _named(self, spec: InputSpec) -> fx.Node:
-        """A parameter or buffer of the model, or a constant that tracing met."""
+    def _given(self, spec: InputSpec) -> Any:
+        """An input of the model, or the constant in its place; a parameter or buffer; a constant that tracing met."""
+        if spec.kind == InputKind.USER_INPUT:
+            is_tensor = isinstance(spec.arg, TensorArgument)
+            return self.graph.placeholder(spec.arg.name) if is_tensor else getattr(spec.arg, "value", None)
         name = str(spec.target)
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             self.objects[name] = attribute(self.model, name)
@@ -137,23 +139,12 @@ class _OperatorGraph:
         for node in nodes:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda old: copies[old])
             if node.op == "output":
-                return self._output(args[0], nested=owner is not self.program.graph_module)
+                return tuple(args[0]) if isinstance(args[0], tuple | list) else (args[0],)
             if node.op == "get_attr":
                 copies[node] = attribute(owner, str(node.target))
             elif not any(check in str(node.target) for check in _CHECKS):
                 copies[node] = self._copy(node, args, kwargs, mode)
         return ()
-
-    def _output(self, values: Any, nested: bool) -> tuple[Any, ...]:
-        if not nested:
-            specs = self.program.graph_signature.output_specs
-            for value, spec in zip(values, specs, strict=True):
-                if spec.kind == OutputKind.BUFFER_MUTATION:  # forward assigned the buffer
-                    self.objects[str(spec.target)] = attribute(self.model, str(spec.target))
-                    self.graph.call_function(_aten.copy_.default, (self.graph.get_attr(str(spec.target)), value))
-            made = [value for value, spec in zip(values, specs) if spec.kind == OutputKind.USER_OUTPUT]
-            self.graph.output(tuple(value for value in made if isinstance(value, fx.Node)))
-        return tuple(values) if isinstance(values, tuple | list) else (values,)
 
     def _copy(self, node: fx.Node, args: Any, kwargs: Any, mode: Mode) -> Any:
         if node.target is operator.getitem and isinstance(args[0], tuple):
@@ -179,10 +170,18 @@ class _OperatorGraph:
 
     def _block(self, node: fx.Node, args: Any, mode: Mode) -> tuple[Any, ...]:
         """A block of nodes that runs without gradient or without autocast."""
-        inner, block, values = _block_of(node, args)
+        name = str(node.target)
+        if name == "wrap_with_set_grad_enabled":
+            own, block, values = Mode(gradient=bool(args[0])), args[1], args[2:]
+        elif name == "wrap_with_autocast":
+            (kind, dtype, enabled, _, block), values = args[:5], args[5:]
+            own = Mode(autocast=((kind, bool(enabled), dtype or torch.get_autocast_dtype(kind)),))
+        else:
+            told = f"the model uses '{name}', which cannot be cut"
+            raise ModelError(told, "leave control flow to the caller of the model")
         nodes = list(block.graph.nodes)
         inputs = [each for each in nodes if each.op == "placeholder"]
-        return self._add_all(nodes[len(inputs) :], dict(zip(inputs, values)), block, inner.inside(mode))
+        return self._add_all(nodes[len(inputs) :], dict(zip(inputs, values)), block, own.inside(mode))
 
     def _both_modes(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """An operator that follows the stage's mode where it was traced in training."""
@@ -204,17 +203,6 @@ class _OperatorGraph:
 def _dtype_of(node: Any) -> Any:
     """The number format of a node's value as it was traced; None where it is no tensor."""
     return getattr(node.meta.get("val"), "dtype", None) if isinstance(node, fx.Node) else None
-
-
-def _block_of(node: fx.Node, args: Any) -> tuple[Mode, fx.GraphModule, Any]:
-    """The mode, the block and the inputs of a higher-order operator."""
-    name = str(node.target)
-    if name == "wrap_with_set_grad_enabled":
-        return Mode(gradient=bool(args[0])), args[1], args[2:]
-    if name == "wrap_with_autocast":
-        kind, dtype, enabled = args[:3]
-        return Mode(autocast=((kind, bool(enabled), dtype or torch.get_autocast_dtype(kind)),)), args[4], args[5:]
-    raise ModelError(f"the model uses '{name}', which cannot be cut", "leave control flow to the caller of the model")
 
 
 # Kernels of torch in place of what a trace spells out
@@ -263,7 +251,7 @@ def _drop_causal_masks(graph: fx.Graph, objects: Mapping[str, Any]) -> None:
         if isinstance(mask, fx.Node):
             masks.setdefault(mask, []).append(node)
     for mask, users in masks.items():
-        if all(_is_causal(_value(mask, objects, rows)) for rows in _ROWS):
+        if all(_is_causal(_value(mask, objects, rows)) for rows in (FEW, MANY)):  # it may depend on their number
             for user in users:
                 rate = _argument(user, 4, "dropout_p")
                 user.args = (*user.args[:3], None, 0.0 if rate is None else rate, True)
@@ -293,7 +281,7 @@ def _value(wanted: fx.Node, objects: Mapping[str, Any], rows: int) -> Tensor | N
         with torch.no_grad():
             for node in _behind(wanted):
                 made[node] = run(node)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
     found = made[wanted]
     return found if isinstance(found, Tensor) and not found.is_meta else None

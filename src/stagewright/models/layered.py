@@ -52,7 +52,6 @@ class Layered:
     model: nn.Module
     traced: Traced
     layers: tuple[Layer, ...]
-    num_targets: int
     evaluates: bool = True
     """Whether the stages do in evaluation what the model does."""
     again: _Again | None = None
@@ -92,12 +91,12 @@ class Layered:
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The model's inputs, in the order in which the first stage takes them."""
-        return self._carried(self._placeholders)
+        return self._carried(self.traced.inputs)
 
     @property
     def only_multiplied(self) -> tuple[bool, ...]:
         """For each input whether linear layers and convolutions are all that read it."""
-        nodes = self._placeholders
+        nodes = self.traced.inputs
         if len(nodes) != len(self.inputs):  # one of them is a nest of several
             return (False,) * len(self.inputs)
         modules = {node: self.traced.objects[str(node.target)] for node in self.order if node.op == "call_module"}
@@ -106,7 +105,7 @@ class Layered:
     @property
     def targets(self) -> tuple[TensorSpec, ...]:
         """The targets, in the order in which the stage of the loss takes them after its inputs."""
-        return self._carried(self._target_nodes)
+        return self._carried(self.traced.targets)
 
     @property
     def predictions(self) -> tuple[TensorSpec, ...]:
@@ -116,12 +115,12 @@ class Layered:
     @property
     def sample(self) -> tuple[Tensor, ...]:
         """Example inputs, as many as `inputs`."""
-        return self.traced.tensors[: len(self._placeholders)]
+        return self.traced.tensors[: len(self.traced.inputs)]
 
     @property
     def sample_targets(self) -> tuple[Tensor, ...]:
         """Example targets, as many as `targets`."""
-        return self.traced.tensors[len(self._placeholders) :]
+        return self.traced.tensors[len(self.traced.inputs) :]
 
     @cached_property
     def tied(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -205,7 +204,7 @@ class Layered:
         for cut in {first, last} - {0, self.num_layers}:
             if self.flow.stuck(self._start(cut)):
                 raise self.flow.stuck_at(self.names[cut], self._start(cut))
-        target_nodes = self._target_nodes if self.has_loss and last == self.num_layers else ()
+        target_nodes = self.traced.targets if self.has_loss and last == self.num_layers else ()
         entering = self._entering(first)
         graph = StageGraph(self.traced, self.flow.facts, self._gradients.layouts, [*entering, *target_nodes])
         for node in self.order[self._start(first) : self._start(last)]:
@@ -234,14 +233,6 @@ class Layered:
         )
 
     @property
-    def _placeholders(self) -> tuple[fx.Node, ...]:
-        return self.traced.placeholders[: len(self.traced.placeholders) - self.num_targets]
-
-    @property
-    def _target_nodes(self) -> tuple[fx.Node, ...]:
-        return self.traced.placeholders[len(self._placeholders) :]
-
-    @property
     def _results(self) -> tuple[fx.Node | None, list[fx.Node]]:
         """The node of the loss, if there is one, and those of the model's outputs."""
         nodes = self.traced.results
@@ -249,9 +240,9 @@ class Layered:
 
     def _entering(self, layer: int) -> list[fx.Node]:
         if layer == 0:
-            return list(self._placeholders)
-        crossing = self.flow.crossing(self._start(layer))
-        return [node for node in crossing if node not in self._target_nodes]
+            return list(self.traced.inputs)
+        targets = self.traced.targets
+        return [node for node in self.flow.crossing(self._start(layer)) if node not in targets]
 
     @cached_property
     def _gradients(self) -> Gradients:

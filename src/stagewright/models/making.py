@@ -89,7 +89,7 @@ def _make(
         traced = _with_loss(trace_symbolic(model, few, list(names)), loss, example.targets)
         units = [next((names[path] for path in _paths(node) if path in names), None) for node in traced.computing]
         layers = _layers(traced.computing, units)
-        return Layered(model=model, traced=traced, layers=layers, num_targets=len(example.targets) if loss else 0)
+        return Layered(model=model, traced=traced, layers=layers)
     ways: tuple[Callable[[nn.Module, Sample], Traced], ...] = (trace_symbolic, trace_exported)
     whole = _blocks_of(model) if by_blocks else {}
     if whole:
@@ -123,8 +123,7 @@ def _found(
         layers.append(Layer(name if seen[name] == 1 else f"{name}@{seen[name]}", each.start))
     if loss is not None and layers[-1].name != _LOSS:
         raise flow.stuck_at(_LOSS, len(flow.order) - 1)
-    num_targets = len(targets) if loss else 0
-    layered = Layered(model=model, traced=traced, layers=tuple(layers), num_targets=num_targets)
+    layered = Layered(model=model, traced=traced, layers=tuple(layers))
     vars(layered)["flow"] = flow
     return layered
 
@@ -149,7 +148,7 @@ def _with_loss(traced: Traced, loss: Loss | None, targets: tuple[Tensor, ...]) -
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise ModelError("the loss has parameters", "make them part of the model")
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in traced.placeholders:
+    for node in traced.inputs:
         copies[node] = graph.node_copy(node)
     names = ["target"] if len(targets) == 1 else [f"target{index}" for index in range(len(targets))]
     made = [graph.placeholder(name) for name in names]
@@ -161,7 +160,8 @@ def _with_loss(traced: Traced, loss: Loss | None, targets: tuple[Tensor, ...]) -
     total.meta["layer"] = _LOSS
     graph.output((total, *outputs))
     objects = {**traced.objects, LOSS_PATH: LossModule(loss)}
-    return replace(traced, graph=graph, objects=objects, tensors=(*traced.tensors, *targets))
+    tensors = (*traced.tensors, *targets)
+    return replace(traced, graph=graph, objects=objects, tensors=tensors, num_targets=len(targets))
 
 
 # Which nodes form a layer

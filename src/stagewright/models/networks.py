@@ -70,28 +70,18 @@ class _Pool(nn.Module):
         return self.pool(images, self.window, 2) if min(images.shape[-2:]) >= self.window else images
 
 
-def alexnet(num_classes: int = 1000, image_size: int = 224) -> Recipe:
-    """torchvision's AlexNet."""
-    features = _alexnet_features(F.max_pool2d, padding=2, fourth=256)
-    module = ConvNet(features, _classifier(256 * 6 * 6, num_classes, drops_first=True), pooled=6)
-    return _by_weights(module, (f"conv{number}" for number in range(1, 6)), image_size)
-
-
-def alexnet_of(num_classes: int = 1000, image_size: int = 224) -> Recipe:
-    """OneFlow's AlexNet."""
-    features = _alexnet_features(F.avg_pool2d, padding=0, fourth=384)
-    module = ConvNet(features, _classifier(256 * 5 * 5, num_classes), pooled=5)
-    return _by_weights(module, (f"conv{number}" for number in range(1, 6)), image_size)
-
-
-def _alexnet_features(pool: Callable[..., Tensor], *, padding: int, fourth: int) -> nn.Sequential:
-    return nn.Sequential(
+def alexnet(is_torchvision: bool, num_classes: int = 1000, image_size: int = 224) -> Recipe:
+    """torchvision's AlexNet or OneFlow's."""
+    pool, padding, fourth, pooled = (F.max_pool2d, 2, 256, 6) if is_torchvision else (F.avg_pool2d, 0, 384, 5)
+    features = nn.Sequential(
         *(nn.Conv2d(3, 64, 11, stride=4, padding=padding), nn.ReLU(inplace=True), _Pool(pool, 3)),
         *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), _Pool(pool, 3)),
         *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True)),
         *(nn.Conv2d(384, fourth, 3, padding=1), nn.ReLU(inplace=True)),
         *(nn.Conv2d(fourth, 256, 3, padding=1), nn.ReLU(inplace=True), _Pool(pool, 3)),
     )
+    module = ConvNet(features, _classifier(256 * pooled**2, num_classes, drops_first=is_torchvision), pooled)
+    return _by_weights(module, (f"conv{number}" for number in range(1, 6)), image_size)
 
 
 def _classifier(inputs: int, num_classes: int, *, drops_first: bool = False) -> nn.Sequential:

@@ -22,7 +22,7 @@ from stagewright.errors import ModelError
 from stagewright.models.loss import LOSS_PATH
 from stagewright.models.running import KEPT, runnable
 from stagewright.models.tracing import TRAINING, Traced, paths_in
-from stagewright.models.values import Fact, Here, Layout, PerRow, TensorSpec, mutated_by
+from stagewright.models.values import Fact, Layout, PerRow, TensorSpec, mutated_by
 
 
 class StageModule(nn.Module):
@@ -146,7 +146,7 @@ class StageGraph:
             if "rows" not in self._of_first:
                 self._of_first["rows"] = self.graph.call_method("size", (self.first, 0))
             return self.graph.call_function(operator.mul, (self._of_first["rows"], part.times))
-        return self._here() if isinstance(part, Here) else part.value
+        return self._argument(part.value)
 
     def _here(self) -> fx.Node:
         """The device that the stage runs on."""

@@ -80,10 +80,20 @@ class Traced:
     graph: fx.Graph
     objects: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
+    num_targets: int = 0
+    """The last of the placeholders, and of the tensors, are the targets."""
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
         return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return self.placeholders[: len(self.placeholders) - self.num_targets]
+
+    @property
+    def targets(self) -> tuple[fx.Node, ...]:
+        return self.placeholders[len(self.inputs) :]
 
     @property
     def computing(self) -> tuple[fx.Node, ...]:

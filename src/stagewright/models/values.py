@@ -57,7 +57,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class _Constant:
-    """A value that is the same whatever the rows."""
+    """A value that is the same whatever the rows; a device is the one that the stage runs on."""
 
     value: Any
 
@@ -70,11 +70,6 @@ class PerRow:
 
 
 @dataclass(frozen=True)
-class Here:
-    """The device that the stage runs on."""
-
-
-@dataclass(frozen=True)
 class _Stuck:
     """A value that cannot cross a cut, and why."""
 
@@ -82,7 +77,7 @@ class _Stuck:
     is_tensor: bool = False
 
 
-_Part = TensorSpec | _Constant | PerRow | Here | _Stuck
+_Part = TensorSpec | _Constant | PerRow | _Stuck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +90,7 @@ class Fact:
 
     @property
     def is_constant(self) -> bool:
-        return all(isinstance(part, _Constant | PerRow | Here) for part in self.parts)
+        return all(isinstance(part, _Constant | PerRow) for part in self.parts)
 
     @property
     def carried(self) -> tuple[TensorSpec, ...]:
@@ -202,13 +197,11 @@ def _part(name: str, few: Any, many: Any) -> _Part:
             return _Stuck(f"has the shape {tuple(few.shape)} with {FEW} rows and {tuple(many.shape)} with {MANY}", True)
         shape = tuple(int(size) for size in few.shape[1:])
         return TensorSpec(name=name, shape_per_row=shape, dtype=few.dtype, needs_grad=few.requires_grad)
-    if isinstance(few, torch.device):
-        return Here()
     if type(few) is int and few != many:
         if many * FEW == few * MANY:
             return PerRow(few // FEW)
         return _Stuck(f"is the number {few} with {FEW} rows and {many} with {MANY}")
-    if few is None or isinstance(few, int | float | str | torch.dtype | torch.layout | slice):
+    if few is None or isinstance(few, int | float | str | torch.device | torch.dtype | torch.layout | slice):
         return _Constant(few)
     return _Stuck(f"is a {type(few).__name__}")
 

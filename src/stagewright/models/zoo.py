@@ -44,8 +44,12 @@ _GPT2 = partial(networks.gpt, num_blocks=12, width=768, num_heads=12, vocabulary
 MODELS: Mapping[str, _Entry] = {
     name: _Entry(name, about, build)
     for name, about, build in (
-        ("alexnet", "torchvision's AlexNet: max pooling, dropout before fc1 and fc2", networks.alexnet),
-        ("alexnet-of", "OneFlow's AlexNet: average pooling, dropout after fc1 and fc2", networks.alexnet_of),
+        ("alexnet", "torchvision's AlexNet: max pooling, dropout before fc1 and fc2", partial(networks.alexnet, True)),
+        (
+            "alexnet-of",
+            "OneFlow's AlexNet: average pooling, dropout after fc1 and fc2",
+            partial(networks.alexnet, False),
+        ),
         ("vgg16", "VGG16", partial(networks.vgg16, False)),
         ("vgg16-bn", "VGG16 with a batch norm after each convolution", partial(networks.vgg16, True)),
         ("resnet18", "ResNet-18", partial(networks.resnet, False, (2, 2, 2, 2))),
