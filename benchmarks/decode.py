@@ -26,12 +26,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stagewright.data.augment import EvalTransform, TrainTransform, Transform
 from stagewright.data.loader import Loader
-from stagewright.data.opening import open_dataset
 from stagewright.data.order import Draw, draw_uniform
-from stagewright.data.source import Dataset
-from stagewright.data.writing import write_images
+from stagewright.data.pixels import IMAGENET_MEAN, IMAGENET_STD, EvalTransform, TrainTransform, Transform
+from stagewright.data.records import write_images
+from stagewright.data.source import Dataset, open_dataset
 
 SIZES = ((375, 500), (768, 1024))
 BATCH = 64
@@ -58,8 +57,8 @@ class PillowRows(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
     def __init__(self, dataset: Dataset, transform: Transform) -> None:
         self.dataset, self.transform = dataset, transform
-        self.mean = torch.tensor(transform.mean)[:, None, None]
-        self.std = torch.tensor(transform.std)[:, None, None]
+        self.mean = torch.tensor(IMAGENET_MEAN)[:, None, None]
+        self.std = torch.tensor(IMAGENET_STD)[:, None, None]
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
 
 import stagewright as sw
 
@@ -126,9 +128,8 @@ def show_plans(found: Search, cluster: sw.Cluster, records: list[sw.Record]) -> 
 
 def main(folder: Path) -> None:
     """Shows the whole flow, and leaves its files in the folder."""
-    from stagewright.report.cases import make_cases
-    from stagewright.report.comparison import find_pairs
-    from stagewright.report.tables import pair_table, terminal_table
+    from stagewright.report.cases import find_pairs, make_cases
+    from stagewright.report.tables import pair_table
 
     started = perf_counter()
     say("1  profile", "how long each layer takes on one core here, and how much it weighs")
@@ -145,7 +146,10 @@ def main(folder: Path) -> None:
         say("3  train", f"{name}: {plan.placement}, {STEPS} steps of {BATCH} made-up images, {NUM_DEVICES} processes")
         records.append(train(plan, model, name, folder / name.replace(" ", "-")))
     say("4  compare", "what was predicted, and what happened\n")
-    console.print(terminal_table(pair_table(find_pairs(make_cases(records)))))
+    table, shown = pair_table(find_pairs(make_cases(records))), Table(box=None, pad_edge=False, show_header=False)
+    for column, *cells in zip(table.columns, *(row.cells for row in table.rows)):
+        shown.add_row(column.title, *(Text(f"{cell.text}\n{cell.note}".rstrip()) for cell in cells))
+    console.print(shown)
     save(folder, profile, cluster, records)
     console.print(f"  {perf_counter() - started:.0f} s in all")
 

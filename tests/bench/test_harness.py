@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from stagewright.bench.harness import Session, locked, rows_of, run_suite
-from stagewright.bench.machine import Here, capture, descendants
+from stagewright.bench.harness import Session, _locked, rows_of, run_suite
+from stagewright.bench.machine import Here, _descendants, capture
 from stagewright.bench.suite import make_suite
 from stagewright.bench.task import Choices, Task, make_tasks
 from stagewright.errors import UsageError
@@ -180,7 +180,7 @@ def test_a_run_does_not_outlive_a_harness_that_is_killed(
     while not begun(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    family = descendants(running.pid)
+    family = _descendants(running.pid)
     running.kill()
     running.wait(timeout=10)
 
@@ -242,7 +242,7 @@ def test_what_failed_is_run_again_only_when_that_is_asked_for(
 
 
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, session: Session) -> None:
-    with locked(tmp_path / "out"), pytest.raises(UsageError, match="another `stagewright bench` is at work"):
+    with _locked(tmp_path / "out"), pytest.raises(UsageError, match="another `stagewright bench` is at work"):
         list(run_suite("small", tasks_of("mlp"), tmp_path / "out", 1, session))
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from stagewright.bench import machine
-from stagewright.bench.machine import Seen, Watch, look_at_cards, look_at_workers
+from stagewright.bench.machine import Watch, look_at_cards, look_at_workers
 
 MIB = 1 << 20
 WORKER = """
@@ -52,8 +52,8 @@ def test_workers_are_known_by_rank_with_their_memory_and_processor_time(family: 
 
     found = seen.seen()
     assert sorted(found) == [0, 1]
-    assert 64 * MIB < found[0].peak_bytes < 128 * MIB < found[1].peak_bytes
-    busy, idle = found[1].busy_share, found[0].busy_share
+    assert 64 * MIB < found[0][0] < 128 * MIB < found[1][0]
+    busy, idle = found[1][1], found[0][1]
     assert busy is not None
     assert busy > (idle or 0.0)
     lines = seen.table().splitlines()
@@ -99,5 +99,5 @@ def test_without_the_library_nvidia_smi_is(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_moments_without_use_do_not_lower_the_mean() -> None:
     seen = Watch(lambda: iter(()))
-    seen.samples = [machine.Sample(0.0, 0, 5, 0.0), machine.Sample(0.2, 0, 9, 0.5), machine.Sample(0.4, 0, 7, 0.7)]
-    assert seen.seen() == {0: Seen(9, pytest.approx(0.6))}
+    seen.samples = [machine._Sample(0.0, 0, 5, 0.0), machine._Sample(0.2, 0, 9, 0.5), machine._Sample(0.4, 0, 7, 0.7)]
+    assert seen.seen() == {0: (9, pytest.approx(0.6))}

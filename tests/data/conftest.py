@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stagewright.data.writing import write_images
+from stagewright.data.records import write_images
 
 Encode = Callable[..., bytes]
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.data.augment import Crop
-from stagewright.data.ofrecord import OFRecords, encode_image, write_part
-from stagewright.data.pixels import read_crop
-from stagewright.data.tar import TarShards
-from stagewright.data.writing import write_images
+from stagewright.data.pixels import Crop, read_crop
+from stagewright.data.records import _encode_image, _write_part, write_images
+from stagewright.data.source import Dataset, open_dataset
 from stagewright.errors import DataError
 
 Check = Callable[[bytes], object]
@@ -68,25 +66,16 @@ def fuzz(data: bytes, check: Check, num: int, seed: int) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def read_all(dataset: OFRecords | TarShards) -> Iterator[tuple[bytes, int]]:
+def read_all(dataset: Dataset) -> Iterator[tuple[bytes, int]]:
     return ((dataset.encoded(index), dataset.label(index)) for index in range(len(dataset)))
 
 
-def checks_records(directory: Path) -> Check:
+def checks_files(path: Path) -> Check:
     def check(data: bytes) -> None:
-        (directory / "part-00000").write_bytes(data)
-        skipping = OFRecords(directory, on_corrupt="skip")
+        path.write_bytes(data)
+        skipping = open_dataset(path.parent, on_corrupt="skip")
         assert len(list(read_all(skipping))) == len(skipping)
-        list(read_all(OFRecords(directory)))
-
-    return check
-
-
-def checks_shards(directory: Path) -> Check:
-    def check(data: bytes) -> None:
-        (directory / "00000.tar").write_bytes(data)
-        assert len(list(read_all(TarShards(directory, on_corrupt="skip")))) >= 0
-        list(read_all(TarShards(directory)))
+        list(read_all(open_dataset(path.parent)))
 
     return check
 
@@ -102,9 +91,9 @@ FEWER_AND_MANY = [pytest.param(400, 1), pytest.param(20_000, 2, marks=[pytest.ma
 
 @pytest.mark.parametrize(("num", "seed"), QUICK_AND_ALL)
 def test_mutated_record_files_end_in_data_or_a_clear_error(tmp_path: Path, num: int, seed: int) -> None:
-    write_part(tmp_path / "whole", [encode_image(b"\xff\xd8 a small image", label) for label in range(3)])
+    _write_part(tmp_path / "whole", [_encode_image(b"\xff\xd8 a small image", label) for label in range(3)])
     data = (tmp_path / "whole").read_bytes()
-    read, refused = fuzz(data, checks_records(tmp_path), num, seed)
+    read, refused = fuzz(data, checks_files(tmp_path / "part-00000"), num, seed)
     assert min(read, refused) > num // 20
 
 
@@ -112,7 +101,7 @@ def test_mutated_record_files_end_in_data_or_a_clear_error(tmp_path: Path, num: 
 def test_mutated_shards_end_in_data_or_a_clear_error(tmp_path: Path, num: int, seed: int) -> None:
     write_images(tmp_path / "set", [(b"\xff\xd8" + bytes(90), 1), (b"\xff\xd8" + bytes(30), 0)], "tar")
     data = (tmp_path / "set" / "00000.tar").read_bytes()[:4096]
-    read, refused = fuzz(data, checks_shards(tmp_path), num, seed)
+    read, refused = fuzz(data, checks_files(tmp_path / "set" / "00000.tar"), num, seed)
     assert min(read, refused) > num // 20
 
 

@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from stagewright.data.augment import EvalTransform, TrainTransform
 from stagewright.data.generate import _MAX_CLASSES, _class_look, _draw_image, make_images
 from stagewright.data.inspection import Spread, inspect_dataset, save_contact_sheet
 from stagewright.data.loader import Loader
-from stagewright.data.opening import open_dataset
+from stagewright.data.pixels import EvalTransform, TrainTransform
+from stagewright.data.source import open_dataset
 from stagewright.errors import DataError, UsageError
 
 
@@ -102,7 +102,9 @@ def test_a_small_residual_network_learns_the_set(tmp_path: Path) -> None:
             optimizer.step()
     network.eval()
     middle = EvalTransform(size=32, shorter=36)
-    test = Loader(dataset=open_dataset(tmp_path / "test"), batch=300, row_ranges=((0, 300),), transform=middle)
+    test = Loader(
+        dataset=open_dataset(tmp_path / "test"), batch=300, row_ranges=lambda rows: ((0, rows),), transform=middle
+    )
     (batch,) = test
     right = (network(batch.images[0]).argmax(dim=1) == batch.labels[0]).float().mean()
     assert right > 0.9

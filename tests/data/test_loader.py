@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from stagewright.data.augment import EvalTransform, TrainTransform
 from stagewright.data.loader import Loader
-from stagewright.data.opening import open_dataset
-from stagewright.data.source import Dataset
-from stagewright.data.writing import write_images
+from stagewright.data.pixels import EvalTransform, TrainTransform
+from stagewright.data.records import write_images
+from stagewright.data.source import Dataset, open_dataset
 from stagewright.errors import DataError, UsageError
 
 SMALL = TrainTransform(size=16)

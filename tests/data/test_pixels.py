@@ -14,9 +14,19 @@ from hypothesis import strategies as some
 from PIL import Image
 
 from stagewright.data import pixels as pixels_of
-from stagewright.data.augment import Crop, EvalTransform, TrainTransform, normalise
 from stagewright.data.order import draw_uniform
-from stagewright.data.pixels import _cut_below, _reduction_for, image_shape, read_crop, reduced
+from stagewright.data.pixels import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Crop,
+    EvalTransform,
+    TrainTransform,
+    _cut_below,
+    _reduction_for,
+    image_shape,
+    normalise,
+    read_crop,
+)
 from stagewright.errors import DataError
 
 Encode = Callable[..., bytes]
@@ -36,7 +46,7 @@ def difference(data: bytes, crop: Crop, size: int) -> float:
     assert (pixels.shape, pixels.dtype) == ((size, size, 3), np.uint8)
     if data[:2] == b"\xff\xd8":
         by = _reduction_for(crop, size)
-        small = reduced(crop, by, *image_shape(data))
+        small = crop.reduced(by, *image_shape(data))
         crop = Crop(small.top * by, small.left * by, small.height * by, small.width * by, crop.flip)
     return float(abs(pixels - by_pillow(data, crop, size)).mean())
 
@@ -179,9 +189,8 @@ def test_evaluation_sees_the_middle_224_of_a_shorter_side_of_256(height: int, wi
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_normalised_is_x_minus_mean_over_deviation(dtype: torch.dtype, channels_last: bool) -> None:
-    transform = TrainTransform()
     pixels = torch.randint(0, 256, (3, 4, 5, 3), dtype=torch.uint8)
-    images = normalise(pixels, transform, dtype=dtype, channels_last=channels_last)
-    expected = (pixels / 255 - torch.tensor(transform.mean)) / torch.tensor(transform.std)
+    images = normalise(pixels, dtype=dtype, channels_last=channels_last)
+    expected = (pixels / 255 - torch.tensor(IMAGENET_MEAN)) / torch.tensor(IMAGENET_STD)
     torch.testing.assert_close(images, expected.permute(0, 3, 1, 2).to(dtype), atol=1e-5, rtol=1e-2)
     assert images.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)

@@ -14,9 +14,9 @@ NUM_IMAGES = 120
 # Every batch's labels and the loader's state are saved together, as a checkpoint saves weights and state.
 RUN = """
 import json, os, sys, time
-from stagewright.data.augment import TrainTransform
+from stagewright.data.pixels import TrainTransform
 from stagewright.data.loader import Loader
-from stagewright.data.opening import open_dataset
+from stagewright.data.source import open_dataset
 
 directory, checkpoint, batch, hold = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 saved = json.load(open(checkpoint)) if os.path.exists(checkpoint) else {"position": 0, "seen": [], "sums": []}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.texts import TEMPLATE, ids, make_tokenizer, write_lines
 
-from stagewright.data.tokenizing import Words, find_words
+from stagewright.data.text import Tokenizer, find_tokenizer
 from stagewright.data.tokens import Tokens, make_tokens, open_tokens, tokens_of_text
 from stagewright.errors import DataError
 
@@ -34,8 +34,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words(tokenizer: Path) -> Words:
-    return find_words(tokenizer)
+def words(tokenizer: Path) -> Tokenizer:
+    return find_tokenizer(tokenizer)
 
 
 def rows(tokens: Tokens) -> list[tuple[list[int], list[int]]]:
@@ -47,7 +47,7 @@ def rows(tokens: Tokens) -> list[tuple[list[int], list[int]]]:
     return made
 
 
-def test_what_counts_of_each_kind(words: Words, tmp_path: Path) -> None:
+def test_what_counts_of_each_kind(words: Tokenizer, tmp_path: Path) -> None:
     lines = [{"text": "ab c"}, {"prompt": "ab", "completion": " c"}, {"messages": CHAT}]
     found = make_tokens(write_lines(tmp_path / "a.jsonl", lines), tmp_path / "tokens", words)
     whole = [*ids("ab c"), END]
@@ -65,7 +65,7 @@ def test_a_template_that_marks_the_answers_is_believed(tmp_path: Path) -> None:
         "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
         "{% else %}{{ m['content'] }}{% endif %}<end>",
     )
-    made = find_words(make_tokenizer(tmp_path / "tokenizer", template=marked))
+    made = find_tokenizer(make_tokenizer(tmp_path / "tokenizer", template=marked))
     source = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}])
     assert rows(make_tokens(source, tmp_path / "tokens", made)) == [(CHAT_IDS, [*ids("yo"), *ids("zz")])]
 
@@ -83,7 +83,7 @@ def test_a_template_that_marks_the_answers_is_believed(tmp_path: Path) -> None:
 )
 def test_chats_that_a_template_does_not_take_are_named(template: str | None, said: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    made = find_words(make_tokenizer(tmp_path / "tokenizer", template=template))
+    made = find_tokenizer(make_tokenizer(tmp_path / "tokenizer", template=template))
     source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"messages": CHAT}])
     with pytest.raises(DataError) as refused:
         make_tokens(source, tmp_path / "tokens", made)
@@ -93,14 +93,14 @@ def test_chats_that_a_template_does_not_take_are_named(template: str | None, sai
     assert (skipped.about.num_documents, len(skipped.about.faults)) == (1, 1)
 
 
-def test_a_tokenizer_json_alone_gives_the_same_tokens(words: Words, tokenizer: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_json_alone_gives_the_same_tokens(words: Tokenizer, tokenizer: Path, tmp_path: Path) -> None:
     """What machines without transformers use."""
     source = write_lines(tmp_path / "a.jsonl", [{"text": "ab c"}, {"prompt": "ab", "completion": " c"}])
     code = (
         "import sys; sys.modules['transformers'] = None\n"
-        "from stagewright.data.tokenizing import find_words; from stagewright.data.tokens import make_tokens\n"
+        "from stagewright.data.text import find_tokenizer; from stagewright.data.tokens import make_tokens\n"
         f"make_tokens({str(source)!r}, __import__('pathlib').Path({str(tmp_path / 'alone')!r}), "
-        f"find_words({str(tokenizer)!r}))"
+        f"find_tokenizer({str(tokenizer)!r}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
     assert rows(open_tokens(tmp_path / "alone")) == rows(make_tokens(source, tmp_path / "tokens", words))
@@ -110,7 +110,7 @@ class StopError(Exception):
     """What ends a preparation in the middle."""
 
 
-def stopping(words: Words, after: int) -> Words:
+def stopping(words: Tokenizer, after: int) -> Tokenizer:
     """A tokenizer that fails after so many calls."""
     left = iter(range(after))
 
@@ -123,7 +123,7 @@ def stopping(words: Words, after: int) -> Words:
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_a_preparation_that_was_stopped_goes_on(torn: bool, words: Words, tmp_path: Path) -> None:
+def test_a_preparation_that_was_stopped_goes_on(torn: bool, words: Tokenizer, tmp_path: Path) -> None:
     source = tmp_path / "texts"
     source.mkdir()
     for name in "abc":
@@ -150,7 +150,7 @@ def test_a_preparation_that_was_stopped_goes_on(torn: bool, words: Words, tmp_pa
     assert seen[-1] == sum(found.about.sizes)
 
 
-def test_a_folder_belongs_to_its_text_and_its_tokenizer(words: Words, tmp_path: Path) -> None:
+def test_a_folder_belongs_to_its_text_and_its_tokenizer(words: Tokenizer, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     make_tokens(source, tmp_path / "tokens", words)
     make_tokens(source, tmp_path / "tokens", words)  # the same again is what is there
@@ -161,7 +161,7 @@ def test_a_folder_belongs_to_its_text_and_its_tokenizer(words: Words, tmp_path: 
             make_tokens(source, tmp_path / "tokens", wrong)
 
 
-def test_files_that_were_cut_off_are_refused(words: Words, tmp_path: Path) -> None:
+def test_files_that_were_cut_off_are_refused(words: Tokenizer, tmp_path: Path) -> None:
     made = make_tokens(write_lines(tmp_path / "a.jsonl", [{"text": "abc"}]), tmp_path / "tokens", words)
     os.truncate(made.folder / "tokens.bin", 4)
     with pytest.raises(DataError, match=r"holds 2 tokens of 1 documents, and its tokens\.json says 4"):
@@ -170,7 +170,7 @@ def test_files_that_were_cut_off_are_refused(words: Words, tmp_path: Path) -> No
         open_tokens(tmp_path)
 
 
-def test_text_without_a_word_is_refused(words: Words, tmp_path: Path) -> None:
+def test_text_without_a_word_is_refused(words: Tokenizer, tmp_path: Path) -> None:
     for name, text in (("a.txt", " \n"), ("a.jsonl", "")):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match="holds no text\n"):
@@ -180,17 +180,17 @@ def test_text_without_a_word_is_refused(words: Words, tmp_path: Path) -> None:
 def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(DataError, match=f"no tokenizer can be read from {tmp_path}"):
-        find_words(tmp_path)
+        find_tokenizer(tmp_path)
 
 
 def test_tokens_on_the_way_are_made_once(
-    words: Words, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: Tokenizer, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = write_lines(tmp_path / "a.jsonl", [{"text": "abc"}])
     first = tokens_of_text(source, str(tokenizer))
     with monkeypatch.context() as patch:
-        patch.setattr("stagewright.data.tokens.find_words", None)  # nobody needs a tokenizer any more
+        patch.setattr("stagewright.data.tokens.find_tokenizer", None)  # nobody needs a tokenizer any more
         assert tokens_of_text(source, str(tokenizer)).folder == first.folder
     write_lines(source, [{"text": "abd"}])
     assert tokens_of_text(source, str(tokenizer)).folder != first.folder

@@ -9,8 +9,17 @@ import pytest
 
 from stagewright.errors import FileError, UsageError
 from stagewright.record import Record
-from stagewright.report.cases import Case, Failure, Results, in_order, log_of, make_cases, read_results, strategy
-from stagewright.report.comparison import differences, find_base, find_pairs
+from stagewright.report.cases import (
+    Case,
+    Failure,
+    Results,
+    differences,
+    find_base,
+    find_pairs,
+    make_cases,
+    read_results,
+    strategy,
+)
 from stagewright.report.summary import sentences
 
 from .synthetic import dp, make_plan, make_record, save_all
@@ -54,7 +63,7 @@ def test_a_folder_is_read_at_any_depth_with_failures_clusters_and_logs(tmp_path:
     results = read_results(tmp_path)
 
     assert results.cases[0].record == record
-    assert log_of(results.cases[0].files[0]) == tmp_path / "deep" / "down" / "a.1.log"
+    assert results.cases[0].log == tmp_path / "deep" / "down" / "a.1.log"
     assert [failure.reason for failure in results.failures] == ["out of memory"]
 
 
@@ -118,7 +127,7 @@ def test_predictions_find_what_they_predicted_by_plan_or_by_name_and_never_acros
 def test_cases_of_one_name_stand_together_with_the_strongest_evidence_first() -> None:
     records = [make_record(source="simulated"), dp("dp", 700, 8), make_record(), make_record(source="rehearsed")]
 
-    told = [(case.name, case.source) for case in in_order(make_cases(records))]
+    told = [(case.name, case.source) for case in make_cases(records)]
 
     assert told == [
         ("vgg16-7-1", "measured"),
@@ -247,7 +256,7 @@ def test_runs_are_read_from_their_own_folders_and_called_by_them(tmp_path: Path)
     make_record("c", samples_per_s=300.0).save(tmp_path / "c.1.record.json")
     found = {case.name: case for case in read_results(tmp_path).cases}
     assert sorted(found) == ["c", "deep/second", "first"]
-    assert log_of(found["first"].files[0]) == tmp_path / "first" / "events.jsonl"
+    assert found["first"].log == tmp_path / "first" / "events.jsonl"
     assert [case.name for case in read_results(tmp_path / "first").cases] == ["first"]
 
 

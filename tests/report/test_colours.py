@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from stagewright.report.timeline import FAMILIES
+from stagewright.report.timeline import PAGE_WORDS
 
 # Machado, Oliveira and Fernandes 2009, table 1, full severity; on linear RGB.
 VISION = {
@@ -47,7 +47,7 @@ def distance(one: str, two: str, vision: str) -> float:
 @pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize("idle", IDLE.values(), ids=IDLE)
 def test_kinds_of_spans_are_told_apart_by_every_reader(vision: str, idle: str) -> None:
-    colours = {family.name: family.colour for family in FAMILIES} | {"idle": idle}
+    colours = dict(PAGE_WORDS["span_families"]) | {"idle": idle}
 
     near = {
         pair: round(distance(colours[pair[0]], colours[pair[1]], vision), 1)

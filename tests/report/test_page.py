@@ -16,7 +16,7 @@ from stagewright.cluster import find_cluster
 from stagewright.profiling.topology import join_hosts
 from stagewright.record import Record
 from stagewright.report import make_report
-from stagewright.report.timeline import action_text
+from stagewright.report.timeline import _action_text
 
 from .synthetic import make_record, make_suite
 
@@ -288,7 +288,7 @@ def test_nothing_of_a_run_is_lost_on_the_way(browser: Any, tmp_path: Path, rows:
         "return s.worker.map((w, i) => [w, s.kinds[s.kind[i]], s.batch[i], s.text[i], s.start[i], s.length[i]])"
     )
     wanted = [
-        (span.worker, span.kind, span.batch, action_text(span), (span.start_s - start_s) * 1e6,
+        (span.worker, span.kind, span.batch, _action_text(span), (span.start_s - start_s) * 1e6,
          (span.stop_s - span.start_s) * 1e6)
         for span in record.spans
     ]  # fmt: skip

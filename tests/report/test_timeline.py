@@ -11,8 +11,7 @@ import pytest
 from stagewright.record import Span
 from stagewright.report import chrome_trace, timeline_svg
 from stagewright.report.cases import make_cases
-from stagewright.report.charts import run_data
-from stagewright.report.timeline import Window, _flow_events, action_text, lanes, one_step, thin
+from stagewright.report.timeline import _action_text, _flow_events, _lanes, _one_step, _thin, _Window, run_data
 
 from .synthetic import make_record
 
@@ -25,31 +24,31 @@ def test_computing_has_one_lane_and_overlapping_transfers_have_their_own() -> No
         Span(0, "G", 0, 0, -1, 3.0, 5.0, 0),  # the first lane is free again
         Span(1, "RF", 0, 0, 0, 1.0, 3.0, 0),  # another worker
     )
-    assert lanes(spans) == (0, 1, 2, 1, 1)
+    assert _lanes(spans) == (0, 1, 2, 1, 1)
 
 
 def test_more_overlap_than_lanes_shares_the_last() -> None:
-    assert lanes([Span(0, "RF", 0, 0, number, 0.0, 1.0, 1) for number in range(5)]) == (1, 2, 3, 3, 3)
+    assert _lanes([Span(0, "RF", 0, 0, number, 0.0, 1.0, 1) for number in range(5)]) == (1, 2, 3, 3, 3)
 
 
 def test_actions_are_written_as_in_schedules() -> None:
     told = [
-        action_text(Span(0, "F", 0, 7, 3, 0, 1)),
-        action_text(Span(0, "SF", 0, 7, 3, 0, 1, 5)),
-        action_text(Span(0, "G", 0, 7, -1, 0, 1, 2)),
-        action_text(Span(0, "data", 0, 7, -1, 0, 1)),
+        _action_text(Span(0, "F", 0, 7, 3, 0, 1)),
+        _action_text(Span(0, "SF", 0, 7, 3, 0, 1, 5)),
+        _action_text(Span(0, "G", 0, 7, -1, 0, 1, 2)),
+        _action_text(Span(0, "data", 0, 7, -1, 0, 1)),
     ]
     assert told == ["F0.3", "SF0.3>5", "G0/2", "data"]
 
 
 def test_the_step_shown_is_the_batch_in_the_middle() -> None:
     spans = [Span(0, "F", 0, batch, 0, batch, batch + 0.5) for batch in range(5)]
-    assert one_step(spans) == Window(2.0, 2.5)
+    assert _one_step(spans) == _Window(2.0, 2.5)
 
 
 def test_thinning_keeps_whole_batches_around_the_middle() -> None:
     spans = [Span(0, "F", 0, batch, number, batch, batch + 0.5) for batch in range(5) for number in range(10)]
-    kept = thin(spans, 30)
+    kept = _thin(spans, 30)
     assert {span.batch for span in kept} == {1, 2, 3}
     assert len(kept) == 30
 
@@ -109,5 +108,5 @@ def test_two_transfers_of_the_same_rows_are_paired_in_the_order_of_their_issue()
         Span(0, "SF", 2, 0, 0, 2.0, 3.0, 1),  # an interleaved stage, between the same workers
         Span(1, "RF", 3, 0, 0, 2.0, 3.0, 0),
     )
-    events = [event for event in _flow_events(spans, lanes(spans)) if event["ph"] == "f"]
+    events = [event for event in _flow_events(list(zip(spans, _lanes(spans)))) if event["ph"] == "f"]
     assert [event["ts"] for event in events] == [1e6, 3e6]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
-from stagewright.bench.machine import descendants
+from stagewright.bench.machine import _descendants
 from stagewright.errors import RunError
 from tests.runtime.running import ROOT, run_here
 
@@ -126,7 +126,7 @@ def test_nothing_outlives_the_launcher(script: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     try:
         assert wait_for(lambda: len(left(script)) == 2)
-        family = descendants(launcher.pid)
+        family = _descendants(launcher.pid)
         assert len(family) >= 3
     finally:
         launcher.send_signal(signal.SIGKILL)

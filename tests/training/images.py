@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from stagewright.data.augment import IMAGENET_MEAN, IMAGENET_STD
-from stagewright.data.writing import _numbered_classes, write_images
+from stagewright.data.pixels import IMAGENET_MEAN, IMAGENET_STD
+from stagewright.data.records import _numbered_classes, write_images
 
 SIZE = 16
 

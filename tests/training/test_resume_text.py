@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.data.tokenizing import find_words
+from stagewright.data.text import find_tokenizer
 from stagewright.data.tokens import make_tokens
 from stagewright.training.events import read_events
 from tests.texts import make_tokenizer, write_lines
@@ -71,7 +71,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(BATCH * PER_EPOCH)
     ]
     source = write_lines(folder / "rows.jsonl", lines)
-    return make_tokens(source, folder / "tokens", find_words(make_tokenizer(folder / "tokenizer"))).folder
+    return make_tokens(source, folder / "tokens", find_tokenizer(make_tokenizer(folder / "tokenizer"))).folder
 
 
 @pytest.mark.timeout(3 * LIMIT_S)

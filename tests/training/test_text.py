@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stagewright.cli import main
 from stagewright.data.packing import TokenRows, pack
-from stagewright.data.tokenizing import find_words
+from stagewright.data.text import find_tokenizer
 from stagewright.data.tokens import make_tokens
 from stagewright.models import Layered, build_model, make_layered
 from stagewright.models.loss import token_cross_entropy_sum
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> TokenRows:
-    return pack(make_tokens(folder / "rows.jsonl", folder / "tokens", find_words(folder / "tokenizer")), LENGTH)
+    return pack(make_tokens(folder / "rows.jsonl", folder / "tokens", find_tokenizer(folder / "tokenizer")), LENGTH)
 
 
 @pytest.fixture(scope="module")

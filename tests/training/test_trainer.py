@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stagewright.data.packing import TokenRows, pack, rows_of_batch
-from stagewright.data.tokenizing import find_words
+from stagewright.data.text import find_tokenizer
 from stagewright.data.tokens import make_tokens
 from stagewright.record import Record
 from tests.texts import make_tokenizer, write_lines
@@ -41,7 +41,7 @@ def rows(model: Path) -> TokenRows:
     """Prompts and completions: from one row to the next more or fewer tokens count."""
     words = [f"{a}{b}" for a in "abcdefgh" for b in "klmnopqr"]
     lines = [{"prompt": word, "completion": word * (1 + number % 6)} for number, word in enumerate(words)]
-    return pack(make_tokens(write_lines(model / "rows.jsonl", lines), model / "tokens", find_words(model)), LENGTH)
+    return pack(make_tokens(write_lines(model / "rows.jsonl", lines), model / "tokens", find_tokenizer(model)), LENGTH)
 
 
 def trainer_losses(model: Path, rows: TokenRows, folder: Path) -> list[float]:

@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from stagewright.report.cases import Case, plan_key, read_results
-from stagewright.report.comparison import differences
+from stagewright.report.cases import Case, differences, plan_key, read_results
 
 _Verdict = Literal["faster", "slower", "noise", "same", "too few runs", "not the same work", "only in A", "only in B"]
 _LEVEL = 0.05
@@ -62,12 +61,12 @@ def _compare_cases(one: Case, two: Case) -> Comparison:
     unlike += [] if plan_key(one.plan) == plan_key(two.plan) else ["the plans differ"]
     if unlike:
         return made._replace(verdict="not the same work", why="; ".join(unlike))
-    ratio = two.samples_per_s / one.samples_per_s
+    ratio = two.gain(one)
     made = made._replace(before=one.samples_per_s, after=two.samples_per_s, ratio=ratio)
     if one.source == "simulated":
         # Nothing wavers in a simulation: any difference is a change.
         return made._replace(verdict="same" if abs(ratio - 1) <= 1e-9 else "faster" if ratio > 1 else "slower")
-    if _smallest_p(*made.runs) > _LEVEL:
+    if 2 / comb(sum(made.runs), made.runs[0]) > _LEVEL:  # the smallest p that the rank test can give
         why = "no result could tell so few runs from chance: 4 on either side can"
         return made._replace(verdict="too few runs", why=why)
     low, high = _ratio_interval(one.rates, two.rates)
@@ -85,17 +84,14 @@ def _judge(made: Sequence[Comparison]) -> list[Comparison]:
     ]  # fmt: skip
 
 
-def _smallest_p(first: int, second: int) -> float:
-    """The smallest p that the rank test can give for so many observations."""
-    return min(1.0, 2 / comb(first + second, first))
-
-
 def _rank_test(first: Sequence[float], second: Sequence[float]) -> float:
     """How probable a difference of ranks at least this large is, if both come from one distribution; two-sided.
 
     Σ ranks of `first` against all ways to deal the same ranks, ties shared, to so many observations.
     """
-    ranks = _middle_ranks((*first, *second))
+    _, places, counts = np.unique((*first, *second), return_inverse=True, return_counts=True)
+    # From 1; equal values share the mean of theirs.
+    ranks: list[float] = (np.cumsum(counts) - (counts - 1) / 2)[places].tolist()
     number, total = len(first), len(ranks)
     expected = number * sum(ranks) / total
     found = abs(sum(ranks[:number]) - expected)
@@ -106,14 +102,6 @@ def _rank_test(first: Sequence[float], second: Sequence[float]) -> float:
     spread = sum((rank - sum(ranks) / total) ** 2 for rank in ranks)
     variance = spread * number * (total - number) / (total * (total - 1))
     return erfc(max(found - 0.5, 0.0) / sqrt(2 * variance)) if variance else 1.0
-
-
-def _middle_ranks(values: Sequence[float]) -> list[float]:
-    """Each value's rank from 1; equal values share the mean of theirs."""
-    ordered = sorted(values)
-    first = {value: place for place, value in reversed(list(enumerate(ordered, 1)))}
-    last = {value: place for place, value in enumerate(ordered, 1)}
-    return [(first[value] + last[value]) / 2 for value in values]
 
 
 def _ratio_interval(first: Sequence[float], second: Sequence[float], share: float = 0.95) -> tuple[float, float]:
@@ -134,8 +122,7 @@ def changed_facts(before: Path, after: Path) -> list[tuple[str, str, str]]:
 def _facts_of(folder: Path) -> dict[str, str]:
     """The facts of a folder's records; several values of one fact stand side by side."""
     found: dict[str, dict[str, None]] = {}
-    for case in read_results(folder).cases:
-        for record in case.records:
-            for key, value in record.environment.items():
-                found.setdefault(key, {})[value] = None
+    for record in (record for case in read_results(folder).cases for record in case.records):
+        for key, value in record.environment.items():
+            found.setdefault(key, {})[value] = None
     return {key: " | ".join(values) for key, values in found.items()}

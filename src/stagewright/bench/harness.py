@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import sys
 import time
@@ -35,12 +36,11 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 
-from stagewright.bench.machine import Look, Seen, Watch, card_of, identity, look_at_cards, look_at_workers
+from stagewright.bench.machine import PACKAGES, Watch, look_at_cards, look_at_workers
 from stagewright.bench.task import Task
 from stagewright.errors import FileError, StagewrightError, UsageError
 from stagewright.record import Record
 from stagewright.report.cases import FAILURE_END, RECORD_END, Case, Failure
-from stagewright.report.comparison import peak_bytes
 from stagewright.report.figures import too_full
 from stagewright.runtime.launch.process import check_server, start_process
 from stagewright.schema import Saved, dump_json, schema
@@ -48,6 +48,8 @@ from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.whatif import Scenario
 
 _DOES_NOT_FIT = "does not fit"
+_IDENTITY = ("host", "cpu", "gpu", "driver", "commit", *PACKAGES)
+"""What makes two sessions one and the same measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,8 @@ def run_suite(
 ) -> Iterator[Progress]:
     """Runs what is left of a suite, with `retry` also what failed, and tells of every run as it ends."""
     runs = [(task, _Place(folder, task.case.name, number)) for number in range(1, repetitions + 1) for task in tasks]
-    took: dict[str, list[float]] = {}
-    with locked(folder):
+    took: list[tuple[Task, float]] = []
+    with _locked(folder):
         _begin(folder, suite, tasks, repetitions, session.facts)
         for _, place in runs if retry else ():
             place.path(FAILURE_END).unlink(missing_ok=True)
@@ -87,12 +89,10 @@ def run_suite(
                 continue
             started = time.monotonic()
             result, seconds = _run_once(task, place, session), time.monotonic() - started
-            took.setdefault(task.case.name, []).append(seconds)
+            took.append((task, seconds))
             left = [other for other, at in runs if _is_due(other, at)]
             done = sum(at.is_done for _, at in runs)
-            yield Progress(
-                task, place.number, result, seconds, done, done + len(left), _seconds_left(left, tasks, took)
-            )
+            yield Progress(task, place.number, result, seconds, done, done + len(left), _seconds_left(left, took))
         for task in tasks:
             _pack(folder, task.case.name)
 
@@ -106,14 +106,16 @@ def _is_due(task: Task, place: _Place) -> bool:
     return not any(one.has_failed for one in earlier) or any(one.is_done and not one.has_failed for one in earlier)
 
 
-def _seconds_left(left: Sequence[Task], tasks: Sequence[Task], took: Mapping[str, Sequence[float]]) -> float | None:
+def _seconds_left(left: Sequence[Task], took: Sequence[tuple[Task, float]]) -> float | None:
     """How long the rest takes: a case's own mean, or for a case not run yet that of the others of its mode."""
-    alike = {
-        task.mode: [each for one in tasks if one.mode == task.mode for each in took.get(one.case.name, ())]
-        for task in left
-    }
-    each = [took.get(task.case.name) or alike[task.mode] for task in left]
-    return sum(map(mean, each)) if all(each) else None
+    total = 0.0
+    for task in left:
+        own = [each_s for other, each_s in took if other.case.name == task.case.name]
+        alike = own or [each_s for other, each_s in took if other.mode == task.mode]
+        if not alike:
+            return None
+        total += mean(alike)
+    return total
 
 
 class Row(NamedTuple):
@@ -136,31 +138,29 @@ class Row(NamedTuple):
 
 def rows_of(tasks: Sequence[Task], folder: Path) -> list[Row]:
     """Every case with what its repetitions came to, in the suite's order."""
-    return [_row_of(task, folder / task.case.name) for task in tasks]
-
-
-def _row_of(task: Task, home: Path) -> Row:
-    """The row of one case."""
-    records = [Record.load(path) for path in sorted(home.glob(f"*{RECORD_END}"))]
-    failures = [Failure.load(path) for path in sorted(home.glob(f"*{FAILURE_END}"))]
-    reason = failures[0].reason if failures else "" if records else "not run"
-    empty = Row(task.case.name, task.source, task.case.model, task.case.placement, reason=reason)
-    if not records:
-        return empty
-    case = Case(records=tuple(records), files=())
-    too_full = (note for note in records[0].notes if note.startswith(_DOES_NOT_FIT))
-    return empty._replace(
-        repetitions=len(records), images_per_s=case.samples_per_s, low=min(case.rates), high=max(case.rates),
-        step_images=records[0].step_samples, step_s=case.step_s, peak_bytes=peak_bytes(case) or None,
-        reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *too_full),
-    )  # fmt: skip
+    rows = []
+    for task in tasks:
+        home = folder / task.case.name
+        records = [Record.load(path) for path in sorted(home.glob(f"*{RECORD_END}"))]
+        failures = [Failure.load(path) for path in sorted(home.glob(f"*{FAILURE_END}"))]
+        reason = failures[0].reason if failures else "" if records else "not run"
+        row = Row(task.case.name, task.source, task.case.model, task.case.placement, reason=reason)
+        if records:
+            case = Case(records=tuple(records), files=())
+            does_not_fit = (note for note in records[0].notes if note.startswith(_DOES_NOT_FIT))
+            row = row._replace(
+                repetitions=len(records), images_per_s=case.samples_per_s, low=min(case.rates), high=max(case.rates),
+                step_images=records[0].step_samples, step_s=case.step_s, peak_bytes=case.peak_bytes or None,
+                reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *does_not_fit),
+            )  # fmt: skip
+        rows.append(row)
+    return rows
 
 
 # ── one run ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _run_once(task: Task, place: _Place, session: Session) -> Record | Failure:
-    """Runs a repetition and counts it; the result."""
     run = place.clear()
     facts = {**session.facts, "command": task.command}
     place.path(".environment.json").write_text(dump_json(facts), encoding="utf-8")
@@ -179,7 +179,6 @@ def _run_once(task: Task, place: _Place, session: Session) -> Record | Failure:
 
 
 def _failure(task: Task, reason: str) -> Failure:
-    """The row of a case that gave no record."""
     case = task.case
     return Failure(
         name=case.name, reason=reason[:600], model=case.model, placement=case.placement, source=task.source,
@@ -216,7 +215,9 @@ def _run_process(task: Task, place: _Place, run: Path, session: Session) -> Reco
     words, log = [*session.program, *task.words, "-o", str(run), "--json"], place.path(".log")
     log.write_text(f"$ {task.command}\n", encoding="utf-8")
     process = start_process("run", words, os.environ, log)
-    with Watch(_look_of(task, process.pid or 0, session)) as watch:
+    uses_cards = session.num_cards > 0 and task.case.device != "cpu" and task.mode == "train"
+    look = look_at_cards() if uses_cards else look_at_workers(process.pid or 0, alone=task.num_workers == 1)
+    with Watch(look) as watch:
         status = _ended(process, task.case.limit_s)
     check_server([process])
     place.path(".samples.csv").write_text(watch.table(), encoding="utf-8")
@@ -225,12 +226,6 @@ def _run_process(task: Task, place: _Place, run: Path, session: Session) -> Reco
         return _finish(Record.load(saved), task, session, watch.seen())
     said = log.read_text(encoding="utf-8", errors="replace")
     return _failure(task, _reason_of(status, task.case.limit_s, said.partition("\n")[2], run))
-
-
-def _look_of(task: Task, process: int, session: Session) -> Look:
-    """Cards where the case uses them, else its worker processes."""
-    uses_cards = session.num_cards > 0 and task.case.device != "cpu" and task.mode == "train"
-    return look_at_cards() if uses_cards else look_at_workers(process, alone=task.num_workers == 1)
 
 
 def _ended(process: BaseProcess, limit_s: float) -> int | None:
@@ -260,33 +255,38 @@ def _reason_of(status: int | None, limit_s: float, said: str, run: Path) -> str:
 
 def _own_words(said: str, run: Path) -> str:
     """The last `error: …` of a log with the lines that belong to it, or its last line."""
-    lines = said.rstrip().splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-    if not starts:
-        return lines[-1].strip() if lines else ""
-    block = [lines[starts[-1]].removeprefix("error: ")]
-    for line in lines[starts[-1] + 1 :]:
-        if not line.startswith("       "):
-            break
-        block.append(line.strip())
+    blocks = re.findall(r"^error: .*(?:\n {7}.*)*", said, re.MULTILINE)
+    if not blocks:
+        return said.rstrip().rpartition("\n")[2].strip()
+    lines = [line.strip() for line in blocks[-1].removeprefix("error: ").splitlines()]
     # Where its files lay while it ran says nothing to who reads the row.
-    return "; ".join(line for line in block if str(run) not in line)
+    return "; ".join(line for line in lines if str(run) not in line)
 
 
-def _finish(record: Record, task: Task, session: Session, seen: Mapping[int, Seen]) -> Record:
+def _finish(record: Record, task: Task, session: Session, seen: Mapping[int, tuple[int, float | None]]) -> Record:
     """The record under the case's name, with what was seen from outside and where it ran."""
     cards = session.num_cards if task.case.device != "cpu" else 0
-    devices = tuple(
-        use if (found := seen.get(card_of(number, cards))) is None
-        else replace(use, driver_bytes=max(found.peak_bytes, use.driver_bytes or 0), driver_share=found.busy_share)
-        for number, use in enumerate(record.devices)
-    )  # fmt: skip
+    devices = []
+    for worker, use in enumerate(record.devices):
+        peak_bytes, share = seen.get(_card_of(worker, cards), (None, None))
+        if peak_bytes is not None:
+            use = replace(use, driver_bytes=max(peak_bytes, use.driver_bytes or 0), driver_share=share)
+        devices.append(use)
     shared = f"{record.cluster}, {task.num_workers} workers on {cards}" if task.notes and cards else record.cluster
     facts = {**record.environment, **{key: value for key, value in session.facts.items() if key != "host"}}
     return replace(
         record, name=task.case.name, source=task.source, cluster=shared, command=task.command, environment=facts,
-        devices=devices, notes=(*task.notes, *record.notes),
+        devices=tuple(devices), notes=(*task.notes, *record.notes),
     )  # fmt: skip
+
+
+def _card_of(worker: int, num_cards: int) -> int:
+    """The card that a worker of one host uses, as the driver numbers them; without cards, the worker itself."""
+    if not num_cards:
+        return worker
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    own = worker % num_cards
+    return int(visible[own]) if own < len(visible) and visible[own].isdecimal() else own
 
 
 # ── the folder ──────────────────────────────────────────────────────────────────────────────────────────
@@ -320,12 +320,10 @@ class _Place:
 
     @property
     def is_done(self) -> bool:
-        """Whether the repetition has been counted, well or badly ended."""
         return self.path(RECORD_END).exists() or self.has_failed
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended badly."""
         return self.path(FAILURE_END).exists()
 
     def clear(self) -> Path:
@@ -339,7 +337,7 @@ class _Place:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Holds the folder, so that no other process counts there meanwhile; the kernel lets go of it with the process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -357,37 +355,36 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _begin(folder: Path, suite: str, tasks: Sequence[Task], repetitions: int, facts: Mapping[str, str]) -> None:
     """Writes down what is measured here; refuses to add to results of other settings, machines or commits."""
-    commands = {task.case.name: task.command for task in tasks}
-    path = folder / "bench.json"
-    before = _Begun.load(path) if path.exists() else None
-    if before is not None:
-        _check_same(folder, before, suite, commands, identity(facts))
+    path, commands = folder / "bench.json", {task.case.name: task.command for task in tasks}
+    identity = {key: facts[key] for key in _IDENTITY if key in facts}
+    if path.exists():
+        before = _Begun.load(path)
+        if other := _difference(before, suite, commands, identity):
+            todo = "use another folder with -o; `stagewright bench compare` sets the two against one another"
+            raise UsageError(f"{folder} {other}", todo)
         commands = {**before.commands, **commands}
         repetitions = max(repetitions, before.repetitions)
-    _Begun(suite=suite, repetitions=repetitions, commands=commands, identity=identity(facts)).save(path)
+    _Begun(suite=suite, repetitions=repetitions, commands=commands, identity=identity).save(path)
     for cluster in {task.cluster.name: task.cluster for task in tasks if task.cluster is not None}.values():
         cluster.save(folder / f"{cluster.name}.cluster.yaml")
 
 
-def _check_same(folder: Path, before: _Begun, suite: str, commands: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuses a folder whose results are not of the same suite, cases, machine and commit."""
-    todo = "use another folder with -o; `stagewright bench compare` sets the two against one another"
+def _difference(before: _Begun, suite: str, commands: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What a folder has that is not of the same suite, cases, machine and commit."""
     if before.suite != suite:
-        raise UsageError(f"{folder} holds results of the suite {before.suite}, not of {suite}", todo)
+        return f"holds results of the suite {before.suite}, not of {suite}"
     for key in dict.fromkeys((*before.identity, *now)):
         then, this = before.identity.get(key, "none"), now.get(key, "none")
         if then != this:
-            raise UsageError(f"{folder} was begun with {key} {then}, and here it is {this}", todo)
+            return f"was begun with {key} {then}, and here it is {this}"
     for name in before.commands.keys() & commands.keys():
         # A case that could not run then has no results that another command would spoil.
         if before.commands[name] not in ("", commands[name]):
-            raise UsageError(
-                f"{folder} holds results of {name} as `{before.commands[name]}`, which is now `{commands[name]}`", todo
-            )
+            return f"holds results of {name} as `{before.commands[name]}`, which is now `{commands[name]}`"
+    return ""
 
 
 def _pack(folder: Path, case: str) -> Path:
-    """One archive of everything that a case left, written whole or not at all."""
     home = folder / case
     path, part = home / f"{case}.zip", home / f".{case}.zip.part"
     files = sorted(file for file in home.rglob("*") if file.is_file() and file not in (path, part))

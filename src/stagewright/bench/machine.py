@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from stagewright.cluster import count
 from stagewright.profiling.detect import ask, memory_bytes, num_cores
 from stagewright.profiling.topology import without_colours
 
 _Asker = Callable[[Sequence[str]], str | None]
-_PACKAGES = ("stagewright", "torch", "numpy")
+PACKAGES = ("stagewright", "torch", "numpy")
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "STAGEWRIGHT_")
 """How the names of variables begin that change how a run computes; others may hold what is nobody's business."""
-_IDENTITY = ("host", "cpu", "gpu", "driver", "commit", *_PACKAGES)
-"""What makes two sessions one and the same measurement."""
+_Figures = Iterator[tuple[int, int, float | None]]
+_Look = Callable[[], _Figures]
+"""Looks at every device once: its number, bytes, and busy share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,40 +52,32 @@ def look_here() -> Here:
 
 def capture(ask: _Asker = ask, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The facts, by name; those that cannot be known are left out."""
+    listing = ask(("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")) or ""
+    cards = [line.strip() for line in listing.splitlines() if line.strip()]
     facts = {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
         "cpu": f"{_cpu_name()}, {count(num_cores(), 'core')} to use, {memory_bytes() / 2**30:.1f} GiB",
-        "gpu": _gpus(ask),
+        "gpu": "; ".join(f"{cards.count(card)} × {card}" for card in dict.fromkeys(cards)),
         "driver": _first_line(ask(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))),
         "topology": without_colours(ask(("nvidia-smi", "topo", "-m")) or "").strip(),
         "python": sys.version.split()[0],
-        **{name: _installed(name) for name in _PACKAGES},
+        **{name: _installed(name) for name in PACKAGES},
         "commit": _commit(ask),
-        "variables": _variables(environ),
+        "variables": " ".join(f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(_VARIABLES)),
     }
     return {key: value for key, value in facts.items() if value}
 
 
 def _cpu_name() -> str:
-    """What the processor calls itself."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    text = _read(Path("/proc/cpuinfo"))
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
-def _gpus(ask: _Asker) -> str:
-    """`8 × TITAN V, 12066 MiB`, kind by kind."""
-    listing = ask(("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")) or ""
-    kinds = [line.strip() for line in listing.splitlines() if line.strip()]
-    return "; ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
-
-
-def _installed(name: str) -> str:
-    """The version of a package, nothing where it is not installed."""
+def _installed(package: str) -> str:
     try:
-        return version(name)
+        return version(package)
     except PackageNotFoundError:
         return ""
 
@@ -97,32 +90,14 @@ def _commit(ask: _Asker) -> str:
     return f"{found} with changes" if found and changed and changed.strip() else found
 
 
-def _variables(environ: Mapping[str, str]) -> str:
-    """`OMP_NUM_THREADS=1 …`: the variables that matter, sorted."""
-    return " ".join(f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(_VARIABLES))
-
-
 def _first_line(text: str | None) -> str:
-    """The first line of what a command printed, nothing where it failed."""
-    lines = (text or "").strip().splitlines()
-    return lines[0].strip() if lines else ""
+    return next(iter((text or "").strip().splitlines()), "").strip()
 
 
-def identity(facts: Mapping[str, str]) -> dict[str, str]:
-    """The facts that must be the same for repetitions to be repetitions."""
-    return {key: facts[key] for key in _IDENTITY if key in facts}
+# ── seen from outside ───────────────────────────────────────────────────────────────────────────────────
 
 
-def card_of(worker: int, num_cards: int) -> int:
-    """The card that a worker of one host uses, as the driver numbers them; without cards, the worker itself."""
-    if not num_cards:
-        return worker
-    visible: Sequence[str] = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    own = worker % num_cards
-    return int(visible[own]) if own < len(visible) and visible[own].isdecimal() else own
-
-
-class Sample(NamedTuple):
+class _Sample(NamedTuple):
     """One look at one device."""
 
     time_s: float
@@ -133,26 +108,11 @@ class Sample(NamedTuple):
     busy_share: float | None
 
 
-class Seen(NamedTuple):
-    """What one device came to."""
-
-    peak_bytes: int
-    busy_share: float | None
-    """The mean while it was in use."""
-
-
-class Look(Protocol):
-    """Looks at every device once."""
-
-    def __call__(self) -> Iterator[tuple[int, int, float | None]]:
-        """(device, bytes, busy share) of each device."""
-
-
 class Watch:
     """Samples devices in a thread of its own, from `with` to its end."""
 
-    def __init__(self, look: Look, interval_s: float = 0.2) -> None:
-        self.samples: list[Sample] = []
+    def __init__(self, look: _Look, interval_s: float = 0.2) -> None:
+        self.samples: list[_Sample] = []
         self._look, self._interval_s, self._is_over = look, interval_s, threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._start_s = time.monotonic()
@@ -168,15 +128,19 @@ class Watch:
     def _run(self) -> None:
         while not self._is_over.is_set():
             now = time.monotonic() - self._start_s
-            self.samples += [Sample(now, *found) for found in self._look()]
+            self.samples += [_Sample(now, *found) for found in self._look()]
             self._is_over.wait(self._interval_s)
 
-    def seen(self) -> dict[int, Seen]:
-        """Each device's peak and its mean utilisation; moments without any use, at start and end, do not count."""
-        groups: dict[int, list[Sample]] = defaultdict(list)
+    def seen(self) -> dict[int, tuple[int, float | None]]:
+        """Each device's peak in bytes, and its mean utilisation while it was in use."""
+        groups: dict[int, list[_Sample]] = defaultdict(list)
         for sample in self.samples:
             groups[sample.device].append(sample)
-        return {device: _summary(samples) for device, samples in groups.items()}
+        used = {device: [one.busy_share for one in group if one.busy_share] for device, group in groups.items()}
+        return {
+            device: (max(one.memory_bytes for one in group), mean(used[device]) if used[device] else None)
+            for device, group in groups.items()
+        }
 
     def table(self) -> str:
         """Every sample as a line of CSV."""
@@ -188,13 +152,7 @@ class Watch:
         return "\n".join(lines) + "\n"
 
 
-def _summary(samples: list[Sample]) -> Seen:
-    """A device's samples in two figures."""
-    shares = [sample.busy_share for sample in samples if sample.busy_share]
-    return Seen(max(sample.memory_bytes for sample in samples), mean(shares) if shares else None)
-
-
-def look_at_cards() -> Look:
+def look_at_cards() -> _Look:
     """Asks the driver: by its library where that is installed, else by nvidia-smi."""
     try:
         import pynvml
@@ -204,23 +162,18 @@ def look_at_cards() -> Look:
         return _by_nvidia_smi
     cards = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
-    def look() -> Iterator[tuple[int, int, float | None]]:
+    def look() -> _Figures:
         for number, card in enumerate(cards):
-            yield number, *_card_figures(pynvml, card)
+            try:
+                used = int(pynvml.nvmlDeviceGetMemoryInfo(card).used)
+                yield number, used, pynvml.nvmlDeviceGetUtilizationRates(card).gpu / 100
+            except pynvml.NVMLError:  # the driver does not say
+                yield number, 0, None
 
     return look
 
 
-def _card_figures(library: Any, card: Any) -> tuple[int, float | None]:
-    """Bytes in use and the share of time with a kernel running; 0 and None where the driver does not say."""
-    try:
-        used = int(library.nvmlDeviceGetMemoryInfo(card).used)
-        return used, library.nvmlDeviceGetUtilizationRates(card).gpu / 100
-    except library.NVMLError:
-        return 0, None
-
-
-def _by_nvidia_smi() -> Iterator[tuple[int, int, float | None]]:
+def _by_nvidia_smi() -> _Figures:
     """The same figures from nvidia-smi's own words; none where it is missing."""
     listing = ask(("nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits")) or ""
     for number, line in enumerate(listing.strip().splitlines()):
@@ -229,16 +182,17 @@ def _by_nvidia_smi() -> Iterator[tuple[int, int, float | None]]:
             yield number, int(used) << 20, int(busy) / 100 if busy.isdecimal() else None
 
 
-def look_at_workers(parent: int, *, alone: bool, clock: Callable[[], float] = time.monotonic) -> Look:
+def look_at_workers(parent: int, *, alone: bool, clock: Callable[[], float] = time.monotonic) -> _Look:
     """Looks at the worker processes that descend from a process: resident memory, and processor time since last time.
 
     A worker is known by its name, or by RANK in its environment; a run of one worker is that worker itself.
     """
     before: dict[int, tuple[float, float]] = {}
 
-    def look() -> Iterator[tuple[int, int, float | None]]:
+    def look() -> _Figures:
         now = clock()
-        for worker, process in ({0: parent} if alone else _workers_of(parent)).items():
+        ranked = ((0, parent),) if alone else ((_rank_of(process), process) for process in _descendants(parent))
+        for worker, process in {rank: process for rank, process in ranked if rank is not None}.items():
             found = _process_figures(process)
             if found is None:
                 continue
@@ -251,12 +205,7 @@ def look_at_workers(parent: int, *, alone: bool, clock: Callable[[], float] = ti
     return look
 
 
-def _workers_of(parent: int) -> dict[int, int]:
-    """The process of each worker, by its rank."""
-    return {rank: process for process in descendants(parent) if (rank := _rank_of(process)) is not None}
-
-
-def descendants(parent: int) -> list[int]:
+def _descendants(parent: int) -> list[int]:
     """The processes that a process started, and those that they did."""
     children: dict[int, list[int]] = defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -162,7 +162,6 @@ def make_suite(plain: object, *, where: str = "the suite") -> Suite:
 
 
 def _make_case(keys: Mapping[str, Any]) -> Case:
-    """The case with these keys, each of the right kind."""
     known = {each.key for each in section_keys(PlanOptions)}
     name = keys["name"]
     plan = read_section(
@@ -202,44 +201,32 @@ def _check_cases(cases: Sequence[Case]) -> None:
 # ── matrices and inheritance ────────────────────────────────────────────────────────────────────────────
 
 
-def _expand(defaults: _Keys, settings: Mapping[str, _Keys], cases: Sequence[_Keys]) -> list[dict[str, Any]]:
-    """The keys of every case, matrices and inheritance written out."""
-    made = []
+def _expand(defaults: _Keys, settings: Mapping[str, _Keys], cases: Sequence[_Keys]) -> Iterator[dict[str, Any]]:
     for number, case in enumerate(cases):
         if not isinstance(case.get("name"), str) or not case["name"]:
             raise UsageError(f"case number {number + 1} has no name", "give it one: name: vgg16-dp")
         for chosen in _combinations(case):
-            made.append(_inherit(defaults, settings, case, chosen))
-    return made
+            yield _inherit(defaults, settings, case, chosen)
 
 
 def _combinations(case: _Keys) -> Iterator[dict[str, Any]]:
     """One value of every axis of a case's matrix, in the order in which they are written; but those left out."""
-    matrix = case.get("matrix", {})
-    where = f"case {case['name']!r}: key matrix"
+    matrix, without, where = case.get("matrix", {}), case.get("without", []), f"case {case['name']!r}: key"
     if not isinstance(matrix, Mapping):
-        raise UsageError(f"{where} is {shown(matrix)}: expected lists of values by key")
+        raise UsageError(f"{where} matrix is {shown(matrix)}: expected lists of values by key")
     for key, values in matrix.items():
         if not isinstance(values, list) or not values:
-            raise UsageError(f"{where}.{key} is {shown(values)}: expected a list of values")
+            raise UsageError(f"{where} matrix.{key} is {shown(values)}: expected a list of values")
         if key in case and key != "like":
-            raise UsageError(f"case {case['name']!r}: key {key} is given and is in the matrix", "leave one of them out")
-    excluded = _left_out(case)
+            raise UsageError(f"{where} {key} is given and is in the matrix", "leave one of them out")
+    excluded = without if isinstance(without, list) else [without]
+    for some in excluded:
+        if not isinstance(some, Mapping) or not some or not some.keys() <= matrix.keys():
+            raise UsageError(f"{where} without holds {shown(some)}: expected values of keys of the matrix")
     for values in product(*matrix.values()):
         chosen = dict(zip(matrix, values))
-        if not any(all(chosen.get(key) == value for key, value in some.items()) for some in excluded):
+        if not any(some.items() <= chosen.items() for some in excluded):
             yield chosen
-
-
-def _left_out(case: _Keys) -> Sequence[_Keys]:
-    """The combinations that a case goes without; each must name axes of its matrix."""
-    excluded = case.get("without", [])
-    for some in excluded if isinstance(excluded, list) else [excluded]:
-        if not isinstance(some, Mapping) or not some or not some.keys() <= case.get("matrix", {}).keys():
-            raise UsageError(
-                f"case {case['name']!r}: key without holds {shown(some)}: expected values of keys of the matrix"
-            )
-    return excluded  # type: ignore[no-any-return]
 
 
 def _inherit(defaults: _Keys, settings: Mapping[str, _Keys], case: _Keys, chosen: _Keys) -> dict[str, Any]:
@@ -256,7 +243,6 @@ def _inherit(defaults: _Keys, settings: Mapping[str, _Keys], case: _Keys, chosen
 
 
 def _names_of(like: object, case: str) -> list[str]:
-    """The settings that a `like` names: one, or a list."""
     names = like if isinstance(like, list) else [] if like is None else [like]
     if not all(isinstance(name, str) for name in names):
         raise UsageError(f"case {case!r}: key like is {shown(like)}: expected names of settings")

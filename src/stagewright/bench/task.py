@@ -83,31 +83,26 @@ class Task:
 
 
 def make_tasks(suite: Suite, choices: Choices, here: Here, check: _CheckWords) -> tuple[Task, ...]:
-    """A task for each chosen case; raises for what no machine could run."""
-    cases = _chosen_cases(suite, choices)
-    tasks = tuple(_make_task(_with_choices(case, choices), suite, choices, here) for case in cases)
+    """A task for each case whose name matches one of the chosen patterns; raises for what no machine could run."""
+    for pattern in choices.only:
+        if not any(fnmatchcase(case.name, pattern) for case in suite.cases):
+            raise UsageError(
+                f"--only {pattern!r} matches no case of {suite.name}", f"see `stagewright bench {suite.name} --list`"
+            )
+    tasks = []
+    for case in suite.cases:
+        if any(fnmatchcase(case.name, pattern) for pattern in choices.only or ("*",)):
+            tasks.append(_make_task(_with_choices(case, choices), suite, choices, here))
     for task in tasks:
         try:
             if task.words:
                 check(task.words)
         except StagewrightError as fault:
             raise UsageError(f"case {task.case.name}: {fault.what}", fault.todo) from None
-    return tasks
-
-
-def _chosen_cases(suite: Suite, choices: Choices) -> tuple[Case, ...]:
-    """The cases whose names match one of the patterns; all where none is given."""
-    for pattern in choices.only:
-        if not any(fnmatchcase(case.name, pattern) for case in suite.cases):
-            raise UsageError(
-                f"--only {pattern!r} matches no case of {suite.name}", f"see `stagewright bench {suite.name} --list`"
-            )
-    patterns = choices.only or ("*",)
-    return tuple(case for case in suite.cases if any(fnmatchcase(case.name, pattern) for pattern in patterns))
+    return tuple(tasks)
 
 
 def _with_choices(case: Case, choices: Choices) -> Case:
-    """The case with what the command line says in its place."""
     given = {key: getattr(choices, key) for key in ("device", "share", "steps", "warm_up")}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if choices.steps is not None and choices.warm_up is None:
@@ -130,44 +125,33 @@ def _make_task(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
         return Task(case=case, mode="train", skipped=f"{lack}, and no cluster is named to simulate it on (--cluster)")
     if case.data == RECORDS:
         return Task(case=case, mode="train", skipped="its records are not here: name their folder with --data FOLDER")
-    return Task(case=case, mode="train", words=_train_words("train", case, choices), notes=_sharing(case, here))
+    task = Task(case=case, mode="train", words=_train_words("train", case, choices))
+    workers, cards = task.num_workers, here.num_cards
+    if case.device != "cuda" or workers <= cards:
+        return task
+    note = f"{workers} workers share {count(cards, 'card')}: speeds and memory are not those of {workers}"
+    return replace(task, notes=(note,))
 
 
 def _missing_hardware(case: Case, choices: Choices, here: Here) -> str:
     """Why a case cannot run for real; nothing where it can."""
     if case.num_hosts > max(1, len(choices.hosts)):
         return f"it needs {count(case.num_hosts, 'host')} and --nodes names {len(choices.hosts) or 'none'}"
-    if case.device != "cuda":
-        return ""
-    stages = parse_placement(case.placement) if case.placement else ()
-    needed = max((id.device for stage in stages for id in stage), default=0) + 1
-    if needed > here.num_cards * case.share:
+    ids = [id for stage in parse_placement(case.placement) for id in stage] if case.placement else []
+    needed = max((id.device for id in ids), default=0) + 1
+    if case.device == "cuda" and needed > here.num_cards * case.share:
         return f"it needs {count(needed, 'card')} and {here.num_cards or 'none'} is here"
     return ""
 
 
-def _sharing(case: Case, here: Here) -> tuple[str, ...]:
-    """What must be said of workers that share a card."""
-    workers = Task(case=case, mode="train").num_workers
-    if case.device != "cuda" or workers <= here.num_cards:
-        return ()
-    return (f"{workers} workers share {count(here.num_cards, 'card')}: speeds and memory are not those of {workers}",)
-
-
 def _rehearsal(case: Case, suite: Suite, choices: Choices, here: Here) -> Task:
-    """The task of a case on emulated hosts."""
     name = choices.cluster or suite.cluster
     if name is None:
         return Task(case=case, mode="rehearse", skipped="no cluster is named to rehearse on (--cluster)")
     if not here.is_root:
         return Task(case=case, mode="rehearse", skipped="emulated hosts need root: run the suite with sudo")
-    cluster = find_cluster(name)
     words = _train_words("rehearse", case, choices, "--cluster", name)
-    try:
-        case.make_plan(cluster)
-    except StagewrightError as fault:
-        return Task(case=case, mode="rehearse", words=words, skipped=f"it does not fit {cluster.name}: {fault.what}")
-    return Task(case=case, mode="rehearse", words=words, cluster=cluster)
+    return _fitted(Task(case=case, mode="rehearse", words=words), find_cluster(name))
 
 
 def _simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ...]) -> Task:
@@ -175,29 +159,33 @@ def _simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ..
     name = choices.cluster or suite.cluster
     if name is None:
         return Task(case=case, mode="simulate", skipped="no cluster is named to simulate it on (--cluster)")
-    cluster, more = _with_hosts(find_cluster(name), case.num_hosts)
-    # The joined cluster lies beside the results, where the command finds it again.
-    words = _simulate_words(case, f"{cluster.name}.cluster.yaml" if more else name)
+    cluster, hosts = find_cluster(name), case.num_hosts
+    if hosts > len(cluster.hosts):
+        note = (
+            f"{cluster.name} has {count(len(cluster.hosts), 'host')}: its first one {hosts} times, on 10 Gb/s Ethernet"
+        )
+        joined = f"{cluster.name}-x{hosts}"
+        cluster = join_hosts((cluster.hosts[0],) * hosts, joined, notes=(*cluster.notes, note))
+        # It lies beside the results, where the command finds it again.
+        name, notes = f"{joined}.cluster.yaml", (*notes, note)
     # A folder of images is at hand only where a case runs for real; the simulator knows how fast hosts decode.
     shown = case if case.data in ("synthetic", RECORDS) else replace(case, data=RECORDS)
+    words = ["simulate", case.model, "--cluster", name, *_plan_words(case)]
+    words += ["--precision", case.precision, "--data", shown.data]
+    words += [] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]
+    return _fitted(Task(case=shown, mode="simulate", words=tuple(words), notes=notes), cluster)
+
+
+def _fitted(task: Task, cluster: Cluster) -> Task:
+    """The task on a cluster, if its plan fits there."""
     try:
-        shown.make_plan(cluster)
+        task.case.make_plan(cluster)
     except StagewrightError as fault:
-        return Task(case=shown, mode="simulate", words=words, skipped=f"it does not fit {cluster.name}: {fault.what}")
-    return Task(case=shown, mode="simulate", words=words, cluster=cluster, notes=(*notes, *more))
-
-
-def _with_hosts(cluster: Cluster, hosts: int) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster with so many hosts at least, and what was assumed to get there."""
-    if hosts <= len(cluster.hosts):
-        return cluster, ()
-    note = f"{cluster.name} has {count(len(cluster.hosts), 'host')}: its first one {hosts} times, on 10 Gb/s Ethernet"
-    name = f"{cluster.name}-x{hosts}"
-    return join_hosts((cluster.hosts[0],) * hosts, name, notes=(*cluster.notes, note)), (note,)
+        return replace(task, notes=(), skipped=f"it does not fit {cluster.name}: {fault.what}")
+    return replace(task, cluster=cluster)
 
 
 def _plan_words(case: Case) -> list[str]:
-    """The options that shape the plan."""
     made: list[str] = []
     for key in section_keys(PlanOptions):
         value = case.placement if key.name == "placement" else getattr(case.plan, key.name)
@@ -207,7 +195,6 @@ def _plan_words(case: Case) -> list[str]:
 
 
 def _option_words(option: str, value: object) -> list[str]:
-    """`--steps 20`; a flag for true, nothing for false, and several words for several values."""
     if isinstance(value, bool):
         return [option] if value else []
     if isinstance(value, tuple | list):
@@ -216,7 +203,6 @@ def _option_words(option: str, value: object) -> list[str]:
 
 
 def _train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[str, ...]:
-    """The command that runs the case for real, or on emulated hosts."""
     words = [verb, case.model, *_plan_words(case)]
     words += ["--precision", case.precision, "--data", case.data]
     words += ["--steps", str(case.steps), "--warm-up", str(case.warm_up)]
@@ -229,10 +215,3 @@ def _train_words(verb: str, case: Case, choices: Choices, *more: str) -> tuple[s
     for key, value in case.options.items():
         words += _option_words("--" + key.replace("_", "-"), value)
     return (*words, *more)
-
-
-def _simulate_words(case: Case, cluster: str) -> tuple[str, ...]:
-    """The command that simulates the case."""
-    words = ["simulate", case.model, "--cluster", cluster, *_plan_words(case)]
-    words += ["--precision", case.precision, "--data", "synthetic" if case.data == "synthetic" else RECORDS]
-    return (*words, *([] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]))

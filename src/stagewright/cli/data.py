@@ -11,8 +11,8 @@ from pydantic import Field
 
 from stagewright.cli.options import takes
 from stagewright.cli.show import progress, saved, show, show_json, table
+from stagewright.data.records import IMAGES_PER_FILE, Format, check_format
 from stagewright.data.source import OnCorrupt, need
-from stagewright.data.writing import IMAGES_PER_FILE, Format, check_format
 from stagewright.errors import UsageError
 from stagewright.schema import schema
 
@@ -113,8 +113,8 @@ def convert(
     Example: stagewright data convert shapes shapes-tar --format tar
     """
     check_format(own.format)
-    from stagewright.data.opening import open_dataset
-    from stagewright.data.writing import convert as convert_images
+    from stagewright.data.records import convert as convert_images
+    from stagewright.data.source import open_dataset
 
     dataset = open_dataset(source, on_corrupt=own.on_corrupt)
     with progress("converting", len(dataset)) as tick:
@@ -135,7 +135,7 @@ def inspect(directory: _Source, *, own: _Inspected) -> None:
     """
     need("`stagewright data inspect`", "PIL")
     from stagewright.data.inspection import inspect_dataset, save_contact_sheet
-    from stagewright.data.opening import open_dataset
+    from stagewright.data.source import open_dataset
 
     dataset = open_dataset(directory, on_corrupt=own.on_corrupt)
     with progress("reading", len(dataset)) as tick:
@@ -160,13 +160,12 @@ def tokens(
 
     Example: stagewright data tokens corpus my-tokens --tokenizer my-model
     """
-    from stagewright.data.text import text_files
-    from stagewright.data.tokenizing import find_words
+    from stagewright.data.text import find_tokenizer, text_files
     from stagewright.data.tokens import make_tokens
 
-    total, words = sum(file.stat().st_size for file in text_files(source)), find_words(own.tokenizer)
+    total, tokenizer = sum(file.stat().st_size for file in text_files(source)), find_tokenizer(own.tokenizer)
     with progress("tokenizing", total) as tick:
-        about = make_tokens(source, directory, words, on_corrupt=own.on_corrupt, progress=tick).about
+        about = make_tokens(source, directory, tokenizer, on_corrupt=own.on_corrupt, progress=tick).about
     figures = {"num_tokens": about.num_tokens, "num_documents": about.num_documents, "num_skipped": len(about.faults)}
     if own.json:
         show_json({"directory": str(directory), **figures})

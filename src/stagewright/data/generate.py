@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from stagewright.data.order import draw_uniform
+from stagewright.data.records import IMAGES_PER_FILE, Format, write_images
 from stagewright.data.source import Pixels
-from stagewright.data.writing import IMAGES_PER_FILE, Format, Sample, write_images
 from stagewright.errors import UsageError
 
-_Mask = NDArray[np.bool_]
-_Plane = NDArray[np.float64]
 _SHAPES = ("disc", "square", "ring", "plus", "bars", "diamond")
 _HUES = ("red", "orange", "green", "teal", "azure", "blue", "violet", "pink")
 _HUE_DEGREES = (0, 35, 110, 165, 200, 235, 275, 320)
@@ -46,9 +44,18 @@ def make_images(
         raise UsageError(f"{num_classes} classes cannot be drawn", f"give 1 to {_MAX_CLASSES}")
     if num_images < 1 or not 8 <= size <= 4096:
         raise UsageError(f"{num_images} images of {size} pixels cannot be", "give 1 or more, of 8 to 4096 pixels")
+
+    def drawn() -> Iterator[tuple[bytes, int]]:
+        """JPEG files with their labels, the classes in turn."""
+        for number in range(num_images):
+            stream = io.BytesIO()
+            Image.fromarray(_draw_image(number % num_classes, number, size, seed)).save(stream, "JPEG", quality=quality)
+            yield stream.getvalue(), number % num_classes
+            if progress is not None:
+                progress(number + 1)
+
     names = tuple(f"{label:03d}-{'-'.join(_class_look(label))}" for label in range(num_classes))
-    samples = _samples(num_classes, num_images, size, seed, quality, progress)
-    return write_images(directory, samples, format, class_names=names, images_per_file=images_per_file)
+    return write_images(directory, drawn(), format, class_names=names, images_per_file=images_per_file)
 
 
 def _class_look(label: int) -> tuple[str, str, str]:
@@ -68,18 +75,21 @@ def _draw_image(label: int, number: int, size: int, seed: int) -> Pixels:
     x = grid[None, :] - (radius + (1 - 2 * radius) * across)
     y = grid[:, None] - (radius + (1 - 2 * radius) * down)
     inside = _inside(shape, x / radius, y / radius)[:, :, None]
-    colour = _colour(hue, 0.65 + 0.35 * value, tint)
-    back = (0.35 + 0.3 * light) * _ground(ground, grid, slant)[:, :, None]
+    degrees = _HUE_DEGREES[_HUES.index(hue)] + 12 * (tint - 0.5)
+    colour = np.array(colorsys.hsv_to_rgb(degrees / 360 % 1, 0.8, 0.65 + 0.35 * value))
+    along = grid[None, :] if ground == "streaked" else grid[:, None]
+    waves = 1 + (0.0 if ground == "plain" else 0.4) * np.sin(2 * np.pi * (8 * along + slant))
+    back = (0.35 + 0.3 * light) * np.broadcast_to(waves, (size, size))[:, :, None]
     noise = draw_uniform(seed, number, 1, num=size * size * 3).reshape(size, size, 3) - 0.5
     pixels: Pixels = (255 * np.clip(np.where(inside, colour, back) + 0.12 * noise, 0, 1)).astype(np.uint8)
     return pixels
 
 
-def _inside(shape: str, x: _Plane, y: _Plane) -> _Mask:
+def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Which points of the unit square around 0 belong to the shape; all shapes are mirror images of themselves."""
     far = np.hypot(x, y)
     box = np.maximum(abs(x), abs(y))
-    masks: dict[str, _Mask] = {
+    masks: dict[str, NDArray[np.bool_]] = {
         "disc": far < 1,
         "square": box < 0.85,
         "diamond": abs(x) + abs(y) < 1.1,
@@ -88,29 +98,3 @@ def _inside(shape: str, x: _Plane, y: _Plane) -> _Mask:
         "bars": (box < 1) & (np.floor((y + 1) * 2.5) % 2 == 0),
     }
     return masks[shape]
-
-
-def _ground(ground: str, grid: _Plane, slant: float) -> _Plane:
-    """The brightness behind the shape, around 1."""
-    along = grid[None, :] if ground == "streaked" else grid[:, None]
-    depth = 0.0 if ground == "plain" else 0.4
-    waves = 1 + depth * np.sin(2 * np.pi * (8 * along + slant))
-    return np.broadcast_to(waves, (len(grid), len(grid)))
-
-
-def _colour(hue: str, value: float, tint: float) -> _Plane:
-    """The hue, a few degrees off, in red, green and blue."""
-    degrees = _HUE_DEGREES[_HUES.index(hue)] + 12 * (tint - 0.5)
-    return np.array(colorsys.hsv_to_rgb(degrees / 360 % 1, 0.8, value))
-
-
-def _samples(
-    num_classes: int, num_images: int, size: int, seed: int, quality: int, progress: Callable[[int], None] | None
-) -> Iterator[Sample]:
-    """The images as JPEG files with their labels, the classes in turn."""
-    for number in range(num_images):
-        stream = io.BytesIO()
-        Image.fromarray(_draw_image(number % num_classes, number, size, seed)).save(stream, "JPEG", quality=quality)
-        yield stream.getvalue(), number % num_classes
-        if progress is not None:
-            progress(number + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from stagewright.data.augment import EvalTransform
-from stagewright.data.pixels import image_shape, read_crop
+from stagewright.data.pixels import EvalTransform, image_shape, read_crop
 from stagewright.data.source import Dataset
 from stagewright.errors import DataError
 
@@ -48,46 +47,29 @@ def inspect_dataset(dataset: Dataset, *, progress: Callable[[int], None] | None 
     faults = list(dataset.faults)
     for index in range(len(dataset)):
         try:
-            sizes.append(_measured(dataset, index))
+            encoded = dataset.encoded(index)
+            sizes.append((len(encoded), *image_shape(encoded)))
             labels[dataset.label(index)] += 1
         except DataError as error:
-            faults.append(error.what)
+            where = dataset.where(index)
+            faults.append(error.what if error.what.startswith(where) else f"{where} {error.what}")
         if progress is not None:
             progress(index + 1)
     if not sizes:
         raise DataError(f"none of {len(dataset)} images can be read; the first fault: {faults[0]}")
-    return _summed_up(dataset, labels, sizes, faults)
-
-
-def _summed_up(
-    dataset: Dataset, labels: Counter[int], sizes: list[tuple[int, int, int]], faults: list[str]
-) -> Inspection:
-    num_bytes, heights, widths = zip(*sizes)
     num_classes = max(len(dataset.class_names), 1 + max(labels))
+    spreads = [Spread(min(column), int(np.median(column)), max(column)) for column in zip(*sizes)]
     return Inspection(
         num_images=len(sizes),
         num_classes=num_classes,
         class_names=dataset.class_names,
         class_counts=tuple(labels[label] for label in range(num_classes)),
-        total_bytes=sum(num_bytes),
-        image_bytes=_spread(num_bytes),
-        heights=_spread(heights),
-        widths=_spread(widths),
+        total_bytes=sum(size for size, _, _ in sizes),
+        image_bytes=spreads[0],
+        heights=spreads[1],
+        widths=spreads[2],
         faults=tuple(faults),
     )
-
-
-def _measured(dataset: Dataset, index: int) -> tuple[int, int, int]:
-    """Bytes, height and width of one image."""
-    encoded = dataset.encoded(index)
-    try:
-        return len(encoded), *image_shape(encoded)
-    except DataError as error:
-        raise DataError(f"{dataset.where(index)} {error.what}", error.todo) from error
-
-
-def _spread(numbers: Sequence[int]) -> Spread:
-    return Spread(min(numbers), int(np.median(numbers)), max(numbers))
 
 
 def save_contact_sheet(

@@ -23,10 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stagewright.data.augment import TrainTransform, Transform, normalise
 from stagewright.data.order import Draw, draw_uniform, epoch_order
-from stagewright.data.pixels import read_crop
-from stagewright.data.source import Dataset, OnCorrupt, Pixels
+from stagewright.data.pixels import TrainTransform, Transform, normalise, read_crop
+from stagewright.data.source import Dataset, OnCorrupt
 from stagewright.errors import DataError, UsageError
 
 Range: TypeAlias = tuple[int, int]
@@ -81,18 +80,15 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left, in order; leaving the loop early ends the threads."""
-        positions = iter(self._positions())
         pool = ThreadPoolExecutor(self.num_workers, "stagewright-data") if self.num_workers else None
-        pending: deque[tuple[Batch, list[Callable[[], int]]]] = deque()
+        begun: deque[tuple[Batch, list[Callable[[], int]]]] = deque()
         try:
-            while True:
-                while len(pending) < (2 if pool else 1) and (at := next(positions, None)) is not None:
-                    pending.append(self._begin(at, pool))
-                if not pending:
-                    return
-                batch = self._finish(*pending.popleft())
-                self.position = batch.position + batch.rows
-                yield batch
+            for position in self._positions():
+                begun.append(self._begin(position, pool))
+                if len(begun) == (2 if pool else 1):
+                    yield self._finish(*begun.popleft())
+            while begun:
+                yield self._finish(*begun.popleft())
         finally:
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -101,26 +97,41 @@ class Loader:
         """The same loader for another epoch."""
         return replace(self, epoch=epoch, start=start)
 
+    def _positions(self) -> range:
+        """Where the batches that are left begin; an incomplete last one counts only where it is kept."""
+        left = len(self.dataset) - self.position
+        return range(self.position, self.position + (left if self.keep_last else left - left % self.batch), self.batch)
+
+    def _ranges(self, rows: int) -> tuple[Range, ...]:
+        ranges = self.row_ranges(rows)
+        for start, stop in ranges:
+            if not 0 <= start <= stop <= rows:
+                raise UsageError(f"row range ({start}, {stop}) does not fit a batch of {rows} rows")
+        return ranges
+
     # ── one batch ───────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, position: int, pool: ThreadPoolExecutor | None) -> tuple[Batch, list[Callable[[], int]]]:
         """The batch at this position as bytes still to be read, and calls that end when some of them are."""
         rows = min(self.batch, len(self.dataset) - position)
         ranges, side = self._ranges(rows), self.transform.size
-        pixels = tuple(self._empty(stop - start, side, side, 3) for start, stop in ranges if self.want != "labels")
-        labels = tuple(self._empty(stop - start) for start, stop in ranges if self.want != "images")
+        empty = partial(torch.empty, pin_memory=self.device is not None and self.device.type == "cuda")
+        images = tuple(
+            empty((stop - start, side, side, 3), dtype=torch.uint8) for start, stop in ranges if self.want != "labels"
+        )
+        labels = tuple(empty(stop - start, dtype=torch.int64) for start, stop in ranges if self.want != "images")
         jobs: list[Callable[[], int]] = []
         for place, (start, stop) in enumerate(ranges):
             for first in range(0, stop - start, 8):
                 some = slice(first, first + 8)
-                outs = (pixels[place][some] if pixels else None, labels[place][some] if labels else None)
+                outs = (images[place][some] if images else None, labels[place][some] if labels else None)
                 jobs.append(partial(self._fill, position + start + first, *outs))
         if pool is not None:
             jobs = [partial(self._wait, pool.submit(job), position) for job in jobs]
-        return Batch(position=position, rows=rows, images=pixels, labels=labels), jobs
+        return Batch(position=position, rows=rows, images=images, labels=labels), jobs
 
     def _wait(self, future: Future[int], position: int) -> int:
-        """Waits for the job's end, but not for ever; its exception is raised here."""
+        """What the job gave, which is not waited for for ever; its exception is raised here."""
         try:
             return future.result(timeout=self.timeout_s)
         except FutureTimeoutError as error:
@@ -132,11 +143,14 @@ class Loader:
     def _finish(self, batch: Batch, jobs: list[Callable[[], int]]) -> Batch:
         """The batch when it has been read, as numbers on the device."""
         self.skipped += sum(job() for job in jobs)
-        to_numbers = partial(normalise, transform=self.transform, dtype=self.dtype, channels_last=self.channels_last)
-        images = tuple(to_numbers(self._placed(pixels)) for pixels in batch.images)
-        return replace(batch, images=images, labels=tuple(map(self._placed, batch.labels)))
+        images = map(self._placed, batch.images)
+        numbers = tuple(normalise(each, dtype=self.dtype, channels_last=self.channels_last) for each in images)
+        self.position = batch.position + batch.rows
+        return replace(batch, images=numbers, labels=tuple(map(self._placed, batch.labels)))
 
-    # ── some rows, on any thread ────────────────────────────────────────────────────────────────────────
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device; the copy of a pinned one overlaps with computation."""
+        return tensor if self.device is None else tensor.to(self.device, non_blocking=True)
 
     def _fill(self, position: int, pixels: Tensor | None, labels: Tensor | None) -> int:
         """Reads rows from this position on until the tensors are full; gives the number of images left blank."""
@@ -146,43 +160,19 @@ class Loader:
         blank = 0
         for row, index in enumerate(self._order[positions].tolist()):
             if pixels is not None:
-                blank += self._fill_image(index, draws[row].tolist(), pixels[row].numpy())
+                blank += self._fill_image(index, draws[row].tolist(), pixels[row])
             if labels is not None:
                 labels[row] = self.dataset.label(index)
         return blank
 
-    def _fill_image(self, index: int, draws: list[float], out: Pixels) -> bool:
+    def _fill_image(self, index: int, draws: list[float], out: Tensor) -> bool:
         """Writes one image's crop to `out`; True where it was left blank, at ImageNet's mean brightness."""
         encoded = self.dataset.encoded(index)
         try:
-            out[...] = read_crop(encoded, partial(self.transform.crop, draws=draws), self.transform.size)
+            out.numpy()[...] = read_crop(encoded, partial(self.transform.crop, draws=draws), self.transform.size)
         except DataError as error:
             if self.on_corrupt == "stop":
                 raise DataError(f"{self.dataset.where(index)} {error.what}", error.todo) from error
-            out[...] = 118
+            out.fill_(118)
             return True
         return False
-
-    # ── tensors and rows ────────────────────────────────────────────────────────────────────────────────
-
-    def _empty(self, rows: int, *shape: int) -> Tensor:
-        """Room for bytes of pixels, or for labels where there is no shape; pinned where the device is a GPU."""
-        is_pinned = self.device is not None and self.device.type == "cuda"
-        return torch.empty((rows, *shape), dtype=torch.uint8 if shape else torch.int64, pin_memory=is_pinned)
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device; the copy of a pinned one overlaps with computation."""
-        return tensor if self.device is None else tensor.to(self.device, non_blocking=True)
-
-    def _positions(self) -> range:
-        """Where the batches that are left begin; an incomplete last one counts only where it is kept."""
-        left = len(self.dataset) - self.position
-        return range(self.position, self.position + (left if self.keep_last else left - left % self.batch), self.batch)
-
-    def _ranges(self, rows: int) -> tuple[Range, ...]:
-        """The ranges needed of a batch of this many rows."""
-        ranges = self.row_ranges(rows)
-        for start, stop in ranges:
-            if not 0 <= start <= stop <= rows:
-                raise UsageError(f"row range ({start}, {stop}) does not fit a batch of {rows} rows")
-        return ranges

@@ -41,14 +41,10 @@ def epoch_order(dataset: Dataset, *, seed: int, epoch: int, shuffle: bool = True
         return np.arange(len(dataset), dtype=np.int64)
     if not dataset.file_starts:
         return _permutation(len(dataset), seed, epoch, Draw.ROWS)
-    return _shuffle_buffer(_shuffle_files(dataset, seed, epoch), buffer, seed=seed, epoch=epoch)
-
-
-def _shuffle_files(dataset: Dataset, seed: int, epoch: int) -> Indices:
-    """All indices, file by file in random order."""
     bounds = [*dataset.file_starts, len(dataset)]
     files = _permutation(len(bounds) - 1, seed, epoch, Draw.FILES)
-    return np.concatenate([np.arange(bounds[file], bounds[file + 1], dtype=np.int64) for file in files])
+    in_files = np.concatenate([np.arange(bounds[file], bounds[file + 1], dtype=np.int64) for file in files])
+    return _shuffle_buffer(in_files, buffer, seed=seed, epoch=epoch)
 
 
 def _shuffle_buffer(rows: Indices, buffer: int, *, seed: int, epoch: int) -> Indices:

@@ -20,7 +20,7 @@ from stagewright.data.source import Indices, OnCorrupt
 from stagewright.data.tokens import Tokens
 from stagewright.errors import DataError, UsageError
 
-Pack: TypeAlias = Literal["join", "documents", "off"]
+_Pack: TypeAlias = Literal["join", "documents", "off"]
 _SHORTEST = 2
 """Tokens of a row, at least: the first is given, and the next is learned."""
 
@@ -111,7 +111,7 @@ class TokenRows:
         return train, held_out
 
 
-def pack(tokens: Tokens, length: int, how: Pack | None = None, on_corrupt: OnCorrupt = "stop") -> TokenRows:
+def pack(tokens: Tokens, length: int, how: _Pack | None = None, on_corrupt: OnCorrupt = "stop") -> TokenRows:
     """The tokens as rows; by default text is joined, and where some tokens do not count documents are kept apart."""
     how = how or ("off" if len(tokens.ignored) else "join")
     if length < _SHORTEST:

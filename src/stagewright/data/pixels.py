@@ -1,4 +1,4 @@
-"""From an image file to the pixels of one crop, decoded as little as the crop allows.
+"""Which crop of an image is seen, and its pixels, decoded as little as the crop allows.
 
     ┌────────────────┐   rows below the crop are not decoded: the frame's height is rewritten (7 % more images/s)
     │    ┌──────┐    │   a crop over twice as large as its result is decoded at 1/2, 1/4 or 1/8
@@ -14,25 +14,139 @@ for ImageNet.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import interpolate
 
-from stagewright.data.augment import Crop
 from stagewright.data.source import Pixels, is_there
-from stagewright.errors import DataError
+from stagewright.errors import DataError, UsageError
 
 if TYPE_CHECKING:  # Pillow comes with the `data` extra, which synthetic images do without
     from PIL.Image import Image
 
-_CropOf: TypeAlias = Callable[[int, int], Crop]
+_CropOf: TypeAlias = Callable[[int, int], "Crop"]
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _START, _END, _SCAN = b"\xff\xd8", b"\xff\xd9", b"\xff\xda"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+
+
+# ── crops ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A rectangle of an image, mirrored or not."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    flip: bool = False
+
+    def reduced(self, reduction: int, height: int, width: int) -> Crop:
+        """The crop on the reduced image, its edges moved to whole pixels there: at most half a pixel of the result."""
+        if reduction == 1:
+            return self
+        top, left = round(self.top / reduction), round(self.left / reduction)
+        bottom = min(round((self.top + self.height) / reduction), height // reduction)
+        right = min(round((self.left + self.width) / reduction), width // reduction)
+        return Crop(top, left, max(1, bottom - top), max(1, right - left), self.flip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTransform:
+    """A random part of the image, of random area and aspect, mirrored half of the time.
+
+    Szegedy et al., "Going deeper with convolutions", CVPR 2015, section 6, as it is commonly run today.
+    """
+
+    size: int = 224
+    area: tuple[float, float] = (0.08, 1.0)
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+
+    num_draws = 1 + 4 * 10  # ten tries
+
+    def __post_init__(self) -> None:
+        _check_side(self.size)
+        if not (0 < self.area[0] <= self.area[1] <= 1 and 0 < self.aspect[0] <= self.aspect[1]):
+            raise UsageError(f"crops of area {self.area} and aspect {self.aspect} cannot be")
+
+    def crop(self, height: int, width: int, draws: Sequence[float]) -> Crop:
+        """The first of ten random rectangles that fits, else the largest in the middle with an allowed aspect."""
+        flip = draws[0] < self.flip
+        low, high = math.log(self.aspect[0]), math.log(self.aspect[1])
+        for first in range(1, self.num_draws, 4):
+            area = height * width * (self.area[0] + draws[first] * (self.area[1] - self.area[0]))
+            aspect = math.exp(low + draws[first + 1] * (high - low))
+            wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < wide <= width and 0 < tall <= height:
+                top, left = int(draws[first + 2] * (height - tall + 1)), int(draws[first + 3] * (width - wide + 1))
+                return Crop(top, left, tall, wide, flip)
+        wide = min(width, max(1, round(height * self.aspect[1])))
+        tall = min(height, max(1, round(width / self.aspect[0])))
+        return Crop((height - tall) // 2, (width - wide) // 2, tall, wide, flip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalTransform:
+    """The middle of the image: the shorter side scaled to `shorter`, then the central `size` × `size`.
+
+    Both at once: the central square of shorter side · size / shorter pixels, scaled to `size`.
+    """
+
+    size: int = 224
+    shorter: int = 256
+
+    num_draws = 0
+
+    def __post_init__(self) -> None:
+        _check_side(self.size)
+        if self.shorter < self.size:
+            raise UsageError(f"a crop of {self.size} does not fit a shorter side of {self.shorter}")
+
+    def crop(self, height: int, width: int, draws: Sequence[float]) -> Crop:
+        side = max(1, round(min(height, width) * self.size / self.shorter))
+        return Crop((height - side) // 2, (width - side) // 2, side, side)
+
+
+Transform: TypeAlias = TrainTransform | EvalTransform
+
+
+def _check_side(size: int) -> None:
+    if size < 1:
+        raise UsageError(f"images of {size} pixels a side cannot be", "give 1 or more")
+
+
+def normalise(pixels: Tensor, *, dtype: torch.dtype, channels_last: bool) -> Tensor:
+    """Bytes (rows, height, width, 3) as (x / 255 - mean) / std of ImageNet in (rows, 3, height, width), where they are.
+
+    Whole image rows are multiplied at a time, since three channels alone would not fill a vector register; on a CPU
+    one image at a time, since its numbers stay in the cache and those of a batch do not.
+    """
+    rows, height, width, channels = pixels.shape
+    mean, std = (torch.tensor(numbers, device=pixels.device) for numbers in (IMAGENET_MEAN, IMAGENET_STD))
+    scale, shift = (1 / (255 * std)).repeat(width), (-mean / std).repeat(width)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    shape = (rows, channels, height, width)
+    images = torch.empty(shape, dtype=dtype, device=pixels.device, memory_format=layout)
+    at_a_time = 1 if pixels.device.type == "cpu" else max(1, rows)
+    for first in range(0, rows, at_a_time):
+        some = pixels[first : first + at_a_time]
+        numbers = torch.mul(some.reshape(-1, height, width * channels), scale).add_(shift)
+        images[first : first + at_a_time] = numbers.view(-1, height, width, channels).permute(0, 3, 1, 2)
+    return images
+
+
+# ── pixels ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_crop(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
@@ -45,8 +159,14 @@ def read_crop(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
     with _opened(data) as image:
         height, width = image.height, image.width
         crop = crop_of(height, width)
-        pixels = _decoded(image, _reduction_for(crop, size))
-    return _resized(pixels, reduced(crop, round(height / pixels.shape[0]), height, width), size)
+        reduction = _reduction_for(crop, size)
+        if reduction > 1:
+            image.draft("RGB", (width // reduction, height // reduction))
+        try:
+            pixels = np.asarray(image.convert("RGB"))
+        except Exception as error:  # what Pillow raises on damaged files has no common base
+            raise DataError(f"cannot be decoded: {error}", "fetch it again, or skip with on_corrupt='skip'") from error
+    return _resized(pixels, crop.reduced(round(height / pixels.shape[0]), height, width), size)
 
 
 @cache
@@ -58,9 +178,6 @@ def image_shape(data: bytes) -> tuple[int, int]:
     """Height and width of an image file, from its header."""
     with _opened(data) as image:
         return image.height, image.width
-
-
-# ── JPEG ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _read_jpeg(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
@@ -76,7 +193,7 @@ def _read_jpeg(data: bytes, crop_of: _CropOf, size: int) -> Pixels:
         cut, "RGB", fastdct=True, fastupsample=True, strict=cut is data,
         min_height=-(-cut_height // reduction), min_width=-(-width // reduction),
     )  # fmt: skip
-    return _resized(pixels, reduced(crop, reduction, height, width), size)
+    return _resized(pixels, crop.reduced(reduction, height, width), size)
 
 
 def _cut_below(data: bytes, height: int, width: int, bottom: int) -> tuple[bytes, int]:
@@ -101,39 +218,16 @@ def _reduction_for(crop: Crop, size: int) -> int:
     return next((reduction for reduction in (8, 4, 2) if smaller >= reduction * size), 1)
 
 
-def reduced(crop: Crop, reduction: int, height: int, width: int) -> Crop:
-    """The crop on the reduced image, its edges moved to whole pixels there: at most half a pixel of the result."""
-    if reduction == 1:
-        return crop
-    top, left = round(crop.top / reduction), round(crop.left / reduction)
-    bottom = min(round((crop.top + crop.height) / reduction), height // reduction)
-    right = min(round((crop.left + crop.width) / reduction), width // reduction)
-    return Crop(top, left, max(1, bottom - top), max(1, right - left), crop.flip)
-
-
-# ── any format ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _opened(data: bytes) -> Image:
     """The file as a Pillow image of a size that is allowed, not yet decoded."""
     from PIL import Image as Images
 
     try:
         image = Images.open(io.BytesIO(data), formats=_FORMATS)
-    except Exception as error:  # what Pillow raises on damaged files has no common base
+    except Exception as error:  # as above
         raise DataError(f"is not an image: {error}", f"readable formats are {', '.join(_FORMATS)}") from error
     _check_size(data, image.height, image.width, is_jpeg=image.format == "JPEG")
     return image
-
-
-def _decoded(image: Image, reduction: int) -> Pixels:
-    """The pixels in RGB; a JPEG's may come reduced."""
-    if reduction > 1:
-        image.draft("RGB", (image.width // reduction, image.height // reduction))
-    try:
-        return np.asarray(image.convert("RGB"))
-    except Exception as error:  # as above
-        raise DataError(f"cannot be decoded: {error}", "fetch it again, or skip with on_corrupt='skip'") from error
 
 
 def _check_size(data: bytes, height: int, width: int, *, is_jpeg: bool) -> None:
@@ -166,12 +260,9 @@ def _resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
         rows_last = torch.from_numpy(np.array(rectangle, order="C", ndmin=4)).permute(0, 3, 1, 2)
         resized = interpolate(rows_last, size=(size, size), mode="bilinear", antialias=True)
         rectangle = resized[0].permute(1, 2, 0).numpy()
-    return _mirrored(rectangle) if crop.flip else rectangle
-
-
-def _mirrored(pixels: Pixels) -> Pixels:
-    """Left and right exchanged; a channel at a time, which numpy does five times as fast as pixels of three bytes."""
-    mirrored = np.empty_like(pixels)
-    for channel in range(pixels.shape[2]):
-        mirrored[:, :, channel] = pixels[:, ::-1, channel]
+    if not crop.flip:
+        return rectangle
+    mirrored = np.empty_like(rectangle)
+    for channel in range(3):  # numpy does this five times as fast as with pixels of three bytes
+        mirrored[:, :, channel] = rectangle[:, ::-1, channel]
     return mirrored

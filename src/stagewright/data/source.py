@@ -1,13 +1,15 @@
-"""What a dataset is: labelled images by index, with a place in some file for every one."""
+"""What a dataset is: labelled images by index, each a stretch of some file; and the one that a directory holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,37 +21,87 @@ Pixels: TypeAlias = NDArray[np.uint8]
 OnCorrupt: TypeAlias = Literal["stop", "skip"]
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-CLASS_NAMES_FILE = "classes.txt"
+_CLASS_NAMES_FILE = "classes.txt"
 MAX_RECORD_BYTES = 1 << 28
+_WHOLE_FILE = -1
+"""The number of a record that is a file of its own."""
 
 
-class Dataset(Protocol):
-    """Labelled images by index; `label` never decodes an image."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dataset:
+    """Labelled images by index, each at a place in some file."""
+
+    directory: Path
+    files: tuple[str, ...]
+    """Within the directory."""
+    rows: Indices
+    """File, offset, size and number within its file of each record."""
+    labels: Indices
+    """−1 where a label is still to be read from its record."""
+    class_names: tuple[str, ...] = ()
+    """In the order of their labels; () where none are known."""
+    faults: tuple[str, ...] = ()
+    """One sentence for every record that was skipped."""
+    decode: Callable[[bytes], tuple[bytes, int]] | None = None
+    """What a record holds: an image file and its label; None where it is the image file."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     @property
-    def num_classes(self) -> int: ...
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The classes' names in the order of their labels, or () where none are known."""
+    def num_classes(self) -> int:
+        """As classes.txt has it; else one more than the largest label, for which all records may have to be read."""
+        if self.class_names:
+            return len(self.class_names)
+        for index in np.flatnonzero(self.labels < 0).tolist():
+            self.encoded(index)
+        return 1 + int(self.labels.max(initial=-1))
 
     @property
     def file_starts(self) -> tuple[int, ...]:
-        """The first index in every file, or () where rows do not share files."""
+        """The first index in every file, or () where images have files of their own."""
+        if _WHOLE_FILE in self.rows[:1, 3]:
+            return ()
+        return tuple(np.unique(self.rows[:, 0], return_index=True)[1].tolist())
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """One sentence for every record that was skipped."""
-
-    def __len__(self) -> int: ...
-
-    def label(self, index: int) -> int: ...
+    def label(self, index: int) -> int:
+        """The image's label; no image is decoded for it."""
+        if self.labels[index] < 0:
+            self.encoded(index)
+        return int(self.labels[index])
 
     def encoded(self, index: int) -> bytes:
         """The image file's bytes."""
+        record = self._read(index)
+        if self.decode is None:
+            return record
+        try:
+            encoded, label = self.decode(record)
+        except DataError as error:
+            raise DataError(f"{self.where(index)} {error.what}", error.todo) from error
+        self.labels[index] = checked_label(label, self.where(index), self.class_names)
+        return encoded
 
     def where(self, index: int) -> str:
         """Where the image lies: file, offset and record number."""
+        file, offset, _, number = self.rows[index].tolist()
+        return place(self.directory / self.files[file], offset, number)
+
+    def _read(self, index: int) -> bytes:
+        """The bytes of one record; the file is opened for it alone, so threads share nothing."""
+        file, offset, size, _ = self.rows[index].tolist()
+        try:
+            with (self.directory / self.files[file]).open("rb", buffering=0) as stream:
+                stream.seek(offset)
+                data = bytes(stream.read(size))
+        except OSError as error:
+            raise DataError(f"{self.where(index)}: {error.strerror}") from error
+        if len(data) != size:
+            raise DataError(
+                f"{self.where(index)} has {len(data)} of its {size} bytes",
+                "the file was shortened since it was opened: fetch it again",
+            )
+        return data
 
 
 @dataclass
@@ -63,80 +115,24 @@ class Faults:
         if self.on_corrupt not in ("stop", "skip"):
             raise UsageError(f"on_corrupt is {self.on_corrupt!r}", "give stop or skip")
 
-    def report(self, fault: DataError) -> None:
-        """Keeps the fault where faults are skipped, raises it otherwise."""
-        if self.on_corrupt == "stop":
-            raise fault
-        self.found.append(fault.what)
-
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Reports the fault that ends what is done inside."""
+        """Keeps the fault that ends what is done inside, where faults are skipped."""
         try:
             yield
         except DataError as fault:
-            self.report(fault)
-
-
-@dataclass(frozen=True)
-class Extents:
-    """Where the records lie: a row (file, offset, size, number) for each, its file by its index in `paths`."""
-
-    paths: tuple[Path, ...]
-    rows: Indices
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, index: int) -> bytes:
-        """The bytes of one record; the file is opened for it alone, so threads share nothing."""
-        file, offset, size, _ = self.rows[index].tolist()
-        try:
-            with self.paths[file].open("rb", buffering=0) as stream:
-                stream.seek(offset)
-                data: bytes = stream.read(size)
-        except OSError as error:
-            raise DataError(f"{self.where(index)}: {error.strerror}") from error
-        if len(data) != size:
-            raise DataError(
-                f"{self.where(index)} has {len(data)} of its {size} bytes",
-                "the file was shortened since it was opened: fetch it again",
-            )
-        return data
-
-    def where(self, index: int) -> str:
-        file, offset, _, number = self.rows[index].tolist()
-        return place(self.paths[file], offset, number)
-
-    def file_starts(self) -> tuple[int, ...]:
-        """The first index of every file that holds any record."""
-        return tuple(np.unique(self.rows[:, 0], return_index=True)[1].tolist())
-
-    def keep(self, kept: Indices) -> Extents:
-        """Only the records at these indices."""
-        return Extents(self.paths, self.rows[kept])
-
-
-def make_extents(paths: tuple[Path, ...], rows: list[tuple[int, int, int, int]]) -> Extents:
-    """Extents from (file, offset, size, number) rows."""
-    return Extents(paths, np.array(rows, dtype=np.int64).reshape(-1, 4))
-
-
-@contextmanager
-def writing_whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when the file is whole."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    yield unfinished
-    unfinished.replace(path)
+            if self.on_corrupt == "stop":
+                raise
+            self.found.append(fault.what)
 
 
 def place(path: Path, offset: int, number: int) -> str:
     """`part-00003, record 17 at byte 52,113`, with the path as it was given."""
-    return f"{path}, record {number} at byte {offset:,}"
+    return str(path) if number == _WHOLE_FILE else f"{path}, record {number} at byte {offset:,}"
 
 
-def checked_label(value: Any, where: str, class_names: tuple[str, ...]) -> int:
-    """The label as an int from 0 to the last class (or to a million, where the classes are not known)."""
+def checked_label(value: int, where: str, class_names: tuple[str, ...]) -> int:
+    """The label, if it runs from 0 to the last class (or to a million, where the classes are not known)."""
     limit = len(class_names) or 1 << 20
     if not 0 <= value < limit:
         raise DataError(
@@ -146,29 +142,138 @@ def checked_label(value: Any, where: str, class_names: tuple[str, ...]) -> int:
     return int(value)
 
 
-def read_class_names(directory: Path) -> tuple[str, ...]:
+# ── opening ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def open_dataset(path: str | Path, *, on_corrupt: OnCorrupt = "stop") -> Dataset:
+    """The dataset in a directory.
+
+    part-00000 …    OFRecord          *.tar        WebDataset shards          cat/ dog/ …    image folders
+    """
+    directory, faults = Path(path), Faults(on_corrupt)
+    if not directory.is_dir():
+        raise DataError(f"{directory} is not a directory", "give a directory of images, or the word synthetic")
+    found = _open_directory(directory, _read_class_names(directory), faults)
+    if len(found) == 0:
+        raise DataError(f"{directory} holds no image ({len(faults.found)} skipped)", "see `stagewright data make`")
+    return replace(found, faults=tuple(faults.found))
+
+
+def _open_directory(directory: Path, class_names: tuple[str, ...], faults: Faults) -> Dataset:
+    from stagewright.data.records import decode_image, scan_part, scan_shard
+
+    children = sorted(directory.iterdir())
+    if any(path.name.startswith("part-") for path in children):
+        need(f"{directory}, which holds OFRecord parts,", "google.protobuf")
+        parts = [path.name for path in children if re.fullmatch(r"part-\d+", path.name) and path.is_file()]
+        parts.sort(key=lambda name: (int(name.removeprefix("part-")), name))
+        scan = partial(scan_part, faults=faults)
+        found = replace(_of_files(directory, parts, scan, class_names), decode=decode_image)
+        return _whole_records(found, faults) if faults.on_corrupt == "skip" else found
+    if shards := [path.name for path in children if path.suffix == ".tar" and path.is_file()]:
+        return _of_files(directory, shards, partial(scan_shard, faults=faults, class_names=class_names), class_names)
+    if folders := tuple(path.name for path in children if path.is_dir() and not path.name.startswith(".")):
+        return _of_folders(directory, class_names or folders, faults)
+    raise DataError(
+        f"{directory} holds neither part-00000 …, nor .tar files, nor a folder for every class",
+        "make a small set with `stagewright data make`",
+    )
+
+
+def _of_files(
+    directory: Path,
+    files: Sequence[str],
+    scan: Callable[[Path], list[tuple[int, int, int]]],
+    class_names: tuple[str, ...],
+) -> Dataset:
+    """The records of some files in which `scan` finds their offset, size and label."""
+    found = [
+        (file, offset, size, number, label)
+        for file, name in enumerate(files)
+        for number, (offset, size, label) in enumerate(scan(directory / name))
+    ]
+    table = np.array(found, dtype=np.int64).reshape(-1, 5)
+    return Dataset(
+        directory=directory, files=tuple(files), rows=table[:, :4], labels=table[:, 4], class_names=class_names
+    )
+
+
+def _whole_records(dataset: Dataset, faults: Faults) -> Dataset:
+    """The records that can be read, with a fault for each of the others."""
+    whole = []
+    for index in range(len(dataset)):
+        with faults.kept():
+            dataset.encoded(index)
+            whole.append(index)
+    return replace(dataset, rows=dataset.rows[whole], labels=dataset.labels[whole])
+
+
+def _of_folders(directory: Path, class_names: tuple[str, ...], faults: Faults) -> Dataset:
+    """The images of one folder a class, sorted by name within each."""
+    found = [
+        (f"{name}/{image}", size, label)
+        for label, name in enumerate(class_names)
+        for image, size in _images(directory / name, faults)
+    ]
+    rows = [(file, 0, size, _WHOLE_FILE) for file, (_, size, _) in enumerate(found)]
+    return Dataset(
+        directory=directory, files=tuple(name for name, _, _ in found),
+        rows=np.array(rows, dtype=np.int64).reshape(-1, 4),
+        labels=np.array([label for _, _, label in found], dtype=np.int64), class_names=class_names,
+    )  # fmt: skip
+
+
+def _images(folder: Path, faults: Faults) -> Iterator[tuple[str, int]]:
+    """Name and size of the images in one class's folder; empty files and very large ones are faults."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder, but classes.txt names it", "add it, or take out its line")
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file():
+            size = path.stat().st_size
+            with faults.kept():
+                if size == 0:
+                    raise DataError(f"{path} is empty", "fetch it again, or skip with on_corrupt='skip'")
+                if size > MAX_RECORD_BYTES:
+                    raise DataError(f"{path} has more than the {MAX_RECORD_BYTES:,} bytes allowed")
+                yield path.name, size
+
+
+# ── names of classes ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read_class_names(directory: Path) -> tuple[str, ...]:
     """The names in the directory's classes.txt, one a line in the order of the labels; () where there is none."""
-    path = directory / CLASS_NAMES_FILE
+    path = directory / _CLASS_NAMES_FILE
     if not path.exists():
         return ()
     try:
         names = tuple(path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    for name in names:
-        check_class_name(name, path)
-    if len(set(names)) != len(names):
-        raise DataError(f"{path} names a class twice", "give every class its own line")
+    _check_class_names(names, path)
     return names
 
 
-def check_class_name(name: str, origin: Path) -> None:
-    """Refuses a name that would not stay one folder inside the folder it is written to."""
-    if name in ("", ".", "..") or name.startswith(".") or any(char in name for char in "/\\\0\n\r"):
-        raise DataError(
-            f"{origin} names a class {name!r}, which cannot be a folder",
-            "use names without slashes that do not begin with a dot",
-        )
+def save_class_names(directory: Path, names: Sequence[str]) -> None:
+    """Writes the directory's classes.txt, if the classes have names."""
+    _check_class_names(tuple(names), directory)
+    if names:
+        (directory / _CLASS_NAMES_FILE).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+
+
+def _check_class_names(names: tuple[str, ...], origin: Path) -> None:
+    """Refuses names that are given twice, or would not stay one folder inside the folder they are written to."""
+    for name in names:
+        if name in ("", ".", "..") or name.startswith(".") or any(char in name for char in "/\\\0\n\r"):
+            raise DataError(
+                f"{origin} names a class {name!r}, which cannot be a folder",
+                "use names without slashes that do not begin with a dot",
+            )
+    if len(set(names)) != len(names):
+        raise DataError(f"{origin} names a class twice", "give every class its own line")
+
+
+# ── packages ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def need(what: str, *modules: str) -> None:

@@ -9,6 +9,7 @@ tokens.json      what it is made of; there once all is done
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -21,14 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.data.source import Indices, OnCorrupt
-from stagewright.data.text import Document, read_documents, text_files
-from stagewright.data.tokenizing import Tokenized, Words, find_words, fingerprint
+from stagewright.data.text import (
+    Document,
+    Tokenized,
+    Tokenizer,
+    find_tokenizer,
+    fingerprint,
+    read_documents,
+    text_files,
+)
 from stagewright.errors import DataError
 from stagewright.schema import Saved, schema
 
-_COLUMNS = {"documents": 3, "ignored": 2}
-"""Numbers in a row of the files of 64-bit numbers."""
-ABOUT = "tokens.json"
+_ABOUT = "tokens.json"
 
 
 @schema(error=DataError)
@@ -92,58 +98,62 @@ class Tokens:
 def open_tokens(folder: str | Path) -> Tokens:
     """The tokens in a folder that `stagewright data tokens` has made."""
     folder = Path(folder)
-    if not (folder / ABOUT).exists():
+    if not (folder / _ABOUT).exists():
         begun = (folder / "progress.jsonl").exists()
         raise DataError(
-            f"{folder} holds {'tokens that are not complete' if begun else f'no {ABOUT}'}",
+            f"{folder} holds {'tokens that are not complete' if begun else f'no {_ABOUT}'}",
             f"{'go on' if begun else 'make it'} with `stagewright data tokens TEXT {folder} --tokenizer MODEL`",
         )
-    about = About.load(folder / ABOUT)
-    documents, ignored = (_mapped(folder / f"{name}.bin", np.int64).reshape(-1, of) for name, of in _COLUMNS.items())
-    ids = _mapped(folder / "tokens.bin", np.uint16 if about.bits == 16 else np.uint32)
+    about = About.load(folder / _ABOUT)
+    ids, documents, ignored = (_mapped(folder / name, row) for name, row in _formats(about).items())
     if len(ids) != about.num_tokens or len(documents) != about.num_documents:
         raise DataError(
-            f"{folder} holds {len(ids):,} tokens of {len(documents):,} documents, and its {ABOUT} says "
+            f"{folder} holds {len(ids):,} tokens of {len(documents):,} documents, and its {_ABOUT} says "
             f"{about.num_tokens:,} of {about.num_documents:,}",
             "its files were cut off or mixed up: make it again",
         )
     return Tokens(folder, about, ids, np.append(documents[:, 0], len(ids)), documents[:, 1:], ignored)
 
 
-def _mapped(path: Path, dtype: Any) -> NDArray[Any]:
-    """A file of numbers, mapped into memory; an empty one cannot be."""
+def _formats(about: About) -> dict[str, np.dtype[Any]]:
+    """What a row is in each file."""
+    return {
+        "tokens.bin": np.dtype(f"u{about.bits // 8}"),
+        "documents.bin": np.dtype((np.int64, 3)),
+        "ignored.bin": np.dtype((np.int64, 2)),
+    }
+
+
+def _mapped(path: Path, row: np.dtype[Any]) -> NDArray[Any]:
+    """A file of rows of numbers, mapped into memory; an empty one cannot be."""
     try:
-        size = path.stat().st_size
-        whole = size - size % np.dtype(dtype).itemsize
-        made: NDArray[Any] = np.memmap(path, dtype, "r", shape=(whole // np.dtype(dtype).itemsize,)) if whole else (
-            np.empty(0, dtype)
-        )  # fmt: skip
+        shape = (path.stat().st_size // row.itemsize, *row.shape)
+        return np.memmap(path, row.base, "r", shape=shape) if shape[0] else np.empty(shape, row.base)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "make the folder again") from error
-    return made
 
 
 def make_tokens(
-    source: str | Path, folder: Path, words: Words, *, on_corrupt: OnCorrupt = "stop",
+    source: str | Path, folder: Path, tokenizer: Tokenizer, *, on_corrupt: OnCorrupt = "stop",
     progress: Callable[[int], None] = lambda done: None,
 ) -> Tokens:  # fmt: skip
     """Tokenizes the text at a path into a folder, or goes on where it was left; `progress` gets the bytes read."""
     files = text_files(source)
     about = About(
-        files=tuple(map(str, files)), sizes=tuple(file.stat().st_size for file in files), tokenizer=words.name,
-        fingerprint=words.fingerprint, on_corrupt=on_corrupt, bits=16 if words.size <= 1 << 16 else 32,
-        padding=words.padding,
+        files=tuple(map(str, files)), sizes=tuple(file.stat().st_size for file in files), tokenizer=tokenizer.name,
+        fingerprint=tokenizer.fingerprint, on_corrupt=on_corrupt, bits=16 if tokenizer.size <= 1 << 16 else 32,
+        padding=tokenizer.padding,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / ABOUT).exists():
-        _check_same(about, About.load(folder / ABOUT), folder)
+    if (folder / _ABOUT).exists():
+        _check_same(about, About.load(folder / _ABOUT), folder)
         return open_tokens(folder)
     with _Writing(folder, about) as writing:
         for number in range(writing.done.file, len(files)):
             before, size = sum(about.sizes[:number]), 0
             skip = writing.done.line if number == writing.done.file else 0
             for piece in _pieces(read_documents(files[number], on_corrupt, skip)):
-                writing.add(number, piece, words)
+                writing.add(number, piece, tokenizer)
                 size += sum(len(each) for _, each in piece if isinstance(each, Document))
                 progress(before + min(size, about.sizes[number]))
             writing.note(number + 1, 0)
@@ -153,7 +163,6 @@ def make_tokens(
 
 
 def _check_same(wanted: About, found: About, folder: Path) -> None:
-    """Refuses a folder that was made of something else."""
     for name in ("files", "sizes", "fingerprint", "on_corrupt"):
         if getattr(wanted, name) != getattr(found, name):
             what = {"fingerprint": "with another tokenizer", "on_corrupt": "with another --on-corrupt"}
@@ -195,31 +204,20 @@ class _Writing:
     def __init__(self, folder: Path, about: About) -> None:
         self.folder, self.about, self.done = folder, about, _Done()
         self.faults: list[str] = []
+        self._log, self._formats = folder / "progress.jsonl", _formats(about)
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> _Writing:
         self._resume()
-        done = self.done
-        sizes = {
-            "tokens": done.num_tokens * self.about.bits // 8,
-            "documents": done.num_documents * 8 * _COLUMNS["documents"],
-            "ignored": done.num_ignored * 8 * _COLUMNS["ignored"],
-        }  # fmt: skip
-        for name, size in sizes.items():
-            path = self.folder / f"{name}.bin"
-            path.touch()
-            self._files[name] = path.open("r+b")
-            self._files[name].truncate(size)
-            self._files[name].seek(size)
+        rows = (self.done.num_tokens, self.done.num_documents, self.done.num_ignored)
+        for (name, row), number in zip(self._formats.items(), rows):
+            file = self._files[name] = (self.folder / name).open("a+b")
+            file.truncate(number * row.itemsize)
         return self
 
     def __exit__(self, *fault: object) -> None:
         for file in self._files.values():
             file.close()
-
-    @property
-    def _log(self) -> Path:
-        return self.folder / "progress.jsonl"
 
     def _resume(self) -> None:
         """Goes on after the last whole line of the progress, if it is that of the same text."""
@@ -233,10 +231,10 @@ class _Writing:
             self.done = _Done(**told)
         self._log.write_bytes(b"\n".join([*lines, b""]))
 
-    def add(self, number: int, piece: Sequence[_Line], words: Words) -> None:
+    def add(self, number: int, piece: Sequence[_Line], tokenizer: Tokenizer) -> None:
         """Writes the documents of some lines of a file, and notes that they are there."""
         documents = [each for _, each in piece if isinstance(each, Document)]
-        made = iter(words.tokenize(documents))
+        made = iter(tokenizer.tokenize(documents))
         faults: list[str] = []
         for line, found in piece:
             tokenized = next(made) if isinstance(found, Document) else found
@@ -250,10 +248,9 @@ class _Writing:
 
     def _write(self, number: int, line: int, document: Tokenized) -> None:
         done, start = self.done, self.done.num_tokens
-        ignored = np.array(document.ignored, dtype=np.int64).reshape(-1, 2) + start
-        self._files["tokens"].write(np.array(document.ids, dtype=f"u{self.about.bits // 8}").tobytes())
-        self._files["documents"].write(np.array([start, number, line], dtype=np.int64).tobytes())
-        self._files["ignored"].write(ignored.tobytes())
+        ignored = [(first + start, stop + start) for first, stop in document.ignored]
+        for (name, row), values in zip(self._formats.items(), (document.ids, [start, number, line], ignored)):
+            self._files[name].write(np.array(values, dtype=row.base).tobytes())
         done.largest = max(done.largest, *document.ids, 0)
         done.num_tokens, done.num_documents = start + len(document.ids), done.num_documents + 1
         done.num_ignored += len(ignored)
@@ -276,7 +273,7 @@ class _Writing:
         replace(
             self.about, num_documents=done.num_documents, num_tokens=done.num_tokens, largest=done.largest,
             faults=tuple(self.faults),
-        ).save(self.folder / ABOUT)  # fmt: skip
+        ).save(self.folder / _ABOUT)  # fmt: skip
 
 
 def tokens_of_text(
@@ -287,25 +284,15 @@ def tokens_of_text(
 
     They lie in the user's cache folder, and one process of a machine makes them.
     """
-    import fcntl
-
-    words: Words | None = None
-    known = fingerprint(tokenizer)
-    if known is None:
-        words = find_words(tokenizer)
-        known = words.fingerprint
+    made = None if fingerprint(tokenizer) else find_tokenizer(tokenizer)
+    known = made.fingerprint if made else fingerprint(tokenizer)
     files = text_files(source)
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     name = hashlib.sha256(json.dumps([facts, known, on_corrupt]).encode()).hexdigest()[:24]
-    folder = _cache() / name
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / "tokens" / name
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / ABOUT).exists():
-            make_tokens(source, folder, words or find_words(tokenizer), on_corrupt=on_corrupt, progress=progress)
+        if not (folder / _ABOUT).exists():
+            make_tokens(source, folder, made or find_tokenizer(tokenizer), on_corrupt=on_corrupt, progress=progress)
         return open_tokens(folder)
-
-
-def _cache() -> Path:
-    """Where tokens lie that are made on the way."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / "tokens"

@@ -1,8 +1,7 @@
 """What a person reads: one page, Markdown tables, timelines, traces.
 
-records ─▶ cases ─┬─▶ tables ──┬─▶ Markdown
-                  ├─▶ charts ──┼─▶ page
-                  └─▶ timeline ┴─▶ picture, trace
+records ─▶ cases ─┬─▶ tables ────┬─▶ page, Markdown
+                  └─▶ timeline ──┴─▶ picture, trace
 """
 
 from stagewright.report.cases import Failure

@@ -1,4 +1,4 @@
-"""Records as cases: one setting, all its repetitions, and the figures that tables and charts show of it.
+"""Records as cases: one setting, all its repetitions; which of them may stand side by side, and what one is to another.
 
 A folder of results is read at any depth:
 
@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import ClassVar, NamedTuple
@@ -25,7 +26,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import FileError, RecordError, StagewrightError, UsageError
 from stagewright.plan import Plan, parse_staleness
 from stagewright.record import DeviceUse, Record, Source
-from stagewright.report.figures import rate
+from stagewright.report.figures import rate, row_count
 from stagewright.schema import Saved, schema
 
 RECORD_END, FAILURE_END = ".record.json", ".failure.json"
@@ -33,8 +34,8 @@ _RUN_RECORD = "record.json"
 """What a run leaves in its own folder."""
 SOURCES: tuple[Source, ...] = ("measured", "rehearsed", "simulated")
 """The strongest evidence first."""
-WHERE_TIME_GOES = ("critical path:", "reduce among ")
-"""How a simulation's notes begin that explain its timeline, and are shown with it."""
+_WHERE_TIME_GOES = ("critical path:", "reduce among ")
+"""How a simulation's notes begin that explain its timeline."""
 
 
 @schema(error=RecordError)
@@ -51,6 +52,15 @@ class Failure(Saved):
     source: Source = "measured"
     """What the case was to be."""
     command: str = ""
+
+
+class Workload(NamedTuple):
+    """What one step does; figures of different workloads do not compare."""
+
+    model: str
+    rows: int
+    data: str
+    precision: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +92,12 @@ class Case:
         return self.records[0].source
 
     @cached_property
+    def workload(self) -> Workload:
+        """What each of its steps does."""
+        record = self.records[0]
+        return Workload(record.plan.model, record.step_samples, record.data, record.precision)
+
+    @cached_property
     def rates(self) -> tuple[float, ...]:
         """Samples a second of each repetition, in the order in which they ran."""
         return tuple(record.samples_per_s for record in self.records)
@@ -90,6 +106,10 @@ class Case:
     def samples_per_s(self) -> float:
         """The median of the repetitions."""
         return median(self.rates)
+
+    def gain(self, other: Case) -> float:
+        """How many times as fast it is as another case."""
+        return self.samples_per_s / other.samples_per_s
 
     def speed(self, samples_per_s: float | None = None) -> str:
         """`1,488 samples/s`, its own or others beside it; `190,464 tokens/s` where its samples are text."""
@@ -100,11 +120,6 @@ class Case:
     def step_s(self) -> float:
         """The median step of the repetitions."""
         return median(record.median_step_s for record in self.records)
-
-    @property
-    def epochs_s(self) -> tuple[float, ...]:
-        """Seconds of an epoch in each repetition, where the data has epochs."""
-        return tuple(record.epoch_s for record in self.records if record.epoch_s is not None)
 
     @property
     def num_devices(self) -> int:
@@ -125,15 +140,35 @@ class Case:
         return tuple(max(those, key=lambda use: use.peak_bytes, default=None) for those in found)
 
     @property
-    def busiest_share(self) -> float:
-        """The busy share of the busiest device; 0 where no device was watched."""
-        return max((use.busy_share for use in self.record.devices), default=0.0)
+    def outer_uses(self) -> tuple[DeviceUse | None, ...]:
+        """What the fullest devices of the first and the last stage held; one where there is one stage."""
+        return (self.stage_uses[0], self.stage_uses[-1])[: len(self.plan.stages)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of a device; 0 where none was watched."""
+        return max((use.peak_bytes for use in self.stage_uses if use is not None), default=0)
 
     @property
     def limit_samples_per_s(self) -> float | None:
-        """Samples a second if the busiest device never waited."""
-        share = min(self.busiest_share, 1.0)
+        """Samples a second if the busiest device never waited; None where no device was watched."""
+        share = min(max((use.busy_share for use in self.record.devices), default=0.0), 1.0)
         return self.samples_per_s / share if share > 0 else None
+
+    def notes(self, *, on_time: bool) -> tuple[str, ...]:
+        """The notes of its record that say where time goes in its timeline, or those that must be read with figures."""
+        return tuple(note for note in self.record.notes if note.startswith(_WHERE_TIME_GOES) == on_time)
+
+    @property
+    def log(self) -> Path | None:
+        """The log or archive beside the file of its record, or that file itself."""
+        file = self.files[self.records.index(self.record)]
+        if file is None:
+            return None
+        stem = file.name.removesuffix(RECORD_END)
+        names = ("events.jsonl",) if file.name == _RUN_RECORD else (stem + ".log", stem + ".zip")
+        beside = (file.with_name(name) for name in names)
+        return next((path for path in beside if path.is_file()), file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,56 +181,30 @@ class Results:
 
 
 def make_cases(records: Iterable[Record], files: Iterable[Path | None] = ()) -> tuple[Case, ...]:
-    """Cases in the order of their first record; what differs in name, source, plan or work is another case.
+    """Cases of one workload and then of one name together, the strongest evidence first; else as they come.
 
-    A record without a step is of no case.
+    What differs in name, source, plan or workload is another case; a record without a step is of no case.
     """
-    groups: dict[object, list[tuple[Record, Path | None]]] = {}
-    remaining = iter(files)
-    for record in records:
-        file = next(remaining, None)
+    groups: dict[object, Case] = {}
+    for record, file in zip_longest(records, files):
         if record.step_s:
-            groups.setdefault(_case_key(record), []).append((record, file))
-    return tuple(
-        Case(records=tuple(record for record, _ in pairs), files=tuple(file for _, file in pairs))
-        for pairs in groups.values()
-    )
-
-
-def in_order(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Cases of one work and then of one name together, the strongest evidence first; else as they were."""
-    works = list(dict.fromkeys(work_key(case.record)._replace(rows=0) for case in cases))
+            one = Case(records=(record,), files=(file,))
+            key = (one.name, one.source, record.cluster, plan_key(one.plan), one.workload, record.epoch_samples)
+            before = groups.get(key, Case(records=(), files=()))
+            groups[key] = Case(records=before.records + one.records, files=before.files + one.files)
+    cases = groups.values()
+    kinds = list(dict.fromkeys(case.workload._replace(rows=0) for case in cases))
     names = list(dict.fromkeys(case.name for case in cases))
 
     def rank(case: Case) -> tuple[int, int, int]:
-        work = work_key(case.record)._replace(rows=0)
-        return works.index(work), names.index(case.name), SOURCES.index(case.source)
+        return kinds.index(case.workload._replace(rows=0)), names.index(case.name), SOURCES.index(case.source)
 
     return tuple(sorted(cases, key=rank))
-
-
-def _case_key(record: Record) -> object:
-    """What two repetitions of one case have in common."""
-    return record.name, record.source, record.cluster, plan_key(record.plan), work_key(record), record.epoch_samples
 
 
 def plan_key(plan: Plan) -> object:
     """What a plan does, without the notes on why it was chosen."""
     return plan.stages, plan.num_microbatches, plan.route, plan.policy, plan.hold
-
-
-class Work(NamedTuple):
-    """What one step does; figures of different works do not compare."""
-
-    model: str
-    rows: int
-    data: str
-    precision: str
-
-
-def work_key(record: Record) -> Work:
-    """The work of a record's steps."""
-    return Work(record.plan.model, record.step_samples, record.data, record.precision)
 
 
 def strategy(plan: Plan) -> str:
@@ -210,6 +219,9 @@ def strategy(plan: Plan) -> str:
     return "stale " + ",".join(map(str, plan.versions))
 
 
+# ── files ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def read_results(folder: Path, clusters: Sequence[Cluster] = ()) -> Results:
     """Every record, failure and cluster file under a folder."""
     if not folder.is_dir():
@@ -217,17 +229,24 @@ def read_results(folder: Path, clusters: Sequence[Cluster] = ()) -> Results:
             f"{folder}: no such folder", "give the folder that `stagewright train` or `bench` wrote to with -o"
         )
     records = _read_records(folder)
-    failures = tuple(map(Failure.load, sorted(folder.rglob(f"*{FAILURE_END}"), key=_natural)))
+    failures = [Failure.load(file) for file in _found(folder, f"*{FAILURE_END}")]
     if not records and not failures:
         raise UsageError(
             f"{folder} holds no {_RUN_RECORD}, no *{RECORD_END} and no *{FAILURE_END}",
             "run `stagewright train … -o DIR` or `stagewright bench SUITE -o DIR`",
         )
-    found = [*folder.rglob("cluster.yaml"), *folder.rglob("*.cluster.yaml")]
+    failures += (
+        Failure(
+            name=record.name, reason="it was resumed after its last step: nothing was trained",
+            model=record.plan.model, placement=record.plan.placement, source=record.source, command=record.command,
+        )
+        for record in records.values() if not record.step_s
+    )  # fmt: skip
+    found = sorted([*folder.rglob("cluster.yaml"), *folder.rglob("*.cluster.yaml")])
     return Results(
-        cases=in_order(make_cases(records.values(), records)),
-        failures=(*failures, *(_nothing_done(record) for record in records.values() if not record.step_s)),
-        clusters=(*clusters, *map(Cluster.load, sorted(found))),
+        cases=make_cases(records.values(), records),
+        failures=tuple(failures),
+        clusters=(*clusters, *map(Cluster.load, found)),
     )
 
 
@@ -236,46 +255,110 @@ def _read_records(folder: Path) -> dict[Path, Record]:
 
     A record that was saved again under a name counts once: no two runs take the same time to the last digit.
     """
-    found = {file: Record.load(file) for file in sorted(folder.rglob(f"*{RECORD_END}"), key=_natural)}
-    seen = {_run_key(record) for record in found.values()}
-    for file in sorted(folder.rglob(_RUN_RECORD), key=_natural):
+
+    def run_of(record: Record) -> object:
+        return record.source, plan_key(record.plan), record.step_s
+
+    found = {file: Record.load(file) for file in _found(folder, f"*{RECORD_END}")}
+    seen = set(map(run_of, found.values()))
+    for file in _found(folder, _RUN_RECORD):
         record, home = Record.load(file), file.parent
-        if _run_key(record) not in seen:
+        if run_of(record) not in seen:
             name = home.resolve().name if home == folder else home.relative_to(folder).as_posix()
             found[file] = replace(record, name=name)
-            seen.add(_run_key(record))
+            seen.add(run_of(record))
     return found
 
 
-def _nothing_done(record: Record) -> Failure:
-    """The row of a resumed run that had no step left to do."""
-    return Failure(
-        name=record.name, reason="it was resumed after its last step: nothing was trained", model=record.plan.model,
-        placement=record.plan.placement, source=record.source, command=record.command,
-    )  # fmt: skip
+def _found(folder: Path, pattern: str) -> list[Path]:
+    """The files under a folder, sorted so that 8 comes before 16."""
+
+    def natural(path: Path) -> list[tuple[int, str]]:
+        parts = re.findall(r"\d+|\D+", str(path))
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+    return sorted(folder.rglob(pattern), key=natural)
 
 
-def _run_key(record: Record) -> object:
-    """What tells one run from another."""
-    return record.source, plan_key(record.plan), record.step_s
+# ── side by side ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """What files sort by, so that 8 comes before 16."""
-    parts = re.findall(r"\d+|\D+", str(path))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+def families(cases: Sequence[Case]) -> tuple[tuple[Case, ...], ...]:
+    """Cases of the same model, data and precision together: their samples are alike, their batches may differ."""
+    groups: dict[object, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.workload._replace(rows=0), []).append(case)
+    return tuple(map(tuple, groups.values()))
 
 
-def remarks(record: Record) -> tuple[str, ...]:
-    """The notes that must be read with a record's figures: all but those on where its time goes."""
-    return tuple(note for note in record.notes if not note.startswith(WHERE_TIME_GOES))
+def differences(case: Case, other: Case) -> tuple[str, ...]:
+    """What makes the work of two cases differ, in words; nothing for the same work on the same cluster.
+
+    `('batch 224 against 256', 'cluster a against b')`
+    """
+    one, two = case.workload, other.workload
+    pairs = (
+        ("model", one.model, two.model),
+        ("batch", f"{one.rows:,}", f"{two.rows:,}"),
+        ("data", one.data, two.data),
+        ("precision", one.precision, two.precision),
+        ("cluster", case.record.cluster, other.record.cluster),
+    )
+    rows = case.rows_per_device
+    each = f", both {row_count(rows)} a device" if rows == other.rows_per_device else ""
+    told = (f"{word} {mine} against {yours}{each * (word == 'batch')}" for word, mine, yours in pairs if mine != yours)
+    return tuple(told)
 
 
-def log_of(file: Path | None) -> Path | None:
-    """The log or archive beside a record's file, or the record itself."""
-    if file is None:
+def find_base(case: Case, family: Sequence[Case]) -> Case | None:
+    """What a case's speedup is told against: same source, fewest devices, then same cluster and plainest type."""
+    others = [other for other in family if other.source == case.source]
+
+    def rank(other: Case) -> tuple[int, int, bool, bool]:
+        plain = strategy(other.plan) in ("one device", "data parallel")
+        return other.num_devices, len(differences(case, other)), not plain, other is not case
+
+    best = min(others, key=rank, default=None)
+    return None if best is case and len(others) == 1 else best
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A prediction and what came of it, of one plan or one name, doing the same work."""
+
+    predicted: Case
+    found: Case
+
+    @property
+    def rate_error(self) -> float:
+        """(predicted − found) / found, of samples a second."""
+        return self.predicted.gain(self.found) - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of the largest peak of a device."""
+        predicted, found = self.predicted.peak_bytes, self.found.peak_bytes
+        return predicted / found - 1 if predicted and found else None
+
+    @property
+    def same_cluster(self) -> bool:
+        """Whether the prediction was made for the cluster that it is held against."""
+        return self.predicted.record.cluster == self.found.record.cluster
+
+
+def find_prediction(case: Case, cases: Sequence[Case]) -> Case | None:
+    """The simulation of a case's plan and workload; failing that, the one of its name and workload."""
+    if case.source == "simulated":
         return None
-    stem = file.name.removesuffix(RECORD_END)
-    names = ("events.jsonl",) if file.name == _RUN_RECORD else (stem + ".log", stem + ".zip")
-    beside = (file.with_name(name) for name in names)
-    return next((path for path in beside if path.is_file()), file)
+    simulated = [other for other in cases if other.source == "simulated" and other.workload == case.workload]
+    alike = [other for other in simulated if plan_key(other.plan) == plan_key(case.plan)]
+    named = [other for other in simulated if other.name == case.name]
+    # The same plan on another cluster is a worse match than the same one on the same cluster.
+    ranked = sorted(alike or named, key=lambda other: (other.record.cluster != case.record.cluster, other not in named))
+    return ranked[0] if ranked else None
+
+
+def find_pairs(cases: Sequence[Case]) -> tuple[Pair, ...]:
+    """Every rehearsed or measured case with its prediction, where there is one."""
+    found = ((case, find_prediction(case, cases)) for case in cases)
+    return tuple(Pair(predicted=predicted, found=case) for case, predicted in found if predicted is not None)

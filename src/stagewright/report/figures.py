@@ -57,12 +57,7 @@ def span_of(values: Sequence[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def plus(replicas: Sequence[int]) -> str:
-    """`7 + 1` for the replicas of two stages."""
-    return " + ".join(map(str, replicas))
-
-
-def rows_of(value: float) -> str:
+def row_count(value: float) -> str:
     """`32`, or `26.7` where a batch does not divide evenly."""
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 

@@ -53,7 +53,6 @@ def draw_cluster(cluster: Cluster) -> tuple[_HostDrawing, ...]:
 
 
 def _draw_host(host: Host, number: int) -> _HostDrawing:
-    """One host: devices in rows, junctions beneath them, lines for links."""
     spots = _place(host)
     width = max(spot.x for spot in spots.values()) + _AT.width / 2 + _AT.margin
     height = max(spot.y for spot in spots.values()) + _AT.height / 2 + _AT.margin
@@ -67,21 +66,20 @@ def _draw_host(host: Host, number: int) -> _HostDrawing:
 
 
 def _place(host: Host) -> dict[str, _Spot]:
-    """A spot for each device and junction: a junction stands as deep as its links are from the devices."""
-    count = len(host.devices)
-    spots = {str(index): _device_spot(index) for index in range(count)}
+    """A spot for each device, eight to a row, and junction: one stands as deep as its links are from the devices."""
+    spots = {}
+    for index in range(len(host.devices)):
+        row, column = divmod(index, _AT.per_row)
+        x, y = _AT.margin + _AT.width / 2 + _AT.column * column, _AT.margin + _AT.height / 2 + (_AT.height + 16) * row
+        spots[str(index)] = _Spot(x, y)
     base = max(spot.y for spot in spots.values())
     for level, names in enumerate(_levels(host), start=1):
-        wanted = sorted(names, key=lambda name: _middle(name, host.links, spots))
-        xs = _apart([_middle(name, host.links, spots) for name in wanted])
-        spots |= {name: _Spot(x, base + _AT.level * level) for name, x in zip(wanted, xs)}
+        free, placed = 0.0, {}
+        for x, name in sorted((_middle(name, host.links, spots), name) for name in names):
+            placed[name] = _Spot(max(x, free), base + _AT.level * level)
+            free = placed[name].x + _AT.column
+        spots |= placed
     return spots
-
-
-def _device_spot(index: int) -> _Spot:
-    """Devices stand eight to a row."""
-    x = _AT.margin + _AT.width / 2 + _AT.column * (index % _AT.per_row)
-    return _Spot(x, _AT.margin + _AT.height / 2 + (_AT.height + 16) * (index // _AT.per_row))
 
 
 def _levels(host: Host) -> Iterator[list[str]]:
@@ -106,14 +104,6 @@ def _middle(name: str, links: Sequence[Link], spots: dict[str, _Spot]) -> float:
     return sum(near) / len(near) if near else _AT.margin + _AT.width / 2
 
 
-def _apart(xs: Sequence[float]) -> list[float]:
-    """The places, ascending, moved right where two would overlap."""
-    placed: list[float] = []
-    for x in xs:
-        placed.append(max(x, placed[-1] + _AT.column) if placed else x)
-    return placed
-
-
 def _draw_link(link: Link, spots: dict[str, _Spot]) -> str:
     """A line between two nodes, or an arc above two devices; thicker where the link is faster."""
     first, second = (spots[end] for end in link.ends)
@@ -128,7 +118,6 @@ def _draw_link(link: Link, spots: dict[str, _Spot]) -> str:
 
 
 def _draw_node(name: str, spot: _Spot, host: int) -> str:
-    """A device as a box for its stages, a junction as a pill with its name."""
     if not name.isdecimal():
         width = max(7.2 * len(name) + 14, 34)
         box = f'x="{spot.x - width / 2:.1f}" y="{spot.y - 10:.1f}" width="{width:.1f}" height="20" rx="10"'

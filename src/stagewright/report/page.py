@@ -1,4 +1,6 @@
-"""One page that carries everything: text, tables, figures, charts and the library that draws them."""
+"""One page that carries everything: text, tables, figures, charts and the library that draws them; and the same in
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,20 @@ from markupsafe import Markup
 
 from stagewright.cluster import Cluster, count, ready_made_clusters
 from stagewright.errors import StagewrightError, UsageError
-from stagewright.record import Record
-from stagewright.report.cases import Case, Failure, Results, in_order, make_cases, read_results
-from stagewright.report.charts import chart_data, run_data, span_limit
-from stagewright.report.comparison import find_pairs
+from stagewright.record import MEMORY_KINDS, DeviceUse, Record
+from stagewright.report.cases import (
+    Case,
+    Failure,
+    Pair,
+    Results,
+    families,
+    find_base,
+    find_pairs,
+    make_cases,
+    read_results,
+    strategy,
+)
+from stagewright.report.figures import rate, size, span_of, times
 from stagewright.report.map import draw_cluster, link_facts
 from stagewright.report.summary import find_hero, sentences
 from stagewright.report.tables import (
@@ -32,154 +44,15 @@ from stagewright.report.tables import (
     pair_table,
     scaling_table,
 )
+from stagewright.report.timeline import PAGE_WORDS, run_data, stride
 from stagewright.schema import write_whole
+
+_Plain = dict[str, Any]
 
 _SCRIPTS = ("base.js", "tables.js", "charts.js", "runs.js", "timeline.js")
 
-
-def _render_page(results: Results, folder: Path | None = None) -> str:
-    """The report as one HTML file that needs nothing else and asks for nothing from anywhere."""
-    library, script = (
-        _read_part("vendor/echarts.min.js"),
-        _wrap_script([_read_part(f"page/{name}") for name in _SCRIPTS]),
-    )
-    told = sentences(results)
-    page: str = _page_template().render(
-        title=_title_of(results),
-        policy=_security_policy(library, script),
-        style=Markup(_read_part("page/page.css")),
-        library=Markup(library),
-        script=Markup(script),
-        headline=told[0],
-        further=told[1:],
-        facts=_facts_of(results),
-        marks=SOURCE_MARKS,
-        tables=_tables_of(results, folder),
-        runs=_runs_of(results.cases),
-        drawings=_drawings_of(results),
-        environments=_environments_of(results.cases),
-        commands=_commands_of(results),
-        failures=results.failures,
-        charts=_as_json(chart_data(results.cases, find_pairs(results.cases))),
-    )
-    return page
-
-
-@cache
-def _read_part(name: str) -> str:
-    """A file that comes with this package."""
-    return files("stagewright.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _page_template() -> Any:
-    """The page's template; every value is escaped unless it is marked as safe here."""
-    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
-        _read_part("page/page.html")
-    )
-
-
-def _wrap_script(parts: Sequence[str]) -> str:
-    """The page's scripts as one, with nothing left lying about in the window."""
-    return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();"
-
-
-def _security_policy(*scripts: str) -> str:
-    """A policy under which only these scripts run, and no request leaves the page."""
-    digests = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
-
-
-def _as_json(plain: object) -> Markup:
-    """JSON that no text inside it can end early."""
-    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
-
-
-def _title_of(results: Results) -> str:
-    """The models, in the order of their appearance."""
-    models = [*dict.fromkeys(case.plan.model for case in results.cases)] or ["no results"]
-    return ", ".join(models)
-
-
-def _facts_of(results: Results) -> tuple[str, ...]:
-    """`● 4 measured cases`, `✕ 1 failed`: what the page is made from."""
-    sources = [case.source for case in results.cases]
-    told = [f"{mark} {sources.count(source)} {source}" for source, mark in SOURCE_MARKS.items() if source in sources]
-    if results.failures:
-        told.append(f"{SOURCE_MARKS['failed']} {len(results.failures)} failed")
-    runs = sum(len(case.records) for case in results.cases)
-    clusters = dict.fromkeys(case.record.cluster for case in results.cases)
-    return (count(runs, "run"), *told, *(f"on {name}" for name in clusters))
-
-
-def _tables_of(results: Results, folder: Path | None) -> dict[str, Table]:
-    """The page's tables, by the section that they stand in; those without rows are left out."""
-    found = {"cases": case_table(results, folder), "scaling": scaling_table(results)}
-    pairs = find_pairs(results.cases)
-    return {**found, "pairs": pair_table(pairs)} if pairs else found
-
-
-def _runs_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """A run for each case, the one that the summary is about first; each with its own block of data."""
-    hero = find_hero(cases) if cases else None
-    limit = span_limit(cases)
-    ranked = sorted(cases, key=lambda case: case is not hero)
-    drawn = [case for case in ranked if case.record.spans] + [case for case in ranked if not case.record.spans]
-    return [
-        {
-            "label": f"{SOURCE_MARKS[case.source]} {case.name} ({case.source})",
-            "cluster": case.record.cluster,
-            "data": _as_json(run_data(case, limit)),
-        }
-        for case in drawn
-    ]
-
-
-def _drawings_of(results: Results) -> list[dict[str, Any]]:
-    """The clusters that the cases ran on, as far as their files are known."""
-    wanted = dict.fromkeys(case.record.cluster for case in results.cases)
-    given = {cluster.name: cluster for cluster in results.clusters}
-    found = (given.get(name) or _ready_made(name) for name in wanted)
-    return [
-        {"name": cluster.name, "hosts": _safe_hosts(cluster), "links": link_facts(cluster), "notes": cluster.notes}
-        for cluster in found
-        if cluster is not None
-    ]
-
-
-def _ready_made(name: str) -> Cluster | None:
-    """The cluster of this name that comes with the package, if there is one and it can be read."""
-    path = ready_made_clusters().get(name)
-    try:
-        return Cluster.load(path) if path else None
-    except StagewrightError:
-        # A drawing is a courtesy: a report must not fail because a cluster file is of another version.
-        return None
-
-
-def _safe_hosts(cluster: Cluster) -> list[dict[str, Any]]:
-    """The hosts' drawings, which are made here and escape what they hold."""
-    drawings = draw_cluster(cluster)
-    return [{"title": drawn.title, "svg": Markup(drawn.svg), "facts": drawn.facts} for drawn in drawings]
-
-
-def _environments_of(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Each environment once, with the cases that ran in it."""
-    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for case in cases:
-        for record in case.records:
-            names = groups.setdefault(tuple(sorted(record.environment.items())), [])
-            label = f"{SOURCE_MARKS[case.source]} {case.name}"
-            names.extend([label] if label not in names else [])
-    return [{"facts": facts, "cases": names} for facts, names in groups.items() if facts]
-
-
-def _commands_of(results: Results) -> list[Mapping[str, str]]:
-    """The command of each case, failed ones included."""
-    pairs = [(f"{SOURCE_MARKS[case.source]} {case.name}", case.record.command) for case in results.cases]
-    pairs += [(f"{SOURCE_MARKS['failed']} {failure.name}", failure.command) for failure in results.failures]
-    return [{"name": name, "command": command} for name, command in pairs if command]
+_OTHER = "not told apart"
+"""Memory that a record does not divide by kind."""
 
 
 class ReportPaths(NamedTuple):
@@ -198,45 +71,259 @@ def make_report(
     clusters: Sequence[Cluster] = (),
 ) -> ReportPaths:
     """Writes `report.html` and `report.md` into the folder `out`, from records or from a folder of them."""
-    folder = Path(out)
-    found = _gather(results, tuple(failures), tuple(clusters))
+    folder, failed = Path(out), tuple(failures)
+    if isinstance(results, str | Path):
+        read = read_results(Path(results), clusters)
+        found = Results(cases=read.cases, failures=read.failures + failed, clusters=read.clusters)
+    else:
+        found = Results(cases=make_cases(results), failures=failed, clusters=tuple(clusters))
+    if not found.cases and not found.failures:
+        raise UsageError("a report needs at least one record or one failure, and none was given")
     page = write_whole(folder / "report.html", _render_page(found, folder))
     markdown = write_whole(folder / "report.md", _render_markdown(found, folder))
     return ReportPaths(page, markdown, sentences(found)[0])
 
 
-def _gather(
-    results: Iterable[Record] | str | Path, failures: tuple[Failure, ...], clusters: Sequence[Cluster]
-) -> Results:
-    """Cases, failures and clusters, wherever they come from."""
-    if isinstance(results, (str, Path)):
-        read = read_results(Path(results), clusters)
-        return Results(cases=read.cases, failures=read.failures + failures, clusters=read.clusters)
-    cases = in_order(make_cases(results))
-    if not cases and not failures:
-        raise UsageError("a report needs at least one record or one failure, and none was given")
-    return Results(cases=cases, failures=failures, clusters=tuple(clusters))
+def _render_page(results: Results, folder: Path) -> str:
+    """The report as one HTML file that needs nothing else and asks for nothing from anywhere."""
+    library = _read_part("vendor/echarts.min.js")
+    # As one function: nothing is left lying about in the window.
+    parts = "\n".join(_read_part(f"page/{name}") for name in _SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{parts}\n}})();'
+    told = sentences(results)
+    # Every value is escaped unless it is marked as safe here.
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page: str = environment.from_string(_read_part("page/page.html")).render(
+        title=", ".join(dict.fromkeys(case.plan.model for case in results.cases)) or "no results",
+        policy=_security_policy(library, script),
+        style=Markup(_read_part("page/page.css")),
+        library=Markup(library),
+        script=Markup(script),
+        headline=told[0],
+        further=told[1:],
+        facts=_facts_of(results),
+        marks=SOURCE_MARKS,
+        tables=_tables_of(results, folder),
+        runs=_runs_of(results.cases),
+        drawings=_drawings_of(results),
+        environments=_environments_of(results.cases),
+        commands=_commands_of(results),
+        failures=results.failures,
+        charts=_as_json(_chart_data(results.cases, find_pairs(results.cases))),
+    )
+    return page
 
 
-def _render_markdown(results: Results, folder: Path | None = None) -> str:
-    """The sentence, the tables of the series, the failures, and how it was measured."""
+@cache
+def _read_part(name: str) -> str:
+    return files("stagewright.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _security_policy(*scripts: str) -> str:
+    """A policy under which only these scripts run, and no request leaves the page."""
+    digests = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+
+
+def _as_json(plain: object) -> Markup:
+    """JSON that no text inside it can end early."""
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def _facts_of(results: Results) -> tuple[str, ...]:
+    """`● 4 measured cases`, `✕ 1 failed`: what the page is made from."""
+    sources = [case.source for case in results.cases]
+    told = [f"{mark} {sources.count(source)} {source}" for source, mark in SOURCE_MARKS.items() if source in sources]
+    if results.failures:
+        told.append(f"{SOURCE_MARKS['failed']} {len(results.failures)} failed")
+    runs = sum(len(case.records) for case in results.cases)
+    clusters = dict.fromkeys(case.record.cluster for case in results.cases)
+    return (count(runs, "run"), *told, *(f"on {name}" for name in clusters))
+
+
+def _tables_of(results: Results, folder: Path) -> dict[str, Table]:
+    """The page's tables, by the section that they stand in; those without rows are left out."""
+    found = {"cases": case_table(results, folder), "scaling": scaling_table(results)}
+    pairs = find_pairs(results.cases)
+    return {**found, "pairs": pair_table(pairs)} if pairs else found
+
+
+def _runs_of(cases: Sequence[Case]) -> list[_Plain]:
+    """A run for each case, the one that the summary is about first; each with its own block of data."""
+    hero = find_hero(cases) if cases else None
+    num_drawn = sum(1 for case in cases if case.record.spans)
+    # More spans of a run than 20,000, or 200,000 in all, make the page slow to open.
+    limit = max(min(20_000, 200_000 // max(num_drawn, 1)), 1_000)
+    return [
+        {
+            "label": f"{SOURCE_MARKS[case.source]} {case.name} ({case.source})",
+            "cluster": case.record.cluster,
+            "data": _as_json(run_data(case, limit)),
+        }
+        for case in sorted(cases, key=lambda case: (not case.record.spans, case is not hero))
+    ]
+
+
+def _drawings_of(results: Results) -> list[_Plain]:
+    known = {cluster.name: cluster for cluster in results.clusters}
+    drawings = []
+    for name in dict.fromkeys(case.record.cluster for case in results.cases):
+        try:
+            cluster = known.get(name) or Cluster.load(ready_made_clusters()[name])
+        except (KeyError, StagewrightError):
+            # A drawing is a courtesy: a report must not fail because a cluster file is of another version.
+            continue
+        # The drawings are made here, and escape what they hold.
+        hosts = [{"title": one.title, "svg": Markup(one.svg), "facts": one.facts} for one in draw_cluster(cluster)]
+        drawings.append({"name": name, "hosts": hosts, "links": link_facts(cluster), "notes": cluster.notes})
+    return drawings
+
+
+def _environments_of(cases: Sequence[Case]) -> list[_Plain]:
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for case in cases:
+        for record in case.records:
+            names = groups.setdefault(tuple(sorted(record.environment.items())), [])
+            label = f"{SOURCE_MARKS[case.source]} {case.name}"
+            names.extend([label] if label not in names else [])
+    return [{"facts": facts, "cases": names} for facts, names in groups.items() if facts]
+
+
+def _commands_of(results: Results) -> list[Mapping[str, str]]:
+    pairs = [(f"{SOURCE_MARKS[case.source]} {case.name}", case.record.command) for case in results.cases]
+    pairs += [(f"{SOURCE_MARKS['failed']} {failure.name}", failure.command) for failure in results.failures]
+    return [{"name": name, "command": command} for name, command in pairs if command]
+
+
+# ── charts: plain values; how they look is the page's own business ──────────────────────────────────────
+
+
+def _chart_data(cases: Sequence[Case], pairs: Sequence[Pair]) -> _Plain:
+    """Everything that the charts draw, family by family, so that no chart mixes models, data or precisions."""
+    groups = [("{0.model}, {0.precision}, {0.data} data".format(one[0].workload), one) for one in families(cases)]
+    return {
+        "families": [_family_charts(title, family) for title, family in groups],
+        "curves": [chart for title, family in groups for chart in _curve_charts(title, family)],
+        "errors": [_error_bar(pair) for pair in pairs],
+        "memory_kinds": [*MEMORY_KINDS, _OTHER],
+        **PAGE_WORDS,
+    }
+
+
+def _family_charts(title: str, family: Sequence[Case]) -> _Plain:
+    batches = {case.plan.batch for case in family}
+    return {
+        "title": title,
+        "same_batch": len(batches) == 1,
+        "throughput": [_throughput_bar(case, len(batches) > 1) for case in family],
+        "speedup": _speedup_lines(family),
+        "memory": [bar for case in family for bar in _memory_bars(case)],
+    }
+
+
+def _throughput_bar(case: Case, tell_batch: bool) -> _Plain:
+    limit = case.limit_samples_per_s
+    return {
+        "name": case.name + (f" · batch {case.plan.batch:,}" if tell_batch else ""),
+        "source": case.source,
+        "value": case.samples_per_s,
+        "text": rate(case.samples_per_s),
+        "spread": f"{span_of(case.rates)} in {len(case.records)} runs" if len(case.records) > 1 else "one run",
+        "limit": limit,
+        "limit_text": f"{case.speed(limit)} if the busiest device never waited" if limit else "",
+        "limited_by": case.record.limit,
+        "low": min(case.rates),
+        "high": max(case.rates),
+    }
+
+
+def _speedup_lines(family: Sequence[Case]) -> list[_Plain]:
+    """A line for each type and source, over the number of devices; none where all cases have as many."""
+    bases = [(case, find_base(case, family)) for case in sorted(family, key=lambda case: case.num_devices)]
+    smallest = min(case.num_devices for case in family)
+    found: dict[tuple[str, str], list[_Plain]] = {}
+    for case, base in bases:
+        # One ideal line holds for all points only if their bases have as many devices.
+        if base is not None and base.num_devices == smallest:
+            told = "data parallel" if strategy(case.plan) == "one device" else strategy(case.plan)
+            ratio, devices = case.gain(base), case.num_devices
+            point = {
+                "devices": devices,
+                "value": ratio,
+                "ideal": devices / base.num_devices,  # as many times as the base has devices
+                "name": case.name,
+                "text": f"{times(ratio)} against {base.name}, on {devices} devices, batch {case.plan.batch:,}",
+            }
+            found.setdefault((told, case.source), []).append(point)
+    if len({point["devices"] for points in found.values() for point in points}) < 2:
+        return []
+    return [{"type": told, "source": source, "points": points} for (told, source), points in found.items()]
+
+
+def _memory_bars(case: Case) -> list[_Plain]:
+    names = [case.name] if len(case.outer_uses) == 1 else [
+        f"{case.name} · stage {stage}" for stage in (0, len(case.plan.stages) - 1)
+    ]  # fmt: skip
+    return [
+        {
+            "name": name,
+            "source": case.source,
+            "device": use.device,
+            "text": size(use.peak_bytes),
+            "parts": _parts_of(use),
+        }
+        for name, use in zip(names, case.outer_uses)
+        if use is not None
+    ]
+
+
+def _parts_of(use: DeviceUse) -> dict[str, int]:
+    """The peak by kind; what the kinds leave over, beyond rounding, is shown as such."""
+    parts = {kind: use.peak_parts[kind] for kind in MEMORY_KINDS if use.peak_parts.get(kind)}
+    rest = use.peak_bytes - sum(parts.values())
+    return {**parts, _OTHER: rest} if rest > use.peak_bytes / 200 else parts
+
+
+def _curve_charts(title: str, family: Sequence[Case]) -> list[_Plain]:
+    """A chart for each curve (loss, top1 …) with a line a case: step, value and epoch, evenly thinned."""
+    charts: dict[str, list[_Plain]] = {}
+    for case in family:
+        for name in dict.fromkeys(point.name for point in case.record.points):
+            points = [[point.step, point.value, point.epoch] for point in case.record.points if point.name == name]
+            kept = [*points[: -1 : stride(len(points))], points[-1]]
+            line = {"name": case.name, "source": case.source, "batch": case.plan.batch, "points": kept}
+            charts.setdefault(name, []).append(line)
+    return [{"title": f"{name} · {title}", "lines": lines} for name, lines in charts.items()]
+
+
+def _error_bar(pair: Pair) -> _Plain:
+    memory = pair.memory_error
+    return {
+        "name": pair.found.name + ("" if pair.same_cluster else " (other cluster)"),
+        "source": pair.found.source,
+        "rate": pair.rate_error * 100,
+        "memory": None if memory is None else memory * 100,
+        "text": f"{pair.found.speed(pair.predicted.samples_per_s)} predicted, {pair.found.speed()} found",
+    }
+
+
+# ── Markdown ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _render_markdown(results: Results, folder: Path) -> str:
     first, *further = map(markdown_text, sentences(results))
     parts = ["# Report\n", f"{first}\n", *(f"- {line}" for line in further), ""]
     for table in _tables_of(results, folder).values():
-        parts += [f"## {table.title}\n", *_notes_lines(table), markdown_table(table)]
+        notes = [markdown_text(note) for note in table.notes]
+        listed = [*notes[:1], "", *(f"- {note}" for note in notes[1:]), ""] if notes else []
+        parts += [f"## {table.title}\n", *listed, markdown_table(table)]
     parts += ["## How it was measured\n", *_environment_lines(results)]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _notes_lines(table: Table) -> list[str]:
-    """The sentences above a table: the first as a paragraph, the others as a list."""
-    if not table.notes:
-        return []
-    return [markdown_text(table.notes[0]), "", *(f"- {markdown_text(note)}" for note in table.notes[1:]), ""]
-
-
 def _environment_lines(results: Results) -> list[str]:
-    """The environments and the commands, as lists."""
     lines = [
         "Samples a second are samples really processed, over the median of the steady steps. ● was measured on real "
         "devices, ◐ rehearsed on emulated hosts, ◇ simulated: nothing ran. ✕ failed.\n"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stagewright.cluster import count
-from stagewright.report.cases import SOURCES, Case, Results, strategy
-from stagewright.report.comparison import differences, families, find_prediction
-from stagewright.report.figures import percent, plus, rate, times
+from stagewright.report.cases import SOURCES, Case, Results, differences, families, find_prediction, strategy
+from stagewright.report.figures import percent, rate, times
 
 _VERBS = {
     "measured": "trains",
@@ -20,11 +19,11 @@ def sentences(results: Results) -> tuple[str, ...]:
     """One sentence for each model, data and precision; the strongest evidence and the largest gain first."""
     if not results.cases:
         return (f"{count(len(results.failures), 'case')} failed, and none gave a result.",)
-    told = [(find_hero(family), family) for family in families(results.cases)]
-    told.sort(key=lambda pair: (SOURCES.index(pair[0].source), -_gain(*pair)))
+    told = [(hero, _find_rival(hero, family)) for family in families(results.cases) for hero in [find_hero(family)]]
+    told.sort(key=lambda pair: (SOURCES.index(pair[0].source), -(pair[0].gain(pair[1]) if pair[1] else 0.0)))
     models = [hero.plan.model for hero, _ in told]
     return tuple(
-        _sentence(hero, family, results.cases, tell_data=models.count(hero.plan.model) > 1) for hero, family in told
+        _sentence(hero, rival, results.cases, tell_data=models.count(hero.plan.model) > 1) for hero, rival in told
     )
 
 
@@ -45,23 +44,20 @@ def _find_rival(hero: Case, family: Sequence[Case]) -> Case | None:
     return min(pool, key=lambda case: (len(differences(hero, case)), -case.samples_per_s), default=None)
 
 
-def _gain(hero: Case, family: Sequence[Case]) -> float:
-    """How many times as fast the hero is as its rival; 0 without one."""
-    rival = _find_rival(hero, family)
-    return 0.0 if rival is None else hero.samples_per_s / rival.samples_per_s
-
-
-def _sentence(hero: Case, family: Sequence[Case], cases: Sequence[Case], *, tell_data: bool = False) -> str:
+def _sentence(hero: Case, rival: Case | None, cases: Sequence[Case], *, tell_data: bool) -> str:
     """`VGG16 over 7 + 1 devices trains 2.1 × as fast as data parallelism (1,488 against 702 samples/s …`"""
-    rival = _find_rival(hero, family)
     device = "device" if hero.num_devices == 1 else "devices"
     which = f" ({hero.record.precision}, {hero.record.data} data)" if tell_data else ""
-    start = f"{hero.plan.model}{which} over {plus(hero.plan.replicas)} {device} {_VERBS[hero.source]}"
+    replicas = " + ".join(map(str, hero.plan.replicas))
+    start = f"{hero.plan.model}{which} over {replicas} {device} {_VERBS[hero.source]}"
+    median = f"median of {len(hero.records)}" if len(hero.records) > 1 else ""
     if rival is None:
-        told = f"at {hero.speed()}{_median_of(hero)}"
+        told = f"at {hero.speed()}{f' ({median})' if median else ''}"
     else:
+        unlike = differences(hero, rival)
         told = f"{_against(hero, rival)} ({hero.speed().split()[0]} against {hero.speed(rival.samples_per_s)}"
-        told += f"{_median_of(hero, comma=True)}{_though(hero, rival)})"
+        told += f", {median}" if median else ""
+        told += f"; not the same work: {', '.join(unlike)})" if unlike else ")"
     return f"{start} {told}{_prophecy(hero, rival, cases)}."
 
 
@@ -70,26 +66,11 @@ def _against(hero: Case, rival: Case) -> str:
     name = "one device" if strategy(rival.plan) == "one device" else "data parallelism"
     if _overlap(hero, rival):
         return f"as fast as {name} to within the spread"
-    return f"{times(hero.samples_per_s / rival.samples_per_s)} as fast as {name}"
+    return f"{times(hero.gain(rival))} as fast as {name}"
 
 
 def _overlap(hero: Case, rival: Case) -> bool:
-    """Whether the spreads of two cases have rates in common."""
     return min(hero.rates) <= max(rival.rates) and min(rival.rates) <= max(hero.rates)
-
-
-def _median_of(case: Case, *, comma: bool = False) -> str:
-    """`, median of 7` or ` (median of 7)`; nothing for a single run."""
-    if len(case.records) == 1:
-        return ""
-    text = f"median of {len(case.records)}"
-    return f", {text}" if comma else f" ({text})"
-
-
-def _though(hero: Case, rival: Case) -> str:
-    """What differs between the two works, where something does."""
-    found = differences(hero, rival)
-    return f"; not the same work: {', '.join(found)}" if found else ""
 
 
 def _prophecy(hero: Case, rival: Case | None, cases: Sequence[Case]) -> str:
@@ -101,14 +82,13 @@ def _prophecy(hero: Case, rival: Case | None, cases: Sequence[Case]) -> str:
     if predicted is None:
         return ""
     if rival is None or other is None:
-        error, told = predicted.samples_per_s / hero.samples_per_s - 1, rate(predicted.samples_per_s)
+        error, told = predicted.gain(hero) - 1, rate(predicted.samples_per_s)
         as_told, else_told = (
             (", as", "; predicted were") if rival is None else (", the former as", "; the former was to be")
         )
         return f"{as_told} predicted ({told})" if _is_near(error) else f"{else_told} {told} ({percent(error)})"
-    found, ratio = hero.samples_per_s / rival.samples_per_s, predicted.samples_per_s / other.samples_per_s
+    found, ratio, overlap = hero.gain(rival), predicted.gain(other), _overlap(hero, rival)
     told = f"{times(ratio)}: {rate(predicted.samples_per_s)} against {rate(other.samples_per_s)}"
-    overlap = _overlap(hero, rival)
     if not overlap and (ratio - 1) * (found - 1) < 0:
         return f"; the opposite was predicted ({told})"
     error = ratio - 1 if overlap else ratio / found - 1

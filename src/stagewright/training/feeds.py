@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from stagewright.data.augment import EvalTransform, TrainTransform, Transform
 from stagewright.data.loader import Batch, Loader, Range, Want
 from stagewright.data.packing import TokenRows, bucket_lengths, padded_to, permuted, rows_of_batch
+from stagewright.data.pixels import EvalTransform, TrainTransform, Transform
 from stagewright.data.source import Dataset, Indices, OnCorrupt
 from stagewright.errors import DataError, UsageError
 from stagewright.models import Layered

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.data import ofrecord
-from stagewright.data.ofrecord import OFRecords, _Message, _scan_part, encode_image, write_part
+from stagewright.data import records as record_files
+from stagewright.data.records import _encode_image, _message_type, _write_part, scan_part
+from stagewright.data.source import Faults, open_dataset
 from stagewright.errors import DataError
 
 VECTOR = (
@@ -22,7 +23,7 @@ JPEG = b"\xff\xd8jpeg"
 
 def write_three(directory: Path) -> bytes:
     """Records of labels 0, 1, 2 in one part, 53 bytes each."""
-    write_part(directory / "part-00000", [encode_image(JPEG, label) for label in range(3)])
+    _write_part(directory / "part-00000", [_encode_image(JPEG, label) for label in range(3)])
     return (directory / "part-00000").read_bytes()
 
 
@@ -30,13 +31,13 @@ def write_three(directory: Path) -> bytes:
 
 
 def test_the_check_vector_is_written_byte_for_byte(tmp_path: Path) -> None:
-    assert write_part(tmp_path / "part-00000", [encode_image(JPEG, 7)]) == 1
+    assert _write_part(tmp_path / "part-00000", [_encode_image(JPEG, 7)]) == 1
     assert (tmp_path / "part-00000").read_bytes() == bytes.fromhex(VECTOR)
 
 
 def test_the_check_vector_is_read(tmp_path: Path) -> None:
     (tmp_path / "part-00000").write_bytes(bytes.fromhex(VECTOR))
-    records = OFRecords(tmp_path)
+    records = open_dataset(tmp_path)
     assert (len(records), records.label(0), records.encoded(0)) == (1, 7, JPEG)
 
 
@@ -57,7 +58,7 @@ def test_an_impossible_length_is_named_with_file_offset_and_number(tmp_path: Pat
     data = write_three(tmp_path)
     (tmp_path / "part-00000").write_bytes(data[:106] + struct.pack("<q", length) + data[114:])
     with pytest.raises(DataError, match=re.escape("part-00000, record 2 at byte 106 ")) as caught:
-        OFRecords(tmp_path)
+        open_dataset(tmp_path)
     assert says in caught.value.what
 
 
@@ -66,8 +67,8 @@ def test_a_truncated_file_is_named_or_skipped_with_a_count(tmp_path: Path, cut: 
     data = write_three(tmp_path)
     (tmp_path / "part-00000").write_bytes(data[:cut])
     with pytest.raises(DataError, match="record 2 at byte 106"):
-        OFRecords(tmp_path)
-    records = OFRecords(tmp_path, on_corrupt="skip")
+        open_dataset(tmp_path)
+    records = open_dataset(tmp_path, on_corrupt="skip")
     assert (len(records), len(records.faults)) == (2, 1)
     assert f"the last {cut - 106} bytes of the file are lost" in records.faults[0]
 
@@ -76,11 +77,11 @@ def test_a_corrupt_message_between_whole_ones_is_named_or_skipped(tmp_path: Path
     data = bytearray(write_three(tmp_path))
     data[61:70] = b"\xff" * 9
     (tmp_path / "part-00000").write_bytes(data)
-    records = OFRecords(tmp_path)
+    records = open_dataset(tmp_path)
     assert records.label(2) == 2
     with pytest.raises(DataError, match="record 1 at byte 61 is not an OFRecord message"):
         records.label(1)
-    skipping = OFRecords(tmp_path, on_corrupt="skip")
+    skipping = open_dataset(tmp_path, on_corrupt="skip")
     assert [skipping.label(index) for index in range(len(skipping))] == [0, 2]
     assert len(skipping.faults) == 1
     assert skipping.where(1).endswith("part-00000, record 2 at byte 114")
@@ -97,26 +98,26 @@ def test_a_corrupt_message_between_whole_ones_is_named_or_skipped(tmp_path: Path
     ],
 )
 def test_a_record_that_is_no_labelled_image_says_why(tmp_path: Path, label: dict[str, list], says: str) -> None:
-    message = _Message()
+    message = _message_type()()
     message.feature["encoded"].bytes_list.value.append(JPEG)
     for kind, values in label.items():
         getattr(message.feature["class/label"], kind).value.extend(values)
-    write_part(tmp_path / "part-00000", [message.SerializeToString()])
+    _write_part(tmp_path / "part-00000", [message.SerializeToString()])
     (tmp_path / "classes.txt").write_text("".join(f"{name}\n" for name in range(10)))
     with pytest.raises(DataError, match=re.escape(says)):
-        OFRecords(tmp_path).encoded(0)
+        open_dataset(tmp_path).encoded(0)
 
 
 def test_a_bound_on_records_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_three(tmp_path)
-    monkeypatch.setattr(ofrecord, "MAX_RECORD_BYTES", 44)
+    monkeypatch.setattr(record_files, "MAX_RECORD_BYTES", 44)
     with pytest.raises(DataError, match="more than the 44 bytes allowed"):
-        OFRecords(tmp_path)
+        open_dataset(tmp_path)
 
 
 def test_a_file_that_shrinks_after_opening_is_an_error_not_garbage(tmp_path: Path) -> None:
     data = write_three(tmp_path)
-    records = OFRecords(tmp_path)
+    records = open_dataset(tmp_path)
     (tmp_path / "part-00000").write_bytes(data[:130])
     with pytest.raises(DataError, match="has 16 of its 45 bytes"):
         records.encoded(2)
@@ -127,9 +128,9 @@ def test_a_file_that_shrinks_after_opening_is_an_error_not_garbage(tmp_path: Pat
 
 def test_parts_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for part in (10, 2, 0):
-        write_part(tmp_path / f"part-{part}", [encode_image(JPEG, part), encode_image(JPEG, part + 1)])
+        _write_part(tmp_path / f"part-{part}", [_encode_image(JPEG, part), _encode_image(JPEG, part + 1)])
     (tmp_path / "part-00000.index").write_bytes(b"not a part")
-    records = OFRecords(tmp_path)
+    records = open_dataset(tmp_path)
     assert [records.label(index) for index in range(6)] == [0, 1, 2, 3, 10, 11]
     assert records.file_starts == (0, 2, 4)
     assert records.num_classes == 12
@@ -142,4 +143,4 @@ def test_scanning_reads_lengths_only(tmp_path: Path) -> None:
             stream.write(struct.pack("<q", 2**27))
             stream.seek(2**27, 1)
         stream.truncate()
-    assert _scan_part(path)[0] == [(8 + number * (8 + 2**27), 2**27) for number in range(4)]
+    assert scan_part(path, Faults()) == [(8 + number * (8 + 2**27), 2**27, -1) for number in range(4)]
