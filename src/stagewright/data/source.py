@@ -181,10 +181,7 @@ def _open_directory(directory: Path, class_names: tuple[str, ...], faults: Fault
 
 
 def _of_files(
-    directory: Path,
-    files: Sequence[str],
-    scan: Callable[[Path], list[tuple[int, int, int]]],
-    class_names: tuple[str, ...],
+    directory: Path, files: Sequence[str], scan: Callable[[Path], list[tuple[int, int, int]]], names: tuple[str, ...]
 ) -> Dataset:
     """The records of some files in which `scan` finds their offset, size and label."""
     found = [
@@ -192,10 +189,27 @@ def _of_files(
         for file, name in enumerate(files)
         for number, (offset, size, label) in enumerate(scan(directory / name))
     ]
+    return _dataset(directory, files, found, names)
+
+
+def _of_folders(directory: Path, class_names: tuple[str, ...], faults: Faults) -> Dataset:
+    """The images of one folder a class, sorted by name within each."""
+    files: list[str] = []
+    found: list[tuple[int, ...]] = []
+    for label, name in enumerate(class_names):
+        for image, size in _images(directory / name, faults):
+            found.append((len(files), 0, size, _WHOLE_FILE, label))
+            files.append(f"{name}/{image}")
+    return _dataset(directory, files, found, class_names)
+
+
+def _dataset(
+    directory: Path, files: Sequence[str], found: Sequence[tuple[int, ...]], class_names: tuple[str, ...]
+) -> Dataset:
+    """The dataset of (file, offset, size, number, label) rows."""
     table = np.array(found, dtype=np.int64).reshape(-1, 5)
-    return Dataset(
-        directory=directory, files=tuple(files), rows=table[:, :4], labels=table[:, 4], class_names=class_names
-    )
+    rows, labels = table[:, :4], table[:, 4]
+    return Dataset(directory=directory, files=tuple(files), rows=rows, labels=labels, class_names=class_names)
 
 
 def _whole_records(dataset: Dataset, faults: Faults) -> Dataset:
@@ -206,21 +220,6 @@ def _whole_records(dataset: Dataset, faults: Faults) -> Dataset:
             dataset.encoded(index)
             whole.append(index)
     return replace(dataset, rows=dataset.rows[whole], labels=dataset.labels[whole])
-
-
-def _of_folders(directory: Path, class_names: tuple[str, ...], faults: Faults) -> Dataset:
-    """The images of one folder a class, sorted by name within each."""
-    found = [
-        (f"{name}/{image}", size, label)
-        for label, name in enumerate(class_names)
-        for image, size in _images(directory / name, faults)
-    ]
-    rows = [(file, 0, size, _WHOLE_FILE) for file, (_, size, _) in enumerate(found)]
-    return Dataset(
-        directory=directory, files=tuple(name for name, _, _ in found),
-        rows=np.array(rows, dtype=np.int64).reshape(-1, 4),
-        labels=np.array([label for _, _, label in found], dtype=np.int64), class_names=class_names,
-    )  # fmt: skip
 
 
 def _images(folder: Path, faults: Faults) -> Iterator[tuple[str, int]]:
