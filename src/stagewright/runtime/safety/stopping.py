@@ -32,8 +32,7 @@ class Gate:
         """The last batch of the run, once all have agreed on it."""
         self._furthest = first_batch - 1
         self._promise: int | None = None
-        self._agreed = threading.Event()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def passing(self, order: Iterator[Action], reach: int) -> Iterator[Action]:
         """The actions of an order up to the last batch; `reach` is how far apart the batches of a turn are."""
@@ -44,28 +43,24 @@ class Gate:
                 return
 
     def _may_begin(self, batch: int) -> bool:
-        with self._lock:
-            if self._promise is None or batch <= self._promise:
-                self._furthest = batch
-                return True
-        self._agreed.wait()
-        with self._lock:
-            allowed = self.last is None or batch <= self.last
-            if allowed:
+        with self._changed:
+            self._changed.wait_for(lambda: self._promise is None or batch <= self._promise or self.last is not None)
+            may_begin = self.last is None or batch <= self.last
+            if may_begin:
                 self._furthest = max(self._furthest, batch)
-            return allowed
+            return may_begin
 
     def promise(self) -> int:
         """Begins no batch after the one that comes back, until `agree`."""
-        with self._lock:
+        with self._changed:
             self._promise = self._furthest + 1
             return self._promise
 
     def agree(self, last: int) -> None:
         """Makes a batch the last one."""
-        with self._lock:
-            self.last = self._promise = last
-        self._agreed.set()
+        with self._changed:
+            self.last = last
+            self._changed.notify_all()
 
 
 class Stopper:
