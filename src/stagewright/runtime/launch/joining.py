@@ -11,7 +11,7 @@ from typing import Any
 
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.runtime.launch.environment import RUN_FOLDER
-from stagewright.runtime.launch.meeting import own_place
+from stagewright.runtime.launch.meeting import Place
 from stagewright.runtime.run_folder import RunFolder, read_identity
 from stagewright.runtime.world import World, gather_json
 
@@ -23,7 +23,7 @@ Take = Callable[[bool], AbstractContextManager[RunFolder]]
 def joined(world: World, take: Take) -> Iterator[RunFolder]:
     """This worker's run; all workers must ask, and all see the same folder or none may begin."""
     # A host that was replaced counts its restarts from 0: the others know better.
-    again = any(place.was_restarted for place in world.places or [own_place()])
+    again = any(place.was_restarted for place in world.places or [Place.here()])
     run, own = None, dict[str, Any]()
     with ExitStack() as stack:
         if world.worker == 0:

@@ -45,10 +45,21 @@ class Place(NamedTuple):
     was_restarted: bool
     """Whether its launcher has started workers before."""
 
+    @classmethod
+    def here(cls) -> Place:
+        """Where this worker runs."""
+        again = RESTARTED in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        name, network = socket.gethostname(), ""
+        with suppress(OSError):  # where there are network namespaces
+            network = os.readlink("/proc/self/ns/net")
+        host = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or f"{name} {network}"
+        address = "" if STORE in os.environ else _address_towards(os.environ.get("MASTER_ADDR", ""))
+        return cls(host, name, address, again)
+
 
 def meet(rank: int, size: int, timeout_s: float) -> tuple[Store, list[Place]]:
     """A store that this meeting of the workers has for itself, and where each of them is."""
-    store, own = _open_store(rank, size, timeout_s), own_place()
+    store, own = _open_store(rank, size, timeout_s), Place.here()
     token, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     store.set(f"hello/{rank}", json.dumps([token, own]))
     called, meeting = dict[int, Any](), ""
@@ -89,16 +100,6 @@ def _hellos(store: Store, size: int) -> dict[int, Any]:
 def _read(store: Store, key: str) -> Any:
     """The value of a key, if there is one."""
     return json.loads(store.get(key)) if store.check([key]) else None
-
-
-def own_place() -> Place:
-    """Where this worker runs."""
-    again = RESTARTED in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    name, network = socket.gethostname(), ""
-    with suppress(OSError):  # where there are network namespaces
-        network = os.readlink("/proc/self/ns/net")
-    host = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or f"{name} {network}"
-    return Place(host, name, "" if STORE in os.environ else _address_towards(os.environ.get("MASTER_ADDR", "")), again)
 
 
 def _address_towards(host: str) -> str:
