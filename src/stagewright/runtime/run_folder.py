@@ -117,7 +117,8 @@ def _begin(run: RunFolder, about: Mapping[str, Any]) -> None:
 def _end(path: Path, state: str, *, is_named: bool) -> None:
     """Writes down how a run ended; its folder is removed where nobody named and needs it."""
     known = read_identity(path) or {}
-    write_text(path / _IDENTITY, json.dumps({**known, "state": state, "ended": time.time()}))
+    with suppress(OSError):  # a full disk may be why it ended, which is told all the same
+        write_text(path / _IDENTITY, json.dumps({**known, "state": state, "ended": time.time()}))
     if not is_named and state == "finished" and not any(path.glob(f"{CHECKPOINTS}/step-*")):
         shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):
