@@ -171,13 +171,12 @@ def plans(draw: st.DrawFn) -> Plan:
 def actions(draw: st.DrawFn) -> Action:
     """An action with the fields that its kind has."""
     kind, number = draw(st.sampled_from(Kind)), st.integers(0, 999_999)
-    has_peer = kind in TRANSFERS or kind is Kind.REDUCE
     return Action(
         kind,
         -1 if kind is Kind.AGREE else draw(number),
         draw(st.integers(-999_999, 999_999)),
         draw(number) if kind in COMPUTE | TRANSFERS else -1,
-        draw(number) if has_peer else -1,
+        draw(number) if kind in TRANSFERS else -1,
     )
 
 

@@ -17,8 +17,8 @@ What the kinds mean, for the worker whose order holds them:
     RF, RB      issue the receipt of activations from, or of gradients of them from, worker `peer`; never waits. The
                 stage is the sender's here too: RF0.3<2 is what SF0.3>5 of worker 2 sends to worker 5, for its F1.3
     SF, SB      issue the sending of this stage's output, or of the gradient of its input, to `peer`; never waits
-    G           issue the all-reduce (sum) of bucket `peer` of the stage's gradients; never waits. A bucket may start as
-                soon as the batch's last backward of the stage has its gradients; G stands where that backward is over
+    G           issue the all-reduce (sum) of the stage's gradients, bucket by bucket; never waits. A bucket may start
+                as soon as the batch's last backward of the stage has its gradients; G stands where that one is over
     A           all workers agree: on overflow, and on the norm of all gradients; before every update of the batch
     U           wait for the stage's reductions, then the optimizer step: version n + 1 comes from version n
 
@@ -28,7 +28,7 @@ Transfers between one pair of workers are issued in the same order at both ends.
 
 An order is written as a line, `F0.3` being forward of microbatch 3 in stage 0:
 
-    F0.0+1 SF0.0>3+1 RB1.0<3 B0.0 G0/0 U0
+    F0.0+1 SF0.0>3+1 RB1.0<3 B0.0 G0 U0
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Action(NamedTuple):
     microbatch: int = -1
     """−1 where the action is for the whole batch."""
     peer: int = -1
-    """The other worker of a transfer; the bucket of a reduction."""
+    """The other worker of a transfer."""
 
     def __str__(self) -> str:
         offset = f"{self.batch:+d}" if self.batch else ""
@@ -90,32 +90,28 @@ class Action(NamedTuple):
             text += f".{self.microbatch}"
         if self.kind in TRANSFERS:
             text += f"{'>' if self.kind in SENDS else '<'}{self.peer}"
-        elif self.kind is Kind.REDUCE:
-            text += f"/{self.peer}"
         return text + offset
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The action that `F0.3`, `SF0.3>5+1`, `G0/2`, `A` or `U0-1` writes."""
+        """The action that `F0.3`, `SF0.3>5+1`, `G0`, `A` or `U0-1` writes."""
         match = _ACTION_TEXT.fullmatch(text)
         if match is None:
-            raise ScheduleError(
-                f"action {text[:40]!r} cannot be read: expected one like F0.3, RF1.3<2, G0/1, A or U0-1"
-            )
+            raise ScheduleError(f"action {text[:40]!r} cannot be read: expected one like F0.3, RF1.3<2, G0, A or U0-1")
         kind = Kind(match["kind"])
-        stage, microbatch, peer, bucket = (match[key] for key in ("stage", "microbatch", "peer", "bucket"))
+        stage, microbatch, peer = (match[key] for key in ("stage", "microbatch", "peer"))
         arrow = ">" if kind in SENDS else "<" if kind in RECEIVES else None
-        has = (stage is not None, microbatch is not None, match["arrow"], bucket is not None)
-        wants = (kind is not Kind.AGREE, kind in COMPUTE | TRANSFERS, arrow, kind is Kind.REDUCE)
+        has = (stage is not None, microbatch is not None, match["arrow"])
+        wants = (kind is not Kind.AGREE, kind in COMPUTE | TRANSFERS, arrow)
         if has != wants:
             raise ScheduleError(f"action {text!r}: {kind.name.lower()} is written like {_EXAMPLES[kind]}")
-        number = [-1 if part is None else int(part) for part in (stage, microbatch, peer if peer else bucket)]
+        number = [-1 if part is None else int(part) for part in (stage, microbatch, peer)]
         return cls(kind, number[0], int(match["batch"] or 0), number[1], number[2])
 
 
 _ACTION_TEXT = re.compile(
     r"(?P<kind>SF|RF|SB|RB|[FBIWGAU])(?P<stage>\d{1,6})?(?:\.(?P<microbatch>\d{1,6}))?"
-    r"(?:(?P<arrow>[<>])(?P<peer>\d{1,6})|/(?P<bucket>\d{1,6}))?(?P<batch>[+-]\d{1,6})?",
+    r"(?:(?P<arrow>[<>])(?P<peer>\d{1,6}))?(?P<batch>[+-]\d{1,6})?",
     re.ASCII,
 )
 _EXAMPLES = {
@@ -128,7 +124,9 @@ Order = tuple[Action, ...]
 
 def parse_order(text: str) -> Order:
     """The actions in a line of text, separated by blanks."""
-    return tuple(map(Action.parse, text.split()))
+    # Older files have a G for each bucket: of G0/0 G0/1 G0/2 the first counts.
+    words = (word for word in text.split() if not re.search(r"^G\d+/0*[1-9]", word))
+    return tuple(Action.parse(re.sub(r"^(G\d+)/0+", r"\1", word)) for word in words)
 
 
 def format_order(order: Sequence[Action]) -> str:

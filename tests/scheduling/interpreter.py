@@ -30,19 +30,15 @@ class Problem:
     num_microbatches: int
     rotate: bool
     orders: list[list[tuple]]
-    num_buckets: list[int]
     agree: bool
 
     @classmethod
     def of(cls, schedule) -> Problem:
         plan = schedule.plan
         orders = [[parse(word) for word in line.partition("│")[2].split()] for line in schedule.text.splitlines()]
-        buckets = [stage.num_buckets for stage in plan.stages]
         workers = [list(stage) for stage in plan.workers]
         rotate = plan.route == "rotate"
-        return cls(
-            workers, list(plan.versions), plan.batch, plan.num_microbatches, rotate, orders, buckets, schedule.agree
-        )
+        return cls(workers, list(plan.versions), plan.batch, plan.num_microbatches, rotate, orders, schedule.agree)
 
 
 def parse(word: str) -> tuple[str, int, int, int, int]:
@@ -148,9 +144,9 @@ class Interpreter:
             worker.receipts[kind, stage, batch, number].append(slot)
             self.receive(me, peer, slot)
         elif kind == "G":
-            if me in self.reduced[stage, batch, peer]:
-                raise FaultError(f"G{stage}/{peer} twice")
-            self.reduced[stage, batch, peer][me] = list(worker.sums[stage, batch])
+            if me in self.reduced[stage, batch]:
+                raise FaultError(f"G{stage} twice")
+            self.reduced[stage, batch][me] = list(worker.sums[stage, batch])
         elif kind == "A":
             self.agreed[batch].add(me)
             return len(self.agreed[batch]) == len(self.workers)
@@ -275,15 +271,12 @@ class Interpreter:
         if len(members) == 1:
             total = list(worker.sums[stage, batch])
         else:
-            buckets = [self.reduced[stage, batch, bucket] for bucket in range(self.problem.num_buckets[stage])]
-            if any(me not in bucket for bucket in buckets):
+            reduced = self.reduced[stage, batch]
+            if me not in reduced:
                 raise FaultError(f"U{stage} of batch {batch} without its reduction")
-            if any(len(bucket) < len(members) for bucket in buckets):
+            if len(reduced) < len(members):
                 return False
-            totals = [sorted(part for parts in bucket.values() for part in parts) for bucket in buckets]
-            if any(one != totals[0] for one in totals):
-                raise FaultError(f"buckets of batch {batch} differ")
-            total = totals[0]
+            total = sorted(part for parts in reduced.values() for part in parts)
         if worker.newest[stage] != batch:
             raise FaultError(f"U{stage} of batch {batch} after {worker.newest[stage]} updates")
         worker.newest[stage] = batch + 1

@@ -105,8 +105,8 @@ def test_ssp_over_three_stages_and_two_microbatches():
 def test_a_replica_without_rows_updates_after_the_others_have_reduced():
     schedule = checked(plan_of((2, 1), 2, batch=2), staleness="ssp")
     assert schedule.text == drawn("""
-        0 │ G0/0-1 U0-1
-        1 │ F0.1 RB1.0<2 SF0.1>2 B0.0 U0-1 F0.0+1 RB1.1<2 SF0.0>2+1 B0.1 G0/0
+        0 │ G0-1 U0-1
+        1 │ F0.1 RB1.0<2 SF0.1>2 B0.0 U0-1 F0.0+1 RB1.1<2 SF0.0>2+1 B0.1 G0
         2 │ F1.0 B1.0 SB1.0>1 RF0.1<1 F1.1 B1.1 SB1.1>1 RF0.0<1+1 U1
     """)
 
@@ -114,28 +114,28 @@ def test_a_replica_without_rows_updates_after_the_others_have_reduced():
 def test_2bw_data_parallelism_overlaps_a_reduction_with_the_next_batch():
     schedule = checked(plan_of((2,)), staleness="2bw")
     assert schedule.grid(4) == "0-1 │ F0 B0 F1 B1 U0 F2 B2 U1 F3 B3 U2 U3"
-    assert schedule.text.splitlines()[0] == "0 │ F0.0 B0.0 G0/0 U0-1"
+    assert schedule.text.splitlines()[0] == "0 │ F0.0 B0.0 G0 U0-1"
 
 
 def test_one_stage_with_one_version_is_data_parallelism():
     assert checked(plan_of((2,), 2)).text == drawn("""
-        0 │ F0.0 B0.0 F0.1 B0.1 G0/0 U0
-        1 │ F0.0 B0.0 F0.1 B0.1 G0/0 U0
+        0 │ F0.0 B0.0 F0.1 B0.1 G0 U0
+        1 │ F0.0 B0.0 F0.1 B0.1 G0 U0
     """)
 
 
 def test_every_action_of_two_stages():
     assert checked(plan_of((2, 1)), agree=True).text == drawn("""
-        0 │ F0.0 SF0.0>2 RB1.0<2 B0.0 G0/0 A U0
-        1 │ F0.0 SF0.0>2 RB1.0<2 B0.0 G0/0 A U0
+        0 │ F0.0 SF0.0>2 RB1.0<2 B0.0 G0 A U0
+        1 │ F0.0 SF0.0>2 RB1.0<2 B0.0 G0 A U0
         2 │ RF0.0<0 RF0.0<1 F1.0 B1.0 SB1.0>0 SB1.0>1 A U1
     """)
 
 
 def test_every_action_of_the_stale_synchronous_loop():
     assert checked(plan_of((2, 1)), staleness="ssp").text == drawn("""
-        0 │ F0.0+1 RB1.0<2 SF0.0>2+1 B0.0 G0/0 U0
-        1 │ F0.0+1 RB1.0<2 SF0.0>2+1 B0.0 G0/0 U0
+        0 │ F0.0+1 RB1.0<2 SF0.0>2+1 B0.0 G0 U0
+        1 │ F0.0+1 RB1.0<2 SF0.0>2+1 B0.0 G0 U0
         2 │ F1.0 B1.0 SB1.0>0 SB1.0>1 RF0.0<0+1 RF0.0<1+1 U1
     """)
 
@@ -151,8 +151,8 @@ def test_interleaved_over_two_workers_with_two_stages_each():
 
 def test_two_stages_on_the_same_two_workers_need_no_transfers():
     assert checked(placed("0:0-1.0:0-1", 2, route="split")).text == drawn("""
-        0 │ F0.0 F1.0 B1.0 F0.1 B0.0 F1.1 B1.1 G1/0 U1 B0.1 G0/0 U0
-        1 │ F0.0 F1.0 B1.0 F0.1 B0.0 F1.1 B1.1 G1/0 U1 B0.1 G0/0 U0
+        0 │ F0.0 F1.0 B1.0 F0.1 B0.0 F1.1 B1.1 G1 U1 B0.1 G0 U0
+        1 │ F0.0 F1.0 B1.0 F0.1 B0.0 F1.1 B1.1 G1 U1 B0.1 G0 U0
     """)
 
 
@@ -185,7 +185,7 @@ def test_overrides_are_in_the_plan_of_the_schedule():
     assert (schedule.plan.versions, schedule.plan.hold) == ((2, 1), 9)
 
 
-def test_buckets_are_reduced_in_the_order_in_which_backward_fills_them():
+def test_a_stage_is_reduced_once_however_many_buckets_it_has():
     plan = plan_of((2,))
     plan = replace(plan, stages=(replace(plan.stages[0], num_buckets=3),))
-    assert checked(plan).text.splitlines()[0] == "0 │ F0.0 B0.0 G0/0 G0/1 G0/2 U0"
+    assert checked(plan).text.splitlines()[0] == "0 │ F0.0 B0.0 G0 U0"

@@ -126,10 +126,10 @@ class Reducer:
             bucket.work = self._add_up.start(bucket.flat)
         self._next[slot] += 1
 
-    def start(self, slot: int, number: int) -> None:
-        """Starts the buckets up to a number that have not started by themselves."""
+    def start(self, slot: int) -> None:
+        """Starts the buckets that have not started by themselves."""
         self._armed = None
-        for bucket in self.buckets[slot][self._next[slot] : number + 1]:
+        for bucket in self.buckets[slot][self._next[slot] :]:
             self._start(slot, bucket)
 
     def finish(self, slot: int) -> list[Tensor | None]:

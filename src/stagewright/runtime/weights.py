@@ -250,7 +250,7 @@ class Tied(Versions):
         done.add(stage)
         if done == self.stages_here:
             del self._done[batch]
-            self.reducer.start(self.slot(batch), 0)
+            self.reducer.start(self.slot(batch))
             self._summed[batch] = None
 
     def gradients(self, batch: int) -> list[Tensor | None]:

@@ -311,7 +311,7 @@ class Worker:
 
     def reduce(self, action: Action) -> None:
         here = self.replicas[action.stage]
-        here.reducer.start(here.weights.slot(action.batch), action.peer)
+        here.reducer.start(here.weights.slot(action.batch))
 
     def agree(self, action: Action) -> None:
         """Adds up the squares of all gradients over all workers; a stage counts once."""

@@ -103,11 +103,10 @@ def _rules(schedule: Schedule, worker: int, stage: int, places: Container[_Key])
                 yield forward, (Kind.SEND_FORWARD, stage, number, peer), 0
                 yield (Kind.RECEIVE_BACKWARD, stage + 1, number, peer), backward, 0
         yield update, forward, plan.versions[stage]
-    # Reductions after backward, then the agreement and the update.
-    num_buckets = plan.stages[stage].num_buckets if plan.replicas[stage] > 1 else 0
+    # The reduction after backward, then the agreement and the update.
     steps: list[list[_Key]] = [
         lasts,
-        [(Kind.REDUCE, stage, -1, bucket) for bucket in range(num_buckets)],
+        [(Kind.REDUCE, stage, -1, -1)] if plan.replicas[stage] > 1 else [],
         [(Kind.AGREE, -1, -1, -1)] if schedule.agree else [],
         [update],
     ]

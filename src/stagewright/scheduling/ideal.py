@@ -66,7 +66,7 @@ class _Run:
         self.awake = list(range(len(self.lists)))
         self.asleep: dict[_Event, list[int]] = {}
         """The workers that wait for an event."""
-        self.parts: dict[_Event, dict[tuple[int, int], float]] = {}
+        self.parts: dict[_Event, dict[int, float]] = {}
         self.ended: dict[_Event, float] = {}
         self.receipts: dict[tuple[int, ...], list[_Event]] = {}
         """By (worker, whether forward, stage that sends, batch, microbatch): the transfers that compute waits for."""
@@ -99,8 +99,7 @@ class _Run:
                 self.receipts.setdefault((worker, is_forward, stage, batch, number), []).append(event)
             self.end(event, worker, 2)
         elif kind is Kind.REDUCE:
-            num_parts = self.plan.replicas[stage] * self.plan.stages[stage].num_buckets
-            self.end((kind, stage, batch), worker, num_parts, bucket=peer)
+            self.end((kind, stage, batch), worker, self.plan.replicas[stage])
         elif kind is Kind.UPDATE:
             return [(Kind.REDUCE, stage, batch)] if self.plan.replicas[stage] > 1 else []
         elif kind is Kind.AGREE:
@@ -111,10 +110,10 @@ class _Run:
             return self.receipts.get((worker, is_forward, stage + (-1 if is_forward else 1), batch, number), [])
         return []
 
-    def end(self, event: _Event, worker: int, num_parts: int, bucket: int = -1) -> None:
+    def end(self, event: _Event, worker: int, num_parts: int) -> None:
         """One part of an event is over; with the last one, all who wait for it go on."""
         parts = self.parts.setdefault(event, {})
-        parts[worker, bucket] = self.now[worker]
+        parts[worker] = self.now[worker]
         if len(parts) == num_parts and event not in self.ended:
             self.ended[event] = max(parts.values())
             self.awake += self.asleep.pop(event, ())

@@ -72,17 +72,17 @@ def _add_reductions(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> No
     for _, stop, kind, stage, replica, _ in timing.timed:
         if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             last[stage][replica] = max(last[stage][replica], stop)
-    for number, reduced in enumerate(plan.stages):
-        if len(reduced.devices) == 1:
+    for number, count in enumerate(plan.replicas):
+        if count == 1:
             continue
         for replica, worker in enumerate(plan.workers[number]):
             own = last[number][replica]  # NEVER where the replica has no rows
             time = max(last[number]) if own == NEVER or len(plan.stages_of[worker]) > 1 else own
-            lists[worker] += (_whole_batch(Kind.REDUCE, time, number, bucket) for bucket in range(reduced.num_buckets))
+            lists[worker].append(_whole_batch(Kind.REDUCE, time, number))
 
 
-def _whole_batch(kind: Kind, time: int, stage: int, peer: int = -1) -> _Entry:
-    return _Entry(time, _rank(kind), True, stage, -1, peer, -1, kind, peer)
+def _whole_batch(kind: Kind, time: int, stage: int) -> _Entry:
+    return _Entry(time, _rank(kind), True, stage, -1, -1, -1, kind, -1)
 
 
 def _fold(entries: list[_Entry], period: int, start: int) -> Order:

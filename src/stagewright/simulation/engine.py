@@ -195,7 +195,8 @@ class Engine:
         """Whether a worker gets past a reduction, an update or an agreement; if not, it waits for what that lacks."""
         worker.head = action, batch
         if op.code is _GATHER:
-            self.collectives.bucket_ready(worker.number, action.stage, batch, action.peer)
+            for bucket in range(self.plan.stages[action.stage].num_buckets):
+                self.collectives.bucket_ready(worker.number, action.stage, batch, bucket)
         if op.code is _UPDATE:
             return self.collectives.reduced_whole(worker, action.stage, batch)
         return op.code is not _AGREE or self.collectives.agree(worker, batch)

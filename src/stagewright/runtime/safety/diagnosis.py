@@ -126,7 +126,7 @@ class Scene:
         elif kind is Kind.AGREE:
             needs, others = action, list(range(len(plan.devices)))
         elif kind is Kind.UPDATE:
-            needs = Action(Kind.REDUCE, stage, batch, -1, plan.stages[stage].num_buckets - 1)
+            needs = Action(Kind.REDUCE, stage, batch)
             others = list(plan.workers[stage])
         else:
             return []
