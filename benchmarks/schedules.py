@@ -13,7 +13,7 @@ from itertools import product
 
 from stagewright.plan import Plan, Route
 from stagewright.scheduling import check_schedule, make_schedule
-from stagewright.scheduling.sketch import sketch_plan
+from stagewright.scheduling.drawing import sketch_plan
 
 NUM_MICROBATCHES = 512
 CASES: tuple[tuple[str, tuple[int, ...]], ...] = (

@@ -7,7 +7,7 @@ from textwrap import dedent
 from stagewright.cluster import DeviceId, parse_placement
 from stagewright.plan import Plan
 from stagewright.schedule import Order, parse_order
-from stagewright.scheduling.sketch import sketch_plan
+from stagewright.scheduling.drawing import sketch_plan
 
 
 def plan_of(replicas: tuple[int, ...], num_microbatches: int = 1, **options) -> Plan:

@@ -7,7 +7,7 @@ import pytest
 from stagewright.errors import ScheduleError
 from stagewright.policy import holds
 from stagewright.scheduling import make_schedule
-from stagewright.scheduling.sketch import parse_replicas, sketch_plan
+from stagewright.scheduling.drawing import parse_replicas, sketch_plan
 from tests.scheduling.cases import plan_of
 
 

@@ -12,9 +12,9 @@ from stagewright.cluster import DeviceId
 from stagewright.errors import ScheduleError
 from stagewright.plan import Plan
 from stagewright.schedule import Action, Kind, Schedule
+from stagewright.scheduling.drawing import sketch_plan
 from stagewright.scheduling.lower import lower
 from stagewright.scheduling.orders import Timed, Timing, flushed
-from stagewright.scheduling.sketch import sketch_plan
 
 _CELL = re.compile(r"(\d{1,6})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d{0,6})", re.ASCII)
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")

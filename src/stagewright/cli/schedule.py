@@ -20,9 +20,8 @@ from stagewright.planning.options import PlanOptions
 from stagewright.policy import holds
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule, make_schedule
-from stagewright.scheduling.drawing import draw_svg, timed_grid, write_csv
+from stagewright.scheduling.drawing import draw_svg, parse_replicas, sketch_plan, timed_grid, write_csv
 from stagewright.scheduling.ideal import run_ideally
-from stagewright.scheduling.sketch import parse_replicas, sketch_plan
 from stagewright.schema import write_whole
 
 _STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magenta", "A": "magenta"}

@@ -4,8 +4,7 @@
     check_schedule(schedule)                                             raises a ScheduleError, or all is well
 
 The files, in the order of the passes: orders (when everyone computes), lower, check. ideal carries a schedule out for
-check and drawing (over time, SVG, CSV); windows cuts an order for those who run it dynamically; sketch makes plans
-without a model.
+check and drawing (over time, SVG, CSV, plans without a model); windows cuts an order for those who run it dynamically.
 """
 
 from __future__ import annotations

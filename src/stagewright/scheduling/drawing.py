@@ -1,14 +1,15 @@
-"""A schedule over time, as text and as a picture; and in the CSV format of torch.distributed.pipelining."""
+"""Schedules to look at: of a plan without a model; over time, as text and as a picture; in PyTorch's CSV format."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
-from stagewright.errors import ScheduleError
-from stagewright.plan import Plan
+from stagewright.cluster import DeviceId
+from stagewright.errors import PlanError, ScheduleError
+from stagewright.plan import DEFAULT_POLICY, Plan, Policy, Route, Stage
 from stagewright.schedule import COMPUTE, TRANSFERS, Action, Kind, Schedule
 from stagewright.scheduling.ideal import TimedAction, run_ideally
 
@@ -18,6 +19,43 @@ _COLOURS = {
     Kind.BACKWARD_INPUT: "#f2a541",
     Kind.BACKWARD_WEIGHT: "#72a98f",
 }
+
+
+def parse_replicas(text: str) -> tuple[int, ...]:
+    """The replicas of each stage that `7,1` names."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 4 for part in parts):
+        raise ScheduleError(f"--replicas {text}: expected a number for each stage, such as 7,1")
+    return tuple(int(part) for part in parts)
+
+
+def sketch_plan(
+    stages: Sequence[int | Sequence[DeviceId]],
+    *,
+    num_microbatches: int = 1,
+    batch: int | None = None,
+    policy: Policy = DEFAULT_POLICY,
+    route: Route = "split",
+) -> Plan:
+    """A plan with a nameless layer a stage, on the given devices or on so many of its own.
+
+    Without `batch` a microbatch has a row for every replica of the widest stage.
+    """
+    placement: list[tuple[DeviceId, ...]] = []
+    for number, stage in enumerate(stages or (0,)):
+        first = sum(map(len, placement))
+        devices = [DeviceId(0, first + one) for one in range(stage)] if isinstance(stage, int) else stage
+        if not devices:
+            raise ScheduleError(f"stage {number} has {stage} replicas: expected at least 1 in every stage")
+        placement.append(tuple(devices))
+    made = tuple(Stage(layers=(f"layer{number}",), devices=devices) for number, devices in enumerate(placement))
+    rows = max(1, num_microbatches) * max(map(len, placement)) if batch is None else batch
+    try:
+        return Plan(
+            model="sketch", stages=made, batch=rows, num_microbatches=num_microbatches, policy=policy, route=route
+        )
+    except PlanError as fault:
+        raise ScheduleError(fault.what, fault.todo) from None
 
 
 def timed_grid(schedule: Schedule, num_batches: int | None = None) -> str:

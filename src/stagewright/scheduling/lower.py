@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from stagewright.plan import Plan
 from stagewright.schedule import COMPUTE, TRANSFERS, Action, Kind, Order
-from stagewright.scheduling.orders import NEVER, Timing, users
+from stagewright.scheduling.orders import Timing, users
 
 
 def _rank(kind: Kind) -> int:
@@ -68,17 +68,16 @@ def _add_reductions(lists: list[list[_Entry]], plan: Plan, timing: Timing) -> No
     A worker with several stages reduces them in the order in which all of their replicas are done, which is the same
     order on every worker that shares two of them.
     """
-    last = [[NEVER] * count for count in plan.replicas]
+    last: dict[tuple[int, int], int] = {}
     for _, stop, kind, stage, replica, _ in timing.timed:
         if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            last[stage][replica] = max(last[stage][replica], stop)
-    for number, count in enumerate(plan.replicas):
-        if count == 1:
-            continue
-        for replica, worker in enumerate(plan.workers[number]):
-            own = last[number][replica]  # NEVER where the replica has no rows
-            time = max(last[number]) if own == NEVER or len(plan.stages_of[worker]) > 1 else own
-            lists[worker].append(_whole_batch(Kind.REDUCE, time, number))
+            last[stage, replica] = max(stop, last.get((stage, replica), stop))
+    for number, workers in enumerate(plan.workers):
+        done = max(stop for (stage, _), stop in last.items() if stage == number)
+        for replica, worker in enumerate(workers) if len(workers) > 1 else ():
+            # A replica without rows waits for the others, too.
+            own = done if len(plan.stages_of[worker]) > 1 else last.get((number, replica), done)
+            lists[worker].append(_whole_batch(Kind.REDUCE, own, number))
 
 
 def _whole_batch(kind: Kind, time: int, stage: int) -> _Entry:

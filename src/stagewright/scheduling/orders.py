@@ -30,7 +30,7 @@ from stagewright.plan import Plan
 from stagewright.policy import RULES, aheads, lanes, outstanding, reach
 from stagewright.schedule import Kind
 
-NEVER = -(1 << 60)
+_NEVER = -(1 << 60)
 """Before all times."""
 
 _Result = tuple[bool, int, int, int]
@@ -184,8 +184,8 @@ class _Loop:
         self.free = {(stage, replica): 0 for stage, count in enumerate(plan.replicas) for replica in range(count)}
         # The rest is for batch 0.
         self.stops: dict[_Result, int] = {}
-        self.last = dict.fromkeys(self.free, NEVER)
-        self.agreed = NEVER
+        self.last = dict.fromkeys(self.free, _NEVER)
+        self.agreed = _NEVER
         self.timed: list[Timed] = []
 
     def sweep(self, turn: list[_Step]) -> bool:
@@ -211,7 +211,7 @@ class _Loop:
         for replica in self.plan.peers(stage, number):
             who, start = (stage, replica), self.free[stage, replica]
             for result in _needs(self.plan, kind, stage, number, replica):
-                start = max(start, stops.get(result, NEVER) + shift)
+                start = max(start, stops.get(result, _NEVER) + shift)
             stop = self.free[who] = start + unit_cost(kind)
             if kind is not Kind.BACKWARD_WEIGHT:
                 stops[is_forward, stage, number, replica] = stop - shift
