@@ -18,7 +18,7 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError, ScheduleError
 from stagewright.plan import DEFAULT_POLICY, Plan
 from stagewright.planning.estimate import Shortage, estimate
-from stagewright.planning.exact import Found, Leaders
+from stagewright.planning.exact import Found
 from stagewright.planning.explore import explore
 from stagewright.planning.fixed import normal_form
 from stagewright.planning.options import PlanOptions
@@ -73,7 +73,8 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     problem = Problem(Costs(profile, cluster), options)
     leaders, rivals, short = explore(problem)
     judge = _Judge(problem, score)
-    rival, why_not = _compare(problem, rivals, short, judge if problem.is_free else _Judge(problem, score))
+    plain = [problem.plan(found) for found in rivals.found]
+    rival = (judge if problem.is_free else _Judge(problem, score))(plain[0]) if plain else None
     best, *choices = _choose(problem, leaders.to_score, judge)
     reason = _explain(best.plan, best.step_s, problem.costs, rival)
     others = {shape(c.plan): c for c in reversed(choices) if rival is None or len(c.plan.stages) > 1}
@@ -82,7 +83,9 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
         best=replace(best, plan=replace(best.plan, notes=(reason,))),
         others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:3]),
         data_parallel=rival,
-        why_no_data_parallel=why_not,
+        why_no_data_parallel=f"does not fit: {_describe(short, problem)}"
+        if rival is None and short is not None
+        else "",
         reason=reason,
         num_plans=leaders.looked_at + rivals.looked_at,
         num_simulated=len(judge.known) if score is not None else 0,
@@ -99,17 +102,15 @@ class _Judge:
         self.work = 0
 
     @property
-    def fastest_s(self) -> float:
-        return min((choice.step_s for choice in self.choices), default=float("inf"))
-
-    @property
     def choices(self) -> list[Choice]:
         return sorted(filter(None, self.known.values()), key=lambda each: (each.step_s, _plainness(each.plan)))
 
     def __call__(self, plan: Plan) -> Choice | None:
         """The plan's step, peaks and limit; None where it does not fit or cannot be simulated."""
         if plan not in self.known:
-            self.work += _work_of(plan) if self.score else 0
+            # About so many microbatches of replicas a simulation runs: more batches where there is no flush.
+            batches = 4 if plan.is_synchronous else 8 + 6 * max(plan.versions)
+            self.work += plan.num_microbatches * sum(plan.replicas) * batches if self.score else 0
             if self.work > 300_000 and self.choices:
                 return None  # about five seconds of simulations were enough
             self.known[plan] = self._judged(plan)
@@ -136,12 +137,6 @@ class _Judge:
         return Choice(plan=plan, step_s=record.median_step_s, peak_bytes=peaks, limit=limit, record=record)
 
 
-def _work_of(plan: Plan) -> int:
-    """About how many microbatches of replicas a simulation runs: more batches where there is no flush."""
-    batches = 4 if plan.is_synchronous else 8 + 6 * max(plan.versions)
-    return plan.num_microbatches * sum(plan.replicas) * batches
-
-
 def _plainness(plan: Plan) -> tuple[object, ...]:
     """What a person would rather have of two equally fast plans, the smallest first."""
     buckets = sum(stage.num_buckets for stage in plan.stages)
@@ -159,7 +154,7 @@ def _choose(problem: Problem, leaders: Iterable[Found], judge: _Judge) -> list[C
     if not judge.choices:
         raise _refused(problem)
     if judge.score is not None:
-        could_lead = (found for found in pool if found.step_s <= _NEAR * judge.fastest_s)
+        could_lead = (found for found in pool if found.step_s <= _NEAR * judge.choices[0].step_s)
         for found in islice(could_lead, 32):
             judge(problem.plan(found))
         for choice in _of_each_shape(judge.choices)[:3]:
@@ -193,10 +188,8 @@ def _of_each_shape(choices: Sequence[Choice]) -> list[Choice]:
 
 def _climb(choice: Choice, problem: Problem, judge: _Judge) -> Choice:
     """Changes one thing after the other for as long as the score finds a faster plan."""
-    better: Choice | None = choice
-    while better is not None:
+    while (better := next(_faster(choice, problem, judge), None)) is not None:
         choice = better
-        better = next(_faster(choice, problem, judge), None)
     return choice
 
 
@@ -231,15 +224,6 @@ def plainest(choices: Sequence[Choice], tie: float) -> Choice:
     near_s = min(choice.step_s for choice in choices) * (1 + tie)
     near = [choice for choice in choices if choice.step_s <= near_s]
     return min(near, key=lambda choice: (_plainness(choice.plan), choice.step_s))
-
-
-def _compare(problem: Problem, rivals: Leaders, short: Shortage | None, judge: _Judge) -> tuple[Choice | None, str]:
-    """Plain data parallelism as a choice, or why it cannot be: what it is short of."""
-    for rival in rivals.found:
-        found = judge(problem.plan(rival))
-        if found is not None:
-            return found, ""
-    return None, "" if short is None else f"does not fit: {_describe(short, problem)}"
 
 
 def _describe(short: Shortage, problem: Problem) -> str:
