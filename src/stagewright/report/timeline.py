@@ -72,10 +72,11 @@ def _is_compute(span: Span) -> bool:
 
 
 def _action_text(span: Span) -> str:
-    """The action as schedules write it: `F0.3`, `SF0.3>5`, `U1`; the batch is told apart."""
+    """The action as schedules write it: `F0.3`, `SF0.3>5`, `U1`, a reduction with its bucket; without batch."""
     if span.kind not in _ACTION_KINDS:
         return span.kind
-    return str(Action(Kind(span.kind), span.stage, 0, span.microbatch, span.peer))
+    text = str(Action(Kind(span.kind), span.stage, 0, span.microbatch, span.peer))
+    return f"{text}/{span.peer}" if span.kind == Kind.REDUCE else text
 
 
 def _lanes(spans: Sequence[Span]) -> tuple[int, ...]:
