@@ -92,7 +92,6 @@ def train(plan: sw.Plan, model: sw.Layered, name: str, folder: Path) -> sw.Recor
     from stagewright.training.job import Job
 
     job = Job(name=name, steps=STEPS, warm_up=WARM_UP, log_every=STEPS // 5, overwrite=True, save_final=False)
-    os.environ[PLAN] = str(plan.save(folder / "plan.json"))
     record = sw.train(sw.make_schedule(plan), model, job=job, cluster="this-machine", folder=folder, console=console)
     return replace(record, name=name, command="make demo")
 
@@ -144,7 +143,9 @@ def main(folder: Path) -> None:
     show_plans(found["3-1"], cluster, records)
     for name, plan in plans.items():
         say("3  train", f"{name}: {plan.placement}, {STEPS} steps of {BATCH} made-up images, {NUM_DEVICES} processes")
-        records.append(train(plan, model, name, folder / name.replace(" ", "-")))
+        place = folder / name.replace(" ", "-")
+        os.environ[PLAN] = str(plan.save(place / "plan.json"))  # here alone: workers that all saved it would collide
+        records.append(train(plan, model, name, place))
     say("4  compare", "what was predicted, and what happened\n")
     table, shown = pair_table(find_pairs(make_cases(records))), Table(box=None, pad_edge=False, show_header=False)
     for column, *cells in zip(table.columns, *(row.cells for row in table.rows)):
