@@ -132,7 +132,7 @@ def _plain(module: nn.Module) -> StageModule:
 @torch.no_grad()
 def _numbers(gradient: Tensor, weight: Tensor) -> Tensor:
     """Σ g and Σ g · w, and how large they would be with random signs; piece by piece, for sums are in fp64."""
-    pairs = zip(*(torch.split(each.detach().reshape(-1), 1 << 20) for each in (gradient, weight)))
+    pairs = zip(*(torch.split(each.detach().reshape(-1), 1 << 18) for each in (gradient, weight)))
     doubles = ((g.double(), w.double()) for g, w in pairs)
     sums = torch.stack([torch.stack([g.sum(), g @ w, g @ g, w @ w]) for g, w in doubles]).sum(0)
     size, scale = sums[2].sqrt(), (sums[3] / max(1, weight.numel())).sqrt()
