@@ -17,7 +17,7 @@ from stagewright.cli.report import report
 from stagewright.cluster import Cluster, Host
 from stagewright.errors import FileError, UsageError
 from stagewright.report import Failure, make_report
-from stagewright.report.map import draw_cluster
+from stagewright.report.map import draw_map
 
 from .synthetic import make_record, make_suite, make_titan, make_v100, save_all
 
@@ -111,15 +111,15 @@ def test_the_smallest_reports(tmp_path: Path, count: int) -> None:
 
 
 def test_every_device_and_junction_of_a_cluster_is_drawn() -> None:
-    drawings = draw_cluster(make_v100(2))
-    assert [drawing.svg.count('class="device"') for drawing in drawings] == [8, 8]
-    assert all(name in drawings[1].svg for name in ("switch0", "switch1", "cpu", "nic"))
-    assert drawings[0].facts[0] == "8 × V100, 16.0 GiB"
+    drawings = draw_map(make_v100(2))["hosts"]
+    assert [drawing["svg"].count('class="device"') for drawing in drawings] == [8, 8]
+    assert all(name in drawings[1]["svg"] for name in ("switch0", "switch1", "cpu", "nic"))
+    assert drawings[0]["facts"][0] == "8 × V100, 16.0 GiB"
 
 
 def test_a_host_without_links_is_drawn_too() -> None:
     lonely = Cluster(name="x", hosts=(Host(devices=make_titan().hosts[0].devices[:1]),))
-    assert 'data-device="0:0"' in draw_cluster(lonely)[0].svg
+    assert 'data-device="0:0"' in draw_map(lonely)["hosts"][0]["svg"]
 
 
 def test_the_command_says_the_sentence_and_where_the_files_are(tmp_path: Path) -> None:

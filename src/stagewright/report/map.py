@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from stagewright.cluster import Cluster, Host, Link
 from stagewright.report.figures import size
@@ -39,20 +41,18 @@ class _Spot(NamedTuple):
     y: float
 
 
-class _HostDrawing(NamedTuple):
-    """A host's picture and the words beneath it."""
-
-    title: str
-    svg: str
-    facts: tuple[str, ...]
-
-
-def draw_cluster(cluster: Cluster) -> tuple[_HostDrawing, ...]:
-    """A drawing for each host; devices carry `data-device`, so that the page can put stages on them."""
-    return tuple(_draw_host(host, number) for number, host in enumerate(cluster.hosts))
+def draw_map(cluster: Cluster) -> dict[str, Any]:
+    """A drawing for each host, and the words beside them; a device has its name in `data-device`, for its stages."""
+    return {
+        "name": cluster.name,
+        "hosts": [_draw_host(host, number) for number, host in enumerate(cluster.hosts)],
+        "links": [f"{link.ends[0]} – {link.ends[1]}: {link.kind} {_rate_text(link)}" for link in cluster.links],
+        "notes": cluster.notes,
+    }
 
 
-def _draw_host(host: Host, number: int) -> _HostDrawing:
+def _draw_host(host: Host, number: int) -> dict[str, Any]:
+    """One host: devices in rows, junctions beneath them, lines for links."""
     spots = _place(host)
     width = max(spot.x for spot in spots.values()) + _AT.width / 2 + _AT.margin
     height = max(spot.y for spot in spots.values()) + _AT.height / 2 + _AT.margin
@@ -62,7 +62,8 @@ def _draw_host(host: Host, number: int) -> _HostDrawing:
     parts += (_draw_link(link, spots) for link in host.links)
     parts += (_draw_node(name, spot, number) for name, spot in spots.items())
     title = f"host {number}" + (f" · {host.address}" if host.address else "")
-    return _HostDrawing(title, "".join([*parts, "</svg>"]), tuple(_host_facts(host)))
+    # The drawing escapes what it holds.
+    return {"title": title, "svg": Markup("".join([*parts, "</svg>"])), "facts": list(_host_facts(host))}
 
 
 def _place(host: Host) -> dict[str, _Spot]:
@@ -137,11 +138,6 @@ def _host_facts(host: Host) -> Iterator[str]:
     for kind, memory in dict.fromkeys(kinds):
         yield f"{kinds.count((kind, memory))} × {kind}, {size(memory)}"
     yield from dict.fromkeys(f"{link.kind} {_rate_text(link)}" for link in host.links)
-
-
-def link_facts(cluster: Cluster) -> tuple[str, ...]:
-    """The links between hosts, in words: `0:nic – net: Ethernet 1.2 GB/s`."""
-    return tuple(f"{link.ends[0]} – {link.ends[1]}: {link.kind} {_rate_text(link)}" for link in cluster.links)
 
 
 def _rate_text(link: Link) -> str:

@@ -9,6 +9,7 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -33,7 +34,7 @@ from stagewright.report.cases import (
     strategy,
 )
 from stagewright.report.figures import rate, size, span_of, times
-from stagewright.report.map import draw_cluster, link_facts
+from stagewright.report.map import draw_map
 from stagewright.report.summary import find_hero, sentences
 from stagewright.report.tables import (
     SOURCE_MARKS,
@@ -170,14 +171,9 @@ def _drawings_of(results: Results) -> list[_Plain]:
     known = {cluster.name: cluster for cluster in results.clusters}
     drawings = []
     for name in dict.fromkeys(case.record.cluster for case in results.cases):
-        try:
-            cluster = known.get(name) or Cluster.load(ready_made_clusters()[name])
-        except (KeyError, StagewrightError):
-            # A drawing is a courtesy: a report must not fail because a cluster file is of another version.
-            continue
-        # The drawings are made here, and escape what they hold.
-        hosts = [{"title": one.title, "svg": Markup(one.svg), "facts": one.facts} for one in draw_cluster(cluster)]
-        drawings.append({"name": name, "hosts": hosts, "links": link_facts(cluster), "notes": cluster.notes})
+        # A drawing is a courtesy: a report must not fail because a cluster file is of another version.
+        with suppress(KeyError, StagewrightError):
+            drawings.append(draw_map(known.get(name) or Cluster.load(ready_made_clusters()[name])))
     return drawings
 
 
