@@ -36,7 +36,7 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 
-from stagewright.bench.machine import PACKAGES, Watch, look_at_cards, look_at_workers
+from stagewright.bench.machine import Watch, look_at_cards, look_at_workers
 from stagewright.bench.task import Task
 from stagewright.errors import FileError, StagewrightError, UsageError
 from stagewright.record import Record
@@ -48,7 +48,7 @@ from stagewright.simulation.run import IMAGENET_IMAGES
 from stagewright.simulation.whatif import Scenario
 
 _DOES_NOT_FIT = "does not fit"
-_IDENTITY = ("host", "cpu", "gpu", "driver", "commit", *PACKAGES)
+_IDENTITY = ("host", "cpu", "gpu", "driver", "commit", "stagewright", "torch", "numpy")
 """What makes two sessions one and the same measurement."""
 
 

@@ -24,7 +24,7 @@ from stagewright.profiling.detect import ask, memory_bytes, num_cores
 from stagewright.profiling.topology import without_colours
 
 _Asker = Callable[[Sequence[str]], str | None]
-PACKAGES = ("stagewright", "torch", "numpy")
+_PACKAGES = ("stagewright", "torch", "numpy")
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "STAGEWRIGHT_")
 """How the names of variables begin that change how a run computes; others may hold what is nobody's business."""
 _Figures = Iterator[tuple[int, int, float | None]]
@@ -62,7 +62,7 @@ def capture(ask: _Asker = ask, environ: Mapping[str, str] = os.environ) -> dict[
         "driver": _first_line(ask(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))),
         "topology": without_colours(ask(("nvidia-smi", "topo", "-m")) or "").strip(),
         "python": sys.version.split()[0],
-        **{name: _installed(name) for name in PACKAGES},
+        **{name: _installed(name) for name in _PACKAGES},
         "commit": _commit(ask),
         "variables": " ".join(f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(_VARIABLES)),
     }
