@@ -90,7 +90,8 @@ def test_both_directions_of_every_link_are_limited() -> None:
 @needs_root
 def test_a_share_of_the_cpu_holds_for_what_runs_in_the_host() -> None:
     with emulated_hosts(star(1e7, 1e7, shares=(0.25, None))) as hosts:
-        here = Path(hosts.groups[0])
+        here = hosts.groups[0]
+        assert here is not None
         inside = start_in(hosts, 0, "sleep", "600")
         wait_until(lambda: str(inside.pid) in (here / "cgroup.procs").read_text().split())
         files = ("cpu.max",) if (here / "cpu.max").exists() else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -103,7 +104,8 @@ def test_a_share_of_the_cpu_holds_for_what_runs_in_the_host() -> None:
 def test_hosts_without_a_share_are_in_one_group_without_a_quota() -> None:
     """In groups of their own, as the kernel makes them for sessions, they would share cores unevenly."""
     with emulated_hosts(star(1e7, 1e7, 1e7, shares=(0.25, None, None))) as hosts:
-        common = Path(hosts.groups[1])
+        common = hosts.groups[1]
+        assert common is not None
         assert hosts.groups[2] == hosts.groups[1] != hosts.groups[0]
         inside = [start_in(hosts, host, "sleep", "600") for host in (1, 2)]
         wait_until(lambda: {str(one.pid) for one in inside} <= set((common / "cgroup.procs").read_text().split()))

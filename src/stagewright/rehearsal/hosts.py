@@ -37,7 +37,6 @@ from stagewright.rehearsal.tools import (
     check_tools,
     end,
     groups,
-    has_groups,
     kept_awake,
     make_group,
     remove_group,
@@ -59,8 +58,8 @@ class EmulatedHosts:
 
     key: str
     wirings: tuple[Wiring, ...]
-    groups: tuple[str, ...]
-    """For each host the folder of its control group; nothing where it has no share and the machine no such groups."""
+    groups: tuple[Path | None, ...]
+    """For each host its control group; None where it has no share and the machine no such groups."""
     has_latency: bool
     """Whether the latencies are emulated: the kernel may lack netem."""
     cpus: tuple[int, ...] = ()
@@ -79,8 +78,9 @@ class EmulatedHosts:
 
     def enter(self, host: int) -> None:
         """Moves this process into a host."""
-        if self.groups[host]:
-            Path(self.groups[host], "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+        group = self.groups[host]
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
         if self.cpus:
             os.sched_setaffinity(0, self.cpus)
         network = os.open(Path("/run/netns") / namespace(self.key, host), os.O_RDONLY)
@@ -150,10 +150,9 @@ def _make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
         batch("tc", _limit(_WIRE, wiring, has_latency), own)
         batch("tc", _limit(f"port{number}", wiring, has_latency), switch)
     shares = [wiring.cores for wiring in wanted]
-    common = os.fspath(make_group(namespace(key, "free"), None)) if None in shares and has_groups() else ""
+    common = make_group(namespace(key, "free"), None) if None in shares else None
     folders = tuple(
-        common if cores is None else os.fspath(make_group(namespace(key, number), cores))
-        for number, cores in enumerate(shares)
+        common if cores is None else make_group(namespace(key, number), cores) for number, cores in enumerate(shares)
     )
     return EmulatedHosts(key, wanted, folders, has_latency or not any(wiring.latency_s for wiring in wanted))
 

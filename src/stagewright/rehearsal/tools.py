@@ -70,11 +70,6 @@ def batch(tool: str, lines: Sequence[str], namespace: str | None = None) -> None
 # ── shares of the CPU ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def has_groups() -> bool:
-    """Whether this machine has control groups of the CPU."""
-    return _root() is not None
-
-
 def _root() -> Path | None:
     """Where control groups of the CPU live: version 2, else version 1."""
     if (_V2 / "cgroup.controllers").is_file() and "cpu" in (_V2 / "cgroup.controllers").read_text().split():
@@ -88,10 +83,12 @@ def limits(cores: float) -> tuple[int, int]:
     return max(1_000, round(period * cores)), period
 
 
-def make_group(name: str, cores: float | None) -> Path:
-    """A new control group whose processes get so many cores together; None is all there are."""
+def make_group(name: str, cores: float | None) -> Path | None:
+    """A new control group whose processes get so many cores together; without a limit, None where there are none."""
     root = _root()
     if root is None:
+        if cores is None:
+            return None
         raise RunError("no control group for the CPU was found in /sys/fs/cgroup", "leave cpu_share out of the cluster")
     if root == _V2 and "cpu" not in (root / "cgroup.subtree_control").read_text().split():
         (root / "cgroup.subtree_control").write_text("+cpu")
@@ -115,7 +112,7 @@ def kept_awake(name: str, cpus: Iterable[int]) -> Iterator[None]:
     hosts that only waited for each other a link of 1 Gbit/s carried 22 to 96 % of that, with cores awake 85 to 96 %.
     Where the kernel knows no idle groups, spinning would take a share of its own, and cores may sleep.
     """
-    folder = make_group(name, None) if has_groups() else None
+    folder = make_group(name, None)
     if folder is None or not (folder / "cpu.idle").is_file():
         yield
         return

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from stagewright.cluster import Cluster, Device
 from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.errors import SimulationError
 from stagewright.network import Collective
-from stagewright.plan import Plan, overlaps
+from stagewright.plan import Plan
 from stagewright.policy import RULES
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
@@ -140,10 +141,7 @@ def _stage_layers(plan: Plan, profile: Profile) -> tuple[tuple[int, int], ...]:
             f"the plan has {wrong[0]} where the profile has {wrong[1]}",
             "make the plan from this profile, or give the profile that it was made from",
         )
-    edges = [0]
-    for stage in plan.stages:
-        edges.append(edges[-1] + len(stage.layers))
-    return tuple(zip(edges, edges[1:]))
+    return tuple(pairwise(accumulate((len(stage.layers) for stage in plan.stages), initial=0)))
 
 
 class _Compiler:
@@ -165,12 +163,15 @@ class _Compiler:
         ops = tuple(self.worker_ops(worker, order) for worker, order in enumerate(self.schedule.orders))
         channels = [self.channel(*key[:3]) for key in self.channels]
         reductions = [self.reduction(stage) for stage in range(len(self.plan.stages))]
-        shares = self.core_shares()
+        cores, devices = self.costs.network.cores, self.plan.devices
+        # None where every device has cores of its own.
+        sharing = () if cores.of_all is None else devices
+        shares = [_CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in sharing]
         loads = [one.loads for group in (channels, reductions, shares) for one in group]
         shared = iter(shared_loads(loads, self.costs.network.rates))
         slot_bytes = tuple(self.slot_bytes[slot] for slot in range(len(self.slots) * self.plan.num_microbatches))
         # An agreement of all workers is an all-reduce of next to nothing.
-        agree = self.costs.network.collective(self.plan.devices, 0.0) if self.schedule.agree else None
+        agree = self.costs.network.collective(devices, 0.0) if self.schedule.agree else None
         return Program(
             plan=self.plan, costs=self.costs, bounds=self.bounds, orders=self.schedule.orders, ops=ops,
             works=tuple(self.works), slot_bytes=slot_bytes, offsets=self.schedule.offsets,
@@ -179,13 +180,6 @@ class _Compiler:
             reductions=tuple(one._replace(shared=next(shared)) for one in reductions),
             shares=tuple(one._replace(shared=next(shared)) for one in shares),
         )  # fmt: skip
-
-    def core_shares(self) -> list[_CoreShare]:
-        """For each worker the cores it computes on; none where every device has its own."""
-        cores = self.costs.network.cores
-        if cores.of_all is None:
-            return []
-        return [_CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in self.plan.devices]
 
     def channel(self, source: int, target: int, forward: bool) -> _Channel:
         ends, network = (self.plan.devices[source], self.plan.devices[target]), self.costs.network
@@ -217,14 +211,13 @@ class _Compiler:
         """Gives last backwards the shares at which buckets are ready, and the last update the step's overhead."""
         gathers = _places(ops, Code.GATHER)
         last = self.last_backwards(order, ops) if gathers else {}
-        for index in gathers:
-            # A replica without rows has no backward that would say when its (empty) gradients are ready: G itself does.
-            if order[index].stage in last:
-                ops[index] = replace(ops[index], code=Code.NOTHING)
+        # A replica without rows has no backward that would say when its (empty) gradients are ready: G itself does.
+        for index in [index for index in gathers if order[index].stage in last]:
+            ops[index] = replace(ops[index], code=Code.NOTHING)
         for stage in {order[index].stage for index in gathers} & set(last):
-            op = ops[last[stage]]
-            rows, buckets = list(self.works)[op.work].rows, self.plan.stages[stage].num_buckets
-            ops[last[stage]] = replace(op, ready=self.costs.ready_shares(*self.bounds[stage], rows, buckets))
+            op, buckets = ops[last[stage]], self.plan.stages[stage].num_buckets
+            ready = self.costs.ready_shares(*self.bounds[stage], list(self.works)[op.work].rows, buckets)
+            ops[last[stage]] = replace(op, ready=ready)
         for index in _places(ops, Code.UPDATE)[-1:]:
             ops[index] = replace(ops[index], seconds=ops[index].seconds + self.devices[worker].step_overhead_s)
 
@@ -338,7 +331,7 @@ class _Compiler:
         """Bytes of the rows that both ends of a transfer handle, over the boundary after the stage or before it."""
         mine = self.rows(stage, action.microbatch, worker)
         theirs = self.rows(stage + (1 if after else -1), action.microbatch, action.peer)
-        rows = sum(stop - start for *_, start, stop in overlaps([(0, *mine)], [(0, *theirs)]))
+        rows = max(min(mine[1], theirs[1]) - max(mine[0], theirs[0]), 0)
         return rows * self.costs.crossings[self.bounds[stage][1 if after else 0]]
 
 
