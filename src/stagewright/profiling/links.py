@@ -8,12 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ from stagewright.profiling.detect import num_cores
 from stagewright.profiling.inside import rate_of
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """What one pair of workers showed, in one direction."""
 
     bytes_per_s: float
@@ -43,15 +42,15 @@ def measure_links(cluster: Cluster) -> Cluster:
             "measure each host on its own, and write the network's rate into the file",
         )
     if cluster.hosts[0].devices[0].kind != "cpu" and torch.cuda.device_count() >= len(cluster.device_ids):
-        return with_pairs(cluster, _measure_copies(len(cluster.device_ids)), "between GPUs")
+        pairs = combinations(range(len(cluster.device_ids)), 2)
+        return with_pairs(cluster, {pair: _copy_between(*pair) for pair in pairs}, "between GPUs")
     told = measure_workers(len(cluster.device_ids))
     return _with_cores(with_pairs(cluster, pairs_of(told), "between gloo workers"), told)
 
 
 def pairs_of(told: Sequence[Mapping[str, Any]]) -> _Pairs:
     """What all pairs of workers showed."""
-    found = (pair for each in told for pair in each["pairs"])
-    return {(first, second): Pair(rate, latency) for first, second, rate, latency in found}
+    return {(first, second): Pair(*seen) for each in told for first, second, *seen in each["pairs"]}
 
 
 def _with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
@@ -104,12 +103,7 @@ def _wait_for(workers: Sequence[subprocess.Popen[str]]) -> None:
                 worker.wait()
 
 
-def _measure_copies(num_devices: int, large_bytes: int = 64 << 20) -> _Pairs:
-    """Every pair of this machine's GPUs, by copying from one to the other."""
-    return {pair: _copy_between(*pair, large_bytes) for pair in combinations(range(num_devices), 2)}
-
-
-def _copy_between(first: int, second: int, large_bytes: int) -> Pair:
+def _copy_between(first: int, second: int, large_bytes: int = 64 << 20) -> Pair:
     """What copies from one GPU to another show."""
 
     def moment() -> float:

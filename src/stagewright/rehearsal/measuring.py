@@ -53,12 +53,9 @@ def _profiled(cluster: Cluster, device: str, threads: int) -> list[int]:
     """The hosts that time the layers: those with the first one's share, as many at once as the cores suffice for."""
     share = cluster.hosts[0].cpu_share
     alike = [number for number, host in enumerate(cluster.hosts) if host.cpu_share == share]
-    # Slices of a card share its memory, as they will in a run.
-    return alike if share is not None or device != "cpu" else alike[: max(1, int(_num_cores(cluster) / threads))]
-
-
-def _num_cores(cluster: Cluster) -> float:
-    return cluster.cores or float(num_cores())
+    if share is not None or device != "cpu":
+        return alike  # slices of a card share its memory, as they will in a run
+    return alike[: max(1, int((cluster.cores or num_cores()) / threads))]
 
 
 def _with_cores(cluster: Cluster, spent_s: Sequence[float], threads: int) -> Cluster:
@@ -72,7 +69,7 @@ def _with_cores(cluster: Cluster, spent_s: Sequence[float], threads: int) -> Clu
         return replace(host, devices=(replace(host.devices[0], cores=float(threads), speed=speed),))
 
     return replace(
-        cluster, hosts=tuple(map(renewed, cluster.hosts)), cores=_num_cores(cluster),
+        cluster, hosts=tuple(map(renewed, cluster.hosts)), cores=cluster.cores or float(num_cores()),
         core_s_per_byte=float(f"{median(sorted(filter(None, spent_s))):.4g}"),
     )  # fmt: skip
 
