@@ -7,7 +7,7 @@ from functools import partial
 
 from stagewright.simulation.events import Events, Worker
 from stagewright.simulation.log import Reduced
-from stagewright.simulation.program import Op, Program
+from stagewright.simulation.program import Program
 from stagewright.simulation.traffic import Traffic
 
 
@@ -30,12 +30,6 @@ class Collectives:
         """How many buckets of a stage's batch are still to come."""
         self.arrived: dict[int, set[int]] = {}
         self.agreed: set[int] = set()
-
-    def foresee_buckets(self, worker: int, op: Op, stage: int, batch: int) -> None:
-        """Buckets become ready while a batch's last backward runs."""
-        for bucket, share in enumerate(op.ready):
-            ready = partial(self.bucket_ready, worker, stage, batch, bucket)
-            self.events.at(self.events.now_s + share * op.seconds, ready)
 
     def reduced_whole(self, worker: Worker, stage: int, batch: int) -> bool:
         """Whether every bucket of a stage is reduced; if not, the worker waits for the last one."""

@@ -7,6 +7,7 @@ it goes on from there. Receipts, sendings and reductions never hold a list up; w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from math import inf
 
@@ -17,9 +18,9 @@ from stagewright.scheduling.windows import Chooser, Key, Task, windows
 from stagewright.simulation.collectives import Collectives
 from stagewright.simulation.events import Events, Worker
 from stagewright.simulation.loading import Loader
-from stagewright.simulation.log import Cause, Log
+from stagewright.simulation.log import Log
 from stagewright.simulation.program import Code, Op, Program
-from stagewright.simulation.traffic import Flow, Traffic
+from stagewright.simulation.traffic import Traffic
 from stagewright.simulation.transfers import Transfers
 
 # Looked up once: an enumeration's member takes Python 3.11 as long as a call.
@@ -39,8 +40,11 @@ class Engine:
         self.traffic = Traffic(program.costs.network.rates, self.events.at)
         self.transfers = Transfers(program, self.workers, self.events, self.traffic)
         self.collectives = Collectives(program, self.workers, self.events, self.traffic)
-        flows = [self.traffic.make_flow(one.loads, one.work_per_s, one.shared) for one in program.shares]
-        self.shared = [_SharedCores(*pair, self.collectives) for pair in zip(self.workers, flows)]
+        self.shared = [
+            self.traffic.make_flow(one.loads, one.work_per_s, one.shared, over=partial(self.end_piece, worker))
+            for worker, one in zip(self.workers, program.shares)
+        ]
+        """What each worker computes, where it is a flow of work over cores that others want too."""
 
     def run(self) -> Log:
         """Everything, from the first forward to the last update."""
@@ -92,20 +96,19 @@ class Engine:
                         while not self.loaded(worker, action, batch):
                             yield
                     if is_shared or op.ready:
-                        self.occupy(worker, op, action, batch)
+                        yield from self.occupy(worker, op, action, batch)
                     else:
                         now_s = events.now_s
                         stop_s = now_s + op.seconds
                         did((op, action, batch, now_s, stop_s, worker.cause, next_order()))
                         worker.cause = None
                         at(stop_s, worker.go_on)
-                    yield
+                        yield
                 else:
                     while not self.passes(worker, op, action, batch):
                         yield
                     if code is _UPDATE:
-                        self.occupy(worker, op, action, batch)
-                        yield
+                        yield from self.occupy(worker, op, action, batch)
         worker.is_over = True
         yield  # and is never asked to go on: an end would raise StopIteration among the events
 
@@ -129,8 +132,7 @@ class Engine:
                     yield
                     continue
                 self.take_rows(worker, unit)
-                self.occupy(worker, *unit.compute)
-                yield from self.until_free(worker)
+                yield from self.occupy(worker, *unit.compute)
                 finished.add(unit.key)
                 chooser.finish(unit)
                 for placed in unit.sends:
@@ -140,16 +142,9 @@ class Engine:
                     while worker.wait is not None:
                         yield
                 if op.code is _UPDATE:
-                    self.occupy(worker, op, action, batch)
-                    yield from self.until_free(worker)
+                    yield from self.occupy(worker, op, action, batch)
         worker.is_over = True
         while True:
-            yield
-
-    def until_free(self, worker: Worker) -> Iterator[None]:
-        """Yields until a worker's device is free."""
-        yield
-        while self.events.now_s < worker.free_s:
             yield
 
     def unrolled(self, worker: Worker) -> Iterator[_Placed]:
@@ -201,18 +196,49 @@ class Engine:
             return self.collectives.reduced_whole(worker, action.stage, batch)
         return op.code is not _AGREE or self.collectives.agree(worker, batch)
 
-    def occupy(self, worker: Worker, op: Op, action: Action, batch: int) -> None:
-        """Starts an op that takes time; buckets become ready while a batch's last backward runs."""
-        if self.shared:
-            self.shared[worker.number].start(op, action, batch, self.next_order())
-            return
-        events = self.events
-        worker.free_s = events.now_s + op.seconds
-        events.at(worker.free_s, worker.go_on)
-        worker.done.append((op, action, batch, events.now_s, worker.free_s, worker.cause, self.next_order()))
+    def occupy(self, worker: Worker, op: Op, action: Action, batch: int) -> Iterator[None]:
+        """An op that takes time; buckets become ready while a batch's last backward runs."""
+        events, start_s, cause, order = self.events, self.events.now_s, worker.cause, self.next_order()
         worker.cause = None
-        if op.ready:
-            self.collectives.foresee_buckets(worker.number, op, action.stage, batch)
+        if self.shared:
+            yield from self.share_cores(worker, op, action.stage, batch)
+        else:
+            worker.free_s = start_s + op.seconds
+            events.at(worker.free_s, worker.go_on)
+            for bucket, share in enumerate(op.ready):
+                ready = partial(self.collectives.bucket_ready, worker.number, action.stage, batch, bucket)
+                events.at(start_s + share * op.seconds, ready)
+            yield
+            while events.now_s < worker.free_s:
+                yield
+        worker.done.append((op, action, batch, start_s, worker.free_s, cause, order))
+
+    def share_cores(self, worker: Worker, op: Op, stage: int, batch: int) -> Iterator[None]:
+        """An op on cores that others want too: a flow of work, which slows down while they do.
+
+        It is cut into pieces that end where a bucket of gradients becomes ready.
+
+        worker 0   F ▇▇▇▇▇▇▇▇▇▇▇▇           two workers on one core: each gets half of it while both compute,
+        worker 1       F ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇      and the whole of it when the other is done
+        """
+        events, flow = self.events, self.shared[worker.number]
+        for share, bucket in pieces(op.ready):
+            work, worker.free_s = share * op.seconds * flow.alone, inf
+            if work > 0:
+                self.traffic.start(flow, work, events.now_s)
+            else:
+                events.at(events.now_s, partial(self.end_piece, worker))
+            while worker.free_s == inf:
+                yield
+            if bucket >= 0:
+                self.collectives.bucket_ready(worker.number, stage, batch, bucket)
+        events.at(events.now_s, worker.go_on)
+        yield
+
+    def end_piece(self, worker: Worker, load: None = None) -> None:
+        """A piece of what a worker computes is over: its bucket is ready, and the next piece or the next op follows."""
+        worker.free_s = self.events.now_s
+        worker.go_on()
 
     def loaded(self, worker: Worker, action: Action, batch: int) -> bool:
         """Whether the host has decoded the rows; if not, the worker comes back when it has."""
@@ -226,53 +252,6 @@ class Engine:
             return False
         loader.began(host, batch, self.events.now_s)
         return True
-
-
-class _SharedCores:
-    """What one worker computes on cores that others want too: a flow of work, which slows down while they do.
-
-    It is cut into pieces that end where a bucket of gradients becomes ready.
-
-    worker 0   F ▇▇▇▇▇▇▇▇▇▇▇▇           two workers on one core: each gets half of it while both compute,
-    worker 1       F ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇      and the whole of it when the other is done
-    """
-
-    def __init__(self, worker: Worker, flow: Flow, collectives: Collectives) -> None:
-        self.worker, self.flow, self.collectives = worker, flow, collectives
-        flow.over = self.go_on
-        self.doing: tuple[Op, Action, int, float, Cause | None, int]
-        self.pieces: list[tuple[float, int]] = []
-        """What is left of the op, last first: (share of it, the bucket that is ready then, or −1)."""
-
-    def start(self, op: Op, action: Action, batch: int, order: int) -> None:
-        """Begins an op; nobody knows yet when it will be over."""
-        worker = self.worker
-        self.doing = op, action, batch, self.collectives.events.now_s, worker.cause, order
-        worker.cause, worker.free_s = None, inf
-        self.pieces = pieces(op.ready)[::-1]
-        self.next_piece()
-
-    def next_piece(self) -> None:
-        """Begins the next piece of the op."""
-        events = self.collectives.events
-        work = self.pieces[-1][0] * self.doing[0].seconds * self.flow.alone
-        if work > 0:
-            self.collectives.traffic.start(self.flow, work, events.now_s)
-        else:
-            events.at(events.now_s, self.go_on)
-
-    def go_on(self, load: None = None) -> None:
-        """A piece is over: its bucket is ready, and the next piece or the next op follows."""
-        worker, (op, action, batch, start_s, cause, order) = self.worker, self.doing
-        _, bucket = self.pieces.pop()
-        if bucket >= 0:
-            self.collectives.bucket_ready(worker.number, action.stage, batch, bucket)
-        if self.pieces:
-            self.next_piece()
-            return
-        worker.free_s = now_s = self.collectives.events.now_s
-        worker.done.append((op, action, batch, start_s, now_s, cause, order))
-        self.collectives.events.at(now_s, worker.go_on)
 
 
 def pieces(ready: tuple[float, ...]) -> list[tuple[float, int]]:

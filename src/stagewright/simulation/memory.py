@@ -82,7 +82,7 @@ class Ledger:
         done = self.log.done_columns
         workers = np.repeat(np.arange(len(self.devices)), [here.stop - here.start for here in done.edges])
         starts_s, stops_s = np.array(done.starts_s), np.array(done.stops_s)
-        works, first_slot = np.array([(op.work, op.slot) for op in done.ops]).T
+        works, first_slot = np.array([op.work for op in done.ops]), np.array([op.slot for op in done.ops])
         slot = np.where(first_slot < 0, -1, first_slot + [action.microbatch for action in done.actions])
         is_forward, space, at_start, at_stop = self.taken[works].T
         begins, ends = self.batch_edges(workers, is_forward == 0, works < 0)
