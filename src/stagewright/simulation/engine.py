@@ -71,13 +71,8 @@ class Engine:
 
         Nearly all of the time is spent here: what is frequent is written out, what is rare is called.
         """
-        events, transfers = self.events, self.transfers
-        batches, num_slots, has_loader, is_shared = (
-            self.num_batches,
-            transfers.num_slots,
-            bool(self.loader),
-            self.shared,
-        )
+        events, transfers, shared, loader = self.events, self.transfers, self.shared, self.loader
+        batches, num_slots = self.num_batches, transfers.num_slots
         issue, missing, landing, has_rows = transfers.issue, transfers.missing, transfers.landing, transfers.has_rows
         at, did, next_order = events.at, worker.done.append, self.next_order
         for turn in self.turns:
@@ -92,10 +87,10 @@ class Engine:
                         key = op.slot + action.microbatch + batch * num_slots
                         while (key in missing or key in landing) and not has_rows(worker, action, batch, key):
                             yield
-                    if op.needs_data and has_loader:
+                    if op.needs_data and loader is not None:
                         while not self.loaded(worker, action, batch):
                             yield
-                    if is_shared or op.ready:
+                    if shared or op.ready:
                         yield from self.occupy(worker, op, action, batch)
                     else:
                         now_s = events.now_s
