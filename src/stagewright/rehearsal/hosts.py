@@ -57,18 +57,13 @@ class EmulatedHosts:
     """Hosts that run, and how a process gets into one of them."""
 
     key: str
-    wirings: tuple[Wiring, ...]
+    addresses: tuple[str, ...]
     groups: tuple[Path | None, ...]
     """For each host its control group; None where it has no share and the machine no such groups."""
     has_latency: bool
     """Whether the latencies are emulated: the kernel may lack netem."""
     cpus: tuple[int, ...] = ()
     """The cores that all hosts share; none given, all that this process may use."""
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """For each host its address."""
-        return tuple(_address(number) for number in range(len(self.wirings)))
 
     def used(self, plan: Plan) -> list[int]:
         """For each worker its host; a plan for slices of one card has a host for each of its workers too."""
@@ -140,13 +135,13 @@ def _make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
     switch = namespace(key, "switch")
     call("ip", "netns", "add", switch)
     batch("ip", ["link add bridge type bridge", "link set bridge up"], switch)
-    has_latency = _knows_netem(switch)
+    has_latency, addresses = _knows_netem(switch), tuple(f"{_RANGE}.{number + 1}" for number in range(len(wanted)))
     for number, wiring in enumerate(wanted):
         own = namespace(key, number)
         call("ip", "netns", "add", own)
         call("ip", "link", "add", _WIRE, "netns", own, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
         batch("ip", [f"link set port{number} master bridge", f"link set port{number} up"], switch)
-        batch("ip", [f"address add {_address(number)}/24 dev {_WIRE}", f"link set {_WIRE} up", "link set lo up"], own)
+        batch("ip", [f"address add {addresses[number]}/24 dev {_WIRE}", f"link set {_WIRE} up", "link set lo up"], own)
         batch("tc", _limit(_WIRE, wiring, has_latency), own)
         batch("tc", _limit(f"port{number}", wiring, has_latency), switch)
     shares = [wiring.cores for wiring in wanted]
@@ -154,7 +149,7 @@ def _make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
     folders = tuple(
         common if cores is None else make_group(namespace(key, number), cores) for number, cores in enumerate(shares)
     )
-    return EmulatedHosts(key, wanted, folders, has_latency or not any(wiring.latency_s for wiring in wanted))
+    return EmulatedHosts(key, addresses, folders, has_latency or not any(wiring.latency_s for wiring in wanted))
 
 
 def _limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
@@ -189,10 +184,6 @@ def _knows_netem(switch: str) -> bool:
 def namespace(key: str, host: int | str = "") -> str:
     """The name of a host's namespace or control group; without a host, how all of a key's begin."""
     return f"{_PREFIX}{key}-{host}"
-
-
-def _address(host: int) -> str:
-    return f"{_RANGE}.{host + 1}"
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import NamedTuple
 
-from stagewright.cluster import Cluster, parse_placement
+from stagewright.cluster import Cluster, Link, parse_placement
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
@@ -35,8 +35,14 @@ class Scenario:
 
     def record(self, cluster: Cluster, options: PlanOptions, *, detail: bool = True, name: str = "") -> Record:
         """The simulation on a cluster, under a plan as the options have it."""
-        profile = self.profile or self.analytic(cluster, self.rows(cluster, options))
-        profile = profile if self.states is None else profile.with_states(self.states)
+        profile = self.profile
+        if profile is None:
+            # Only this needs torch, which takes seconds to import.
+            from stagewright.profiling.analytic import profile_for
+
+            profile = profile_for(cluster, self.model, self._sizes(cluster, options), self.precision)
+        if self.states is not None:
+            profile = profile.with_states(self.states)
         made = self.plan
         if made is None:
             made = fixed_plan(profile, options, cluster)
@@ -48,7 +54,7 @@ class Scenario:
             schedule, profile, cluster, data=self.data, epoch_images=self.epoch_images, detail=detail, name=name
         )
 
-    def rows(self, cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
+    def _sizes(self, cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
         """Numbers of rows to profile: a first-stage replica's, a quarter of them, and a whole microbatch."""
         if self.plan is not None:
             first, batch, count = self.plan.replicas[0], options.batch or self.plan.batch, self.plan.num_microbatches
@@ -58,13 +64,6 @@ class Scenario:
         whole = max(batch // count, 1)
         share = max(whole // first, 1)
         return tuple(sorted({max(share // 4, 2), max(share, 2), max(whole, 2)}))
-
-    def analytic(self, cluster: Cluster, sizes: tuple[int, ...]) -> Profile:
-        """A profile of the cluster's kind of device, from shapes alone."""
-        # Only this needs torch, which takes seconds to import.
-        from stagewright.profiling.analytic import profile_for
-
-        return profile_for(cluster, self.model, sizes, self.precision)
 
 
 class Point(NamedTuple):
@@ -77,12 +76,12 @@ class Point(NamedTuple):
 
 def faster_links(cluster: Cluster, factor: float) -> Cluster:
     """The cluster with every link's rate times `factor`."""
-    hosts = tuple(
-        replace(host, links=tuple(replace(link, bytes_per_s=link.bytes_per_s * factor) for link in host.links))
-        for host in cluster.hosts
-    )
-    links = tuple(replace(link, bytes_per_s=link.bytes_per_s * factor) for link in cluster.links)
-    return replace(cluster, hosts=hosts, links=links)
+
+    def faster(links: Iterable[Link]) -> tuple[Link, ...]:
+        return tuple(replace(link, bytes_per_s=link.bytes_per_s * factor) for link in links)
+
+    hosts = tuple(replace(host, links=faster(host.links)) for host in cluster.hosts)
+    return replace(cluster, hosts=hosts, links=faster(cluster.links))
 
 
 def parse_factors(text: str) -> tuple[float, ...]:
