@@ -19,7 +19,7 @@ from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.planning.fixed import LayerTable, fixed_plan
 from stagewright.planning.options import PlanOptions
 from stagewright.profile import LayerProfile, Profile
-from stagewright.profiling.topology import read_topology
+from stagewright.profiling.detect import read_topology
 from stagewright.record import Point, Record, Span
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule

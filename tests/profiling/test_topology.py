@@ -7,9 +7,9 @@ import pytest
 from stagewright.cluster import Cluster, Device, DeviceId, find_cluster, ready_made_clusters
 from stagewright.errors import ClusterError
 from stagewright.network import Network
+from stagewright.profiling.detect import read_topology
 from stagewright.profiling.drawing import draw_cluster
 from stagewright.profiling.kinds import find_kind
-from stagewright.profiling.topology import read_topology
 from tests.planning.cases import SHARED
 
 CARD = Device(kind="card", memory_bytes=1 << 30)

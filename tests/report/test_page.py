@@ -13,7 +13,7 @@ import pytest
 
 from stagewright.cli import main
 from stagewright.cluster import find_cluster
-from stagewright.profiling.topology import join_hosts
+from stagewright.profiling.detect import join_hosts
 from stagewright.record import Record
 from stagewright.report import make_report
 from stagewright.report.timeline import _action_text

@@ -20,8 +20,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from stagewright.cluster import count
-from stagewright.profiling.detect import ask, memory_bytes, num_cores
-from stagewright.profiling.topology import without_colours
+from stagewright.profiling.detect import ask, memory_bytes, num_cores, without_colours
 
 _Asker = Callable[[Sequence[str]], str | None]
 _PACKAGES = ("stagewright", "torch", "numpy")

@@ -13,7 +13,7 @@ from stagewright.bench.suite import RECORDS, Case, Mode, Suite
 from stagewright.cluster import Cluster, count, find_cluster, parse_placement
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.planning.options import PlanOptions
-from stagewright.profiling.topology import join_hosts
+from stagewright.profiling.detect import join_hosts
 from stagewright.record import Source
 from stagewright.runtime.launch.environment import expand_hosts
 from stagewright.training.sections import section_keys

@@ -11,10 +11,9 @@ from pydantic import Field
 from stagewright.cli.options import takes
 from stagewright.cluster import Cluster, ready_made_clusters
 from stagewright.errors import FileError, UsageError
-from stagewright.profiling.detect import cluster_or_here, cpu_cluster
+from stagewright.profiling.detect import cluster_or_here, cpu_cluster, read_topology
 from stagewright.profiling.drawing import draw_cluster
 from stagewright.profiling.kinds import find_kind
-from stagewright.profiling.topology import read_topology
 from stagewright.schema import dump_json, schema
 
 
