@@ -8,7 +8,7 @@ import pytest
 
 from stagewright.cluster import Cluster, Link, find_cluster
 from stagewright.errors import ClusterError
-from stagewright.rehearsal.wiring import wirings
+from stagewright.rehearsal.hosts import wirings
 from tests.rehearsal.clusters import star
 
 

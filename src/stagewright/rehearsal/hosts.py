@@ -6,6 +6,13 @@
 
 Nothing is made outside of these namespaces, so no other interface is touched and nobody else sees the addresses.
 
+All hosts hang on one switch, so a cluster can be rehearsed where the rate between any two hosts is that of the slower
+one's own link:
+
+    host 0 ── 37.5 MB/s ──┐
+    host 1 ── 37.5 MB/s ──┼── switch        0 → 2 goes at 12.5 MB/s, and so does 1 → 2; both at once share it
+    host 2 ── 12.5 MB/s ──┘
+
 Each rehearsal has a key, which all its names carry, and holds the lock of a file of that name while it lives. The lock
 goes with the process, however that ends; so a file whose lock is free marks what may be removed.
 """
@@ -22,15 +29,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from types import FrameType
 
-from stagewright.cluster import Cluster
-from stagewright.errors import RunError
+from stagewright.cluster import Cluster, DeviceId
+from stagewright.errors import ClusterError, RunError
 from stagewright.plan import Plan
+from stagewright.profiling.detect import num_cores
 from stagewright.rehearsal.tools import (
     batch,
     call,
@@ -41,7 +51,6 @@ from stagewright.rehearsal.tools import (
     make_group,
     remove_group,
 )
-from stagewright.rehearsal.wiring import Wiring, wirings
 
 _RANGE = "10.213.77"
 """The first three parts of the hosts' addresses; they only exist inside the namespaces."""
@@ -130,7 +139,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
+def _make_hosts(key: str, wanted: tuple[_Wiring, ...]) -> EmulatedHosts:
     """The namespaces, the bridge, the wires with their limits, and the control groups."""
     switch = namespace(key, "switch")
     call("ip", "netns", "add", switch)
@@ -152,7 +161,7 @@ def _make_hosts(key: str, wanted: tuple[Wiring, ...]) -> EmulatedHosts:
     return EmulatedHosts(key, addresses, folders, has_latency or not any(wiring.latency_s for wiring in wanted))
 
 
-def _limit(interface: str, wiring: Wiring, has_latency: bool) -> list[str]:
+def _limit(interface: str, wiring: _Wiring, has_latency: bool) -> list[str]:
     """tc's lines for what leaves through an interface: a bucket of tokens, and a delay behind it.
 
     1 ms may pass at once, and always two of the kernel's large packets and more. With less the bucket cuts them up into
@@ -176,6 +185,91 @@ def _knows_netem(switch: str) -> bool:
         return False
     call("tc", "-n", switch, "qdisc", "delete", "dev", "bridge", "root")
     return True
+
+
+# ── what each host gets, read from a cluster ────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Wiring:
+    """One emulated host: its link to the switch, the same in both directions, and the cores it may use."""
+
+    bytes_per_s: float
+    latency_s: float
+    cores: float | None
+    """None where the host takes what the others leave."""
+
+
+def wirings(cluster: Cluster) -> tuple[_Wiring, ...]:
+    """For each host of the cluster what a rehearsal gives it."""
+    _check_hosts(cluster)
+    numbers = range(len(cluster.hosts))
+    links = {
+        pair: [wire for wire, _ in cluster.path(DeviceId(pair[0], 0), DeviceId(pair[1], 0))]
+        for pair in combinations(numbers, 2)
+    }
+    _check_trunks(cluster, links)
+    speeds = {pair: min(cluster.wires[wire].bytes_per_s for wire in each) for pair, each in links.items()}
+    delays = {pair: sum(cluster.wires[wire].latency_s for wire in each) for pair, each in links.items()}
+    rates = [max(rate for pair, rate in speeds.items() if number in pair) for number in numbers]
+    for (first, second), rate in speeds.items():
+        least = min(rates[first], rates[second])
+        if abs(rate - least) > 1e-6 * rate:
+            raise ClusterError(
+                f"hosts {first} and {second} of {cluster.name} are joined at {rate:.4g} bytes/s, though each has a "
+                f"link of {least:.4g} or more: emulated hosts have one switch",
+                "give each host one link to a common junction",
+            )
+    return tuple(_Wiring(rates[n], _own_latency_s(n, delays), cluster.hosts[n].cpu_share) for n in numbers)
+
+
+def _check_hosts(cluster: Cluster) -> None:
+    """Refuses what is no set of hosts with one worker each, and shares of the CPU that this machine does not have."""
+    if not 2 <= len(cluster.hosts) <= 250:  # as many as the private range has addresses
+        raise ClusterError(
+            f"{cluster.name} has {len(cluster.hosts)} hosts: a rehearsal emulates 2 to 250",
+            "give a cluster file with several hosts, or --slices N to cut one card",
+        )
+    for number, host in enumerate(cluster.hosts):
+        if len(host.devices) > 1:
+            raise ClusterError(
+                f"host {number} of {cluster.name} has {len(host.devices)} devices: a rehearsal runs one worker a host",
+                "write each device as a host of its own",
+            )
+    wanted, cores = max(sum(host.cpu_share or 0.0 for host in cluster.hosts), cluster.cores or 0.0), num_cores()
+    if wanted > cores * (1 + 1e-6):
+        raise ClusterError(
+            f"the hosts of {cluster.name} want {wanted:g} CPU cores together, and this machine has {cores}",
+            "lower the hosts' cpu_share and the cluster's cores",
+        )
+
+
+def _check_trunks(cluster: Cluster, links: Mapping[tuple[int, int], Sequence[int]]) -> None:
+    """Refuses a wire that two pairs of hosts share without a host in common: one switch has no such wire."""
+    common: dict[int, set[int]] = {}
+    for pair, wires in links.items():
+        for wire in wires:
+            common[wire] = common.get(wire, set(pair)) & set(pair)
+    trunk = next((wire for wire, hosts in common.items() if not hosts), None)
+    if trunk is not None:
+        raise ClusterError(
+            f"several pairs of hosts share the link {' – '.join(cluster.wires[trunk].ends)} of {cluster.name}: "
+            "emulated hosts have one switch",
+            "give each host one link to a common junction",
+        )
+
+
+def _own_latency_s(host: int, delays: Mapping[tuple[int, int], float]) -> float:
+    """A host's part of its latencies: a(b) + b(c) − a(c) is twice its own, for any two others; half of it for one."""
+
+    def between(one: int, other: int) -> float:
+        return delays[min(one, other), max(one, other)]
+
+    others = sorted({number for pair in delays for number in pair} - {host})
+    if len(others) == 1:
+        return between(host, others[0]) / 2
+    found = [(between(host, a) + between(host, b) - between(a, b)) / 2 for a, b in combinations(others, 2)]
+    return max(0.0, median(found))
 
 
 # ── keys, and what is left of rehearsals that were killed ──────────────────────────────────────────────────────────
