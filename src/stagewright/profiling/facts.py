@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stagewright.models.counts import parameter_roles
 from stagewright.models.layered import Layered
-from stagewright.models.values import TensorSpec, shapes_only
+from stagewright.models.values import shapes_only
 from stagewright.profile import ROW_BYTES, LayerProfile, Precision
 from stagewright.profiling.kinds import WorkKind
 from stagewright.profiling.layers import Pieces, Unit, run_forward, run_units
@@ -230,17 +230,13 @@ def _read_crossings(pieces: Pieces) -> tuple[list[float], list[tuple[str, ...] |
         for name, spec in crossing[number].items():
             if name not in makers and name not in crossing[0]:
                 makers[name] = number - 1
-                outputs[number - 1] += _row_bytes(spec, pieces.precision)
+                narrow = _float_bytes(pieces.precision) / 4 if spec.dtype.is_floating_point else 1.0
+                outputs[number - 1] += spec.bytes_per_row * narrow
         later = crossing[number + 1] if number + 1 < len(edges) else {}
         inputs[number] = sorted({makers[name] for name in crossing[number] if name in makers and name not in later})
     names = [model.names[unit.last - 1] for unit in pieces.units]
     read = (None if each == [n - 1] or not n else tuple(names[i] for i in each) for n, each in enumerate(inputs))
     return outputs, list(read)
-
-
-def _row_bytes(spec: TensorSpec, precision: Precision) -> float:
-    plain = float(spec.bytes_per_row)
-    return plain * _float_bytes(precision) / 4 if spec.dtype.is_floating_point else plain
 
 
 _Seconds = Sequence[Sequence[float]]
@@ -262,17 +258,13 @@ def layer_profiles(
                 inputs=fact.inputs if is_first else None, cuttable=is_first,
             )  # fmt: skip
             layers.append(silent)
+        whole, only_weights = tuple(backward_s[number]), tuple[float, ...]()
+        if weight_s is not None:  # none or all of backward where that is known, else what was measured
+            known = (seconds * fact.weight_share for seconds in whole)
+            only_weights = tuple(known if fact.weight_share in (0.0, 1.0) else map(min, weight_s[number], whole))
         timed = replace(
-            fact, forward_s=tuple(forward_s[number]), backward_s=tuple(backward_s[number]),
-            weight_s=() if weight_s is None else _part_of(backward_s[number], fact.weight_share, weight_s[number]),
+            fact, forward_s=tuple(forward_s[number]), backward_s=whole, weight_s=only_weights,
             spread=0.0 if spread is None else spread[number],
         )  # fmt: skip
         layers.append(replace(timed, inputs=None, cuttable=False) if before else timed)
     return tuple(layers)
-
-
-def _part_of(backward_s: Sequence[float], share: float, measured_s: Sequence[float]) -> tuple[float, ...]:
-    """What of backward only weights need: none or all of it where that is known, else what was measured."""
-    if share in (0.0, 1.0):
-        return tuple(seconds * share for seconds in backward_s)
-    return tuple(map(min, measured_s, backward_s))

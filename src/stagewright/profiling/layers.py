@@ -93,14 +93,10 @@ def run_forward(
             entering = [t.detach().requires_grad_(spec.needs_grad) for t, spec in zip(tensors, specs)]
             start(number)
             tensors = unit.module(*entering, *(targets if unit.module.has_loss else ()))
-            kept.append((entering, [_edge_of(tensor) for tensor in tensors]))
+            # Unlike the tensors themselves, the places where backward enters keep no memory that it does not need.
+            kept.append((entering, [get_gradient_edge(each) if each.requires_grad else None for each in tensors]))
             mark(number, False)
     return kept
-
-
-def _edge_of(tensor: Tensor) -> GradientEdge | None:
-    """Where backward enters; unlike the tensor itself it keeps no memory that backward does not need."""
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _run_backward(

@@ -124,12 +124,15 @@ def make_profile(
         weight_s=_medians([each.weight for each in timings]),
         spread=[_spread(timings[-1], number) for number in range(len(facts))],
     )  # fmt: skip
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
+    if device.type == "cuda":
+        versions |= {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
     how = f"median of {repeats} repeats after {_WARM_UP}; {threads} CPU threads, {beside} workers beside"
     return Profile(
         model=name or type(model.model).__name__.lower(), device=_device_name(device), precision=precision,
         source="measured", batch_sizes=tuple(batch_sizes), layers=layers,
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)), optimizer_s=optimizer_s,
-        model_s=tuple(median(timing.whole) for timing in timings), versions=_versions(device), notes=(how,),
+        model_s=tuple(median(timing.whole) for timing in timings), versions=versions, notes=(how,),
     )  # fmt: skip
 
 
@@ -220,13 +223,6 @@ def _device_name(device: torch.device) -> str:
     called = torch.cuda.get_device_name(device)
     kind = kind_called(called)
     return kind.name if kind is not None else plain_name(called)
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
-    if device.type == "cuda":
-        found |= {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
-    return found
 
 
 def layers_against_model(profile: Profile) -> tuple[float, ...]:

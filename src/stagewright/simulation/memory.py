@@ -155,18 +155,14 @@ class Ledger:
         # Replicas that did the same at the same times held the same.
         key = (course, base, aside, *(column.tobytes() for column in mine[1:]))
         if key not in self.known:
-            self.known[key] = _use_of(base, _in_order(mine), aside, course=course)
+            # Of changes at one moment, what is given back comes first.
+            order = np.lexsort((mine.kinds, mine.num_bytes, mine.times_s))
+            self.known[key] = _use_of(base, _Changes(*(column[order] for column in mine)), aside, course=course)
         return self.known[key]
 
 
 def _total(every: Sequence[StageBytes], framework: int) -> StageBytes:
     return StageBytes(*(sum(column) for column in zip(*every)))._replace(framework=framework)
-
-
-def _in_order(changes: _Changes) -> _Changes:
-    """Changes by time; of those at one moment, what is given back comes first."""
-    order = np.lexsort((changes.kinds, changes.num_bytes, changes.times_s))
-    return _Changes(*(column[order] for column in changes))
 
 
 def _use_of(base: StageBytes, changes: _Changes, aside: StageBytes | None, *, course: bool) -> _Use:
