@@ -130,9 +130,8 @@ class _Sample:
         """The share of the step that one kind of work takes."""
         precision = self.measurement.precision
         every = [each for unit in self.table for each in (*unit.forward, *unit.backward)]
-        return _seconds([each for each in every if each.kind == work], kind, precision) / _seconds(
-            every, kind, precision
-        )
+        own = [each for each in every if each.kind == work]
+        return _seconds(own, kind, precision) / _seconds(every, kind, precision)
 
 
 def calibrate_device(kind: DeviceKind, measurements: Sequence[Measurement]) -> DeviceKind:
