@@ -16,7 +16,7 @@ import pytest
 
 from stagewright.errors import UsageError
 from stagewright.rehearsal import EmulatedHosts, emulated_hosts
-from stagewright.rehearsal.hosts import LOCKS, clean_up, namespace, namespaces
+from stagewright.rehearsal.hosts import clean_up, keys, namespace, namespaces
 from stagewright.rehearsal.tools import call, check_tools, groups, limits, missing
 from tests.rehearsal.clusters import star
 
@@ -145,7 +145,7 @@ def test_nothing_outside_of_the_namespaces_changes() -> None:
         assert len(namespaces(namespace(hosts.key))) == 3
     assert before == during == interfaces()
     assert namespaces(namespace(hosts.key)) == []
-    assert not (LOCKS / hosts.key).exists()
+    assert hosts.key not in keys()
 
 
 @needs_root
@@ -237,8 +237,7 @@ def start_holder() -> tuple[subprocess.Popen[str], str]:
 
 def left_of(key: str) -> list[str]:
     """What is left of a rehearsal."""
-    marks = [str(LOCKS / key)] if (LOCKS / key).exists() else []
-    return [*namespaces(namespace(key)), *map(str, groups(namespace(key))), *marks]
+    return [*namespaces(namespace(key)), *map(str, groups(namespace(key))), *(keys() & {key})]
 
 
 def interfaces() -> list[str]:

@@ -26,7 +26,7 @@ from stagewright.profiling.heap import keep_freed_memory
 from stagewright.profiling.kinds import kind_called, plain_name
 from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units
 
-Progress = Callable[[int, int], None]
+_Progress = Callable[[int, int], None]
 """Called with how many repeats are done, and of how many."""
 
 _Now = Callable[[], float]
@@ -83,7 +83,7 @@ class _Timing:
 
 def make_profile(
     model: Layered, *, batch_sizes: Sequence[int], precision: Precision = "fp32", name: str | None = None,
-    repeats: int = 7, workers: int = 1, progress: Progress | None = None,
+    repeats: int = 7, workers: int = 1, progress: _Progress | None = None,
 ) -> Profile:  # fmt: skip
     """The profile of a model on the device where it is, its sample repeated to each batch size.
 

@@ -56,7 +56,7 @@ _RANGE = "10.213.77"
 """The first three parts of the hosts' addresses; they only exist inside the namespaces."""
 _WIRE = "wire"
 """The interface of every emulated host."""
-LOCKS = Path("/run/lock/stagewright")
+_LOCKS = Path("/run/lock/stagewright")
 _GATE = "gate"
 _PREFIX = "stagewright-"
 
@@ -283,14 +283,14 @@ def namespace(key: str, host: int | str = "") -> str:
 @contextmanager
 def _own_key() -> Iterator[str]:
     """A key of its own, after what killed rehearsals left was removed; at the end all that carries it is."""
-    LOCKS.mkdir(parents=True, exist_ok=True)
+    _LOCKS.mkdir(parents=True, exist_ok=True)
     # One process at a time: otherwise one could take another's new file for a stale one before its lock is held.
-    gate = os.open(LOCKS / _GATE, os.O_CREAT | os.O_RDWR, 0o600)
+    gate = os.open(_LOCKS / _GATE, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(gate, fcntl.LOCK_EX)
         clean_up()
         key = secrets.token_hex(3)
-        lock = os.open(LOCKS / key, os.O_CREAT | os.O_RDWR, 0o600)
+        lock = os.open(_LOCKS / key, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
     finally:
         os.close(gate)
@@ -313,7 +313,7 @@ def keys() -> set[str]:
     """The keys of all rehearsals that have left or still hold anything."""
     names = [*namespaces(), *(folder.name for folder in groups(_PREFIX))]
     found = {match[1] for name in names if (match := re.fullmatch(rf"{_PREFIX}([0-9a-f]{{6}})-.*", name))}
-    return found | {path.name for path in (LOCKS.iterdir() if LOCKS.is_dir() else ()) if path.name != _GATE}
+    return found | {path.name for path in (_LOCKS.iterdir() if _LOCKS.is_dir() else ()) if path.name != _GATE}
 
 
 def clean_up() -> list[str]:
@@ -327,7 +327,7 @@ def clean_up() -> list[str]:
 def is_stale(key: str) -> bool:
     """Whether nobody holds the key's lock any more."""
     try:
-        file = os.open(LOCKS / key, os.O_RDWR)
+        file = os.open(_LOCKS / key, os.O_RDWR)
     except FileNotFoundError:
         return True
     try:
@@ -349,4 +349,4 @@ def _remove(key: str) -> None:
         call("ip", "netns", "delete", name)
     for folder in groups(namespace(key)):
         remove_group(folder)
-    (LOCKS / key).unlink(missing_ok=True)
+    (_LOCKS / key).unlink(missing_ok=True)

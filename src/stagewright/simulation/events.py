@@ -7,7 +7,6 @@ from heapq import heappop, heappush
 from typing import Any
 
 from stagewright.schedule import Action, Order
-from stagewright.simulation.log import Cause
 from stagewright.simulation.program import Op
 from stagewright.simulation.traffic import Flow, Traffic
 
@@ -34,7 +33,7 @@ class Worker:
         self.wait: object = None
         self.head: tuple[Action, int]
         """The action, and its batch, that the last wait was before."""
-        self.cause: Cause | None = None
+        self.cause: tuple[str, int] | None = None
         self.free_s = 0.0
         """When its device is free again, as far as that is known."""
         self.done: list[Any] = []
@@ -61,7 +60,7 @@ class Events:
         else:
             together.append(what)
 
-    def wake(self, worker: Worker, waited: object, cause: Cause) -> None:
+    def wake(self, worker: Worker, waited: object, cause: tuple[str, int]) -> None:
         """Goes on with a worker if this is what it waits for."""
         if worker.wait == waited:
             worker.wait, worker.cause = None, cause

@@ -12,19 +12,17 @@ from stagewright.record import Columns, Span, Spans
 from stagewright.schedule import Action, Kind
 from stagewright.simulation.program import Code, Op, Program
 
-Cause = tuple[str, int]
-"""What ended a wait: `transfer` or `reduction` by its place in the log, `worker` by number, `data` by host."""
-
 
 class Done(NamedTuple):
-    """An op that ran, and what it waited for last; None stands for the op before it."""
+    """An op that ran, and what it waited for last: None stands for the op before it."""
 
     op: Op
     action: Action
     batch: int
     start_s: float
     stop_s: float
-    cause: Cause | None
+    cause: tuple[str, int] | None
+    """What ended its wait: `transfer` or `reduction` by its place in the log, `worker` by number, `data` by host."""
     order: int
     """Grows from one action to the next, over all workers: nothing waits for what has a larger one."""
 
