@@ -18,7 +18,7 @@ class Collectives:
         self.program, self.workers, self.events, self.traffic = program, workers, events, traffic
         self.reductions, self.log = program.reductions, list[Reduced]()
         self.flows = [
-            traffic.make_flow(one.loads, one.way.bytes_per_s, one.shared, over=self.arrive) if one.way else None
+            traffic.make_flow(one.way.loads, one.way.bytes_per_s, over=self.arrive) if one.way else None
             for one in self.reductions
         ]
         self.ready: dict[tuple[int, int, int], int] = {}

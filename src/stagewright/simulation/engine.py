@@ -41,10 +41,11 @@ class Engine:
         self.transfers = Transfers(program, self.workers, self.events, self.traffic)
         self.collectives = Collectives(program, self.workers, self.events, self.traffic)
         self.shared = [
-            self.traffic.make_flow(one.loads, one.work_per_s, one.shared, over=partial(self.end_piece, worker))
-            for worker, one in zip(self.workers, program.shares)
+            self.traffic.make_flow(*share, over=partial(self.end_piece, worker))
+            for worker, share in zip(self.workers, program.shares)
         ]
         """What each worker computes, where it is a flow of work over cores that others want too."""
+        self.traffic.leave_out()
 
     def run(self) -> Log:
         """Everything, from the first forward to the last update."""

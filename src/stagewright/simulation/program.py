@@ -17,7 +17,7 @@ from stagewright.plan import Plan
 from stagewright.policy import RULES
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
-from stagewright.simulation.traffic import Loads, shared_loads
+from stagewright.simulation.traffic import Loads
 
 
 class Code(Enum):
@@ -73,8 +73,6 @@ class _Channel(NamedTuple):
     loads: Loads
     bytes_per_s: float
     latency_s: float
-    shared: Loads = ()
-    """The loads that another channel or reduction can get in the way of."""
 
 
 class _Reduction(NamedTuple):
@@ -84,19 +82,6 @@ class _Reduction(NamedTuple):
     num_buckets: int
     bucket_bytes: float
     way: Collective | None
-    shared: Loads = ()
-
-    @property
-    def loads(self) -> Loads:
-        return self.way.loads if self.way else ()
-
-
-class _CoreShare(NamedTuple):
-    """The cores that a worker computes on: what it loads, and how fast its work goes when it has them to itself."""
-
-    loads: Loads
-    work_per_s: float
-    shared: Loads = ()
 
 
 class Program(NamedTuple):
@@ -115,8 +100,9 @@ class Program(NamedTuple):
     """What is received for each slot, in one batch."""
     offsets: tuple[int, int]
     agree_s: float
-    shares: tuple[_CoreShare, ...] = ()
-    """For each worker the cores it computes on, where hosts share cores."""
+    shares: tuple[tuple[Loads, float], ...]
+    """For each worker, where hosts share cores, those it computes on: what it loads, and how fast its work goes when it
+    has them to itself."""
 
     @property
     def busiest_s(self) -> float:
@@ -161,14 +147,8 @@ class _Compiler:
 
     def program(self) -> Program:
         ops = tuple(self.worker_ops(worker, order) for worker, order in enumerate(self.schedule.orders))
-        channels = [self.channel(*key[:3]) for key in self.channels]
-        reductions = [self.reduction(stage) for stage in range(len(self.plan.stages))]
         cores, devices = self.costs.network.cores, self.plan.devices
-        # None where every device has cores of its own.
         sharing = () if cores.of_all is None else devices
-        shares = [_CoreShare(cores.computing(id), cores.wanted(id) / cores.unit_s) for id in sharing]
-        loads = [one.loads for group in (channels, reductions, shares) for one in group]
-        shared = iter(shared_loads(loads, self.costs.network.rates))
         slot_bytes = tuple(self.slot_bytes[slot] for slot in range(len(self.slots) * self.plan.num_microbatches))
         # An agreement of all workers is an all-reduce of next to nothing.
         agree = self.costs.network.collective(devices, 0.0) if self.schedule.agree else None
@@ -176,9 +156,9 @@ class _Compiler:
             plan=self.plan, costs=self.costs, bounds=self.bounds, orders=self.schedule.orders, ops=ops,
             works=tuple(self.works), slot_bytes=slot_bytes, offsets=self.schedule.offsets,
             agree_s=0.0 if agree is None else agree.latency_s,
-            channels=tuple(one._replace(shared=next(shared)) for one in channels),
-            reductions=tuple(one._replace(shared=next(shared)) for one in reductions),
-            shares=tuple(one._replace(shared=next(shared)) for one in shares),
+            channels=tuple(self.channel(*key[:3]) for key in self.channels),
+            reductions=tuple(self.reduction(stage) for stage in range(len(self.plan.stages))),
+            shares=tuple((cores.computing(id), cores.wanted(id) / cores.unit_s) for id in sharing),
         )  # fmt: skip
 
     def channel(self, source: int, target: int, forward: bool) -> _Channel:

@@ -25,8 +25,10 @@ class Flow:
 
     __slots__ = ("alone", "left_bytes", "load", "loads", "number", "over", "rate", "shared", "since_s", "stop_s")
 
-    def __init__(self, number: int, loads: Loads, alone: float, shared: Loads, over: _Over | None) -> None:
-        self.number, self.loads, self.alone, self.shared, self.over = number, loads, alone, shared, over
+    def __init__(self, number: int, loads: Loads, alone: float, over: _Over | None) -> None:
+        self.number, self.loads, self.alone, self.over = number, loads, alone, over
+        self.shared = loads
+        """The loads that another flow can get in the way of."""
         self.left_bytes = self.rate = self.since_s = self.stop_s = 0.0
         self.load: Any = None
         """What its bytes are, for whoever started it."""
@@ -42,13 +44,18 @@ class Traffic:
         self._touched: dict[int, None] = {}
         self._known: dict[tuple[int, ...], dict[Flow, float]] = {}
 
-    def make_flow(self, loads: Loads, alone: float, shared: Loads | None = None, over: _Over | None = None) -> Flow:
-        """A flow that does not run yet: `alone` is its rate on empty links, `shared` the loads that others share.
+    def make_flow(self, loads: Loads, alone: float, over: _Over | None = None) -> Flow:
+        """A flow that does not run yet: `alone` is its rate on empty links.
 
         `over` is called with what it carried each time when all of it is there.
         """
-        self.flows.append(Flow(len(self.flows) + 1, loads, alone, loads if shared is None else shared, over))
+        self.flows.append(Flow(len(self.flows) + 1, loads, alone, over))
         return self.flows[-1]
+
+    def leave_out(self) -> None:
+        """Of all flows' loads, leaves those out that never decide how links are shared; none may run yet."""
+        for flow, shared in zip(self.flows, shared_loads([flow.loads for flow in self.flows], self.rates)):
+            flow.shared = shared
 
     def start(self, flow: Flow, num_bytes: float, now_s: float) -> None:
         """Gives a flow bytes to carry; if it shares links now, it moves from the next `settle` on."""

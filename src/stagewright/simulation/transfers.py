@@ -48,7 +48,7 @@ class Transfers:
         """When the last of a slot's rows is there, which nobody has used yet, and the number of that transfer."""
         self.lanes: list[_Lane] = []
         for number, one in enumerate(program.channels):
-            flow = traffic.make_flow(one.loads, one.bytes_per_s, one.shared, over=self.arrive)
+            flow = traffic.make_flow(one.loads, one.bytes_per_s, over=self.arrive)
             self.lanes.append(_Lane(number, one.latency_s, flow, workers[one.target]))
 
     def has_rows(self, worker: Worker, action: Action, batch: int, key: int) -> bool:
