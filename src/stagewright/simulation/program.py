@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from stagewright.cluster import Cluster, Device
@@ -127,7 +127,7 @@ def _stage_layers(plan: Plan, profile: Profile) -> tuple[tuple[int, int], ...]:
             f"the plan has {wrong[0]} where the profile has {wrong[1]}",
             "make the plan from this profile, or give the profile that it was made from",
         )
-    return tuple(pairwise(accumulate((len(stage.layers) for stage in plan.stages), initial=0)))
+    return tuple(pairwise(plan.edges))
 
 
 class _Compiler:
