@@ -90,7 +90,7 @@ def read_gpus(listing: str) -> tuple[Device, ...]:
         reference = reference or kind
         devices.append(
             Device(
-                kind=kind.name if kind else plain_name(name),
+                kind=plain_name(name),
                 memory_bytes=int(memory) << 20,
                 speed=relative_speed(kind, reference) if kind and reference else 1.0,
                 framework_bytes=kind.framework_bytes if kind else 600 << 20,  # a CUDA context with its libraries

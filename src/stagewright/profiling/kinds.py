@@ -109,6 +109,9 @@ def kind_called(driver_name: str) -> DeviceKind | None:
 
 
 def plain_name(driver_name: str) -> str:
-    """A driver's name as a word: `NVIDIA GeForce RTX 4090` becomes `rtx-4090`."""
+    """The kind that a driver calls by this name, or a word of its own: `rtx-4090` for `NVIDIA GeForce RTX 4090`."""
+    kind = kind_called(driver_name)
+    if kind is not None:
+        return kind.name
     words = driver_name.lower().replace("_", " ").split()
     return "-".join(word for word in words if word not in _NOT_IN_NAMES) or "gpu"

@@ -23,7 +23,7 @@ from stagewright.profiling.busy import busy_cores
 from stagewright.profiling.detect import num_cores
 from stagewright.profiling.facts import find_facts, layer_profiles
 from stagewright.profiling.heap import keep_freed_memory
-from stagewright.profiling.kinds import kind_called, plain_name
+from stagewright.profiling.kinds import plain_name
 from stagewright.profiling.layers import Pieces, Unit, make_pieces, run_units
 
 _Progress = Callable[[int, int], None]
@@ -124,12 +124,14 @@ def make_profile(
         weight_s=_medians([each.weight for each in timings]),
         spread=[_spread(timings[-1], number) for number in range(len(facts))],
     )  # fmt: skip
+    kind = device.type
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if device.type == "cuda":
-        versions |= {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+        called = torch.cuda.get_device_name(device)
+        kind, versions = plain_name(called), {**versions, "device": called, "cuda": str(torch.version.cuda)}
     how = f"median of {repeats} repeats after {_WARM_UP}; {threads} CPU threads, {beside} workers beside"
     return Profile(
-        model=name or type(model.model).__name__.lower(), device=_device_name(device), precision=precision,
+        model=name or type(model.model).__name__.lower(), device=kind, precision=precision,
         source="measured", batch_sizes=tuple(batch_sizes), layers=layers,
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)), optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings), versions=versions, notes=(how,),
@@ -214,15 +216,6 @@ def _spread(timing: _Timing, unit: int) -> float:
 def has_cuda() -> bool:
     """Whether torch finds a GPU here."""
     return torch.cuda.is_available()
-
-
-def _device_name(device: torch.device) -> str:
-    """The kind of a torch device: `h200`, `cpu`."""
-    if device.type != "cuda":
-        return device.type
-    called = torch.cuda.get_device_name(device)
-    kind = kind_called(called)
-    return kind.name if kind is not None else plain_name(called)
 
 
 def layers_against_model(profile: Profile) -> tuple[float, ...]:
