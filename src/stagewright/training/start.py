@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,8 @@ def train(
             return work(lambda again: nullcontext(run), shown, *rest)
         if config is not None:
             command = [sys.executable, "-m", "stagewright", *config.words(run.path)]
-        starter = Starter(settings, command, hosts, share)
-        record = start_workers(schedule, job, run.path, console or Console(), starter)
+        shown = console or Console()
+        record = start_workers(schedule, job, settings, run.path, shown, command=command, hosts=hosts, share=share)
         give_back(model.model, run.path)
         return record
 
@@ -181,18 +181,10 @@ def _check_run(
 # ── starting, and starting again ────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class Starter:
-    """With what the workers of a plan are started."""
-
-    settings: Settings
-    command: Sequence[str] | None
-    """A worker's command line; this process's own by default."""
-    hosts: Hosts | OverSsh | None
-    share: int
-
-
-def start_workers(schedule: Schedule, job: Job, folder: Path, console: Console, starter: Starter) -> Record:
+def start_workers(
+    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, *,
+    command: Sequence[str] | None = None, hosts: Hosts | OverSsh | None = None, share: int = 1,
+) -> Record:  # fmt: skip
     """Starts the workers, shows what they tell, and returns the record they leave.
 
     A run that fails is started again as often as the job allows. With `replan` it goes on without the hosts that are
@@ -205,8 +197,7 @@ def start_workers(schedule: Schedule, job: Job, folder: Path, console: Console, 
             schedule.save(folder / SCHEDULE_FILE)
             try:
                 launch(
-                    starter.command or this_command(), plan, folder, starter.settings, hosts=starter.hosts,
-                    share=starter.share, extra=environment,
+                    command or this_command(), plan, folder, settings, hosts=hosts, share=share, extra=environment
                 )  # fmt: skip
                 break
             except RunError as fault:
@@ -218,8 +209,8 @@ def start_workers(schedule: Schedule, job: Job, folder: Path, console: Console, 
                     _tell(folder, "restart", f"{fault.cause}; starting again ({restarts} of {job.max_restarts})")
                 elif after is not None:
                     _tell(folder, "replan", f"{fault.cause}; {_describe_change(plan, after)}")
-                    if isinstance(starter.hosts, OverSsh):
-                        starter.hosts = starter.hosts.without(fault.hosts)
+                    if isinstance(hosts, OverSsh):
+                        hosts = hosts.without(fault.hosts)
                     schedule, restarts = make_schedule(after, agree=schedule.agree), 0
                     watching.rename(_title_of(after))
                 else:
