@@ -50,7 +50,7 @@ from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.schedule import Action, Kind
 from stagewright.scheduling import make_schedule
-from stagewright.training.job import Job
+from stagewright.training.config import Job
 from stagewright.training.listener import Listener
 from stagewright.training.loop import Run, feed_of, maker_of, synthetic_feed
 from stagewright.training.metrics import METRICS, accuracy_sums

@@ -89,7 +89,7 @@ def choose(profile: sw.Profile, cluster: sw.Cluster, placement: str) -> Search:
 
 def train(plan: sw.Plan, model: sw.Layered, name: str, folder: Path) -> sw.Record:
     """The record of a real run: four processes, each with its replicas."""
-    from stagewright.training.job import Job
+    from stagewright.training.config import Job
 
     job = Job(name=name, steps=STEPS, warm_up=WARM_UP, log_every=STEPS // 5, overwrite=True, save_final=False)
     record = sw.train(sw.make_schedule(plan), model, job=job, cluster="this-machine", folder=folder, console=console)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from stagewright.schedule import Action, Kind, Schedule
     from stagewright.scheduling import make_schedule
     from stagewright.simulation import make_plan, simulate
-    from stagewright.training.job import Job
+    from stagewright.training.config import Job
     from stagewright.training.recipes import Recipe
     from stagewright.training.start import train
 

@@ -15,7 +15,7 @@ from stagewright.errors import StagewrightError
 from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.job import Job
+from stagewright.training.config import Job
 from stagewright.training.recipes import Recipe
 from stagewright.training.start import train
 from tests.runtime.cases import Case, layered_tower, plan_of

@@ -20,8 +20,8 @@ from stagewright.runtime.checkpoint.storage import checkpoints_in, find_checkpoi
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import open_world
 from stagewright.scheduling import make_schedule
+from stagewright.training.config import Job
 from stagewright.training.events import read_events
-from stagewright.training.job import Job
 from stagewright.training.recipes import Recipe
 from stagewright.training.start import train
 from tests.runtime.cases import Case, layered_tower

@@ -23,7 +23,7 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
 from stagewright.scheduling import make_schedule
-from stagewright.training.job import Job
+from stagewright.training.config import Job
 from stagewright.training.listener import Listener
 from stagewright.training.loop import Run, maker_of
 from stagewright.training.recipes import Recipe

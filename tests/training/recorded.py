@@ -17,8 +17,8 @@ from stagewright.cluster import parse_placement
 from stagewright.data.source import open_dataset
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
+from stagewright.training.config import Job
 from stagewright.training.feeds import DataFeed
-from stagewright.training.job import Job
 from tests.training.images import SIZE, numbers_of
 
 BATCH, PLACEMENT = 12, "0:0-1.0:2"

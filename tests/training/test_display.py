@@ -13,7 +13,7 @@ from stagewright.errors import RunError
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.job import Job
+from stagewright.training.config import Job
 from stagewright.training.start import _tell, start_workers
 
 

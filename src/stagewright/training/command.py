@@ -29,9 +29,8 @@ from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.safety.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.config import Config
+from stagewright.training.config import Config, Job, JobOptions
 from stagewright.training.events import check_sinks
-from stagewright.training.job import Job, JobOptions
 from stagewright.training.loop import nothing_left
 from stagewright.training.rows import data_and_model, feed_for
 from stagewright.training.start import check_device, states_of, train

@@ -34,8 +34,8 @@ from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, gather_json
 from stagewright.schedule import COMPUTE, Schedule
+from stagewright.training.config import Job
 from stagewright.training.events import Teller, plain_line, sinks_of
-from stagewright.training.job import Job
 from stagewright.training.metrics import METRICS, peak_flops, perplexity, token_flops, tokens_of_row
 from stagewright.training.recipes import Recipe, rate_at
 

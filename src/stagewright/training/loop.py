@@ -33,7 +33,7 @@ from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import Words, open_world
 from stagewright.schedule import Schedule
-from stagewright.training.job import Job
+from stagewright.training.config import Job
 from stagewright.training.listener import Listener, Rows, Run, gather
 from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
 from stagewright.training.recipes import Recipe, optimizer_maker

@@ -38,10 +38,9 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
-from stagewright.training.config import CONFIG_FILE, Config
+from stagewright.training.config import CONFIG_FILE, Config, Job
 from stagewright.training.events import Display, Teller, check_sinks
 from stagewright.training.feeds import Collate, MapStyle, as_feed
-from stagewright.training.job import Job
 from stagewright.training.listener import COMMAND, Rows, typed_command
 from stagewright.training.loop import work
 from stagewright.training.recipes import OPTIMIZERS, Recipe
