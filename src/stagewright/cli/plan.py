@@ -63,10 +63,9 @@ def _analytic(model: str, cluster: Cluster, options: PlanOptions, own: _Planning
     """A profile of the cluster's first kind of device, from shapes alone."""
     from stagewright.profiling.analytic import profile_for
 
-    batch = options.batch or (options.batch_per_device or 0) * len(cluster.device_ids)
-    if not batch:
-        raise UsageError("the batch is not given", "add --batch ROWS")
-    share = max(batch // len(cluster.device_ids), 2)
+    devices = len(cluster.device_ids)
+    batch = options.rows(devices)
+    share = max(batch // devices, 2)
     sizes = tuple(sorted({max(share // 4, 2), share, max(batch // 2, 2), max(batch, 2)}))
     return profile_for(cluster, model, sizes, own.precision)
 
