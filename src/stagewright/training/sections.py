@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
+from pydantic_core import PydanticUndefined
 
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.planning.options import spelled
@@ -59,8 +60,8 @@ def section_keys(cls: Any) -> tuple[Key, ...]:
         is_many = get_origin(kind) is tuple
         kind = get_args(kind)[0] if is_many else kind
         choices = get_args(kind) if get_origin(kind) is Literal else ()
-        default = getattr(each.default, "default", each.default)  # of pydantic's, which says in its own way that
-        default = MISSING if type(default).__name__ == "PydanticUndefinedType" else default  # there is none
+        default = getattr(each.default, "default", each.default)  # plain, or pydantic's
+        default = MISSING if default is PydanticUndefined else default
         text = about.get(each.name, "")
         made.append(Key(each.name, _option_of(each.name), str if choices else kind, is_many, choices, default, text))
     return tuple(made)
