@@ -124,7 +124,8 @@ def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, cons
 
 def _on_slices(config: Config, slices: int, rate: str | None, console: Console) -> Record | None:
     """The record of a run on slices of one card; with a rate, each slice is an emulated host as well."""
-    from stagewright.rehearsal.slices import check_card, slice_hosts
+    from stagewright.rehearsal import emulated_hosts
+    from stagewright.rehearsal.slices import check_card, read_rate, slice_cluster
     from stagewright.runtime.common_memory import APART
     from stagewright.runtime.launch.environment import is_worker
     from stagewright.training.command import run_command
@@ -135,5 +136,6 @@ def _on_slices(config: Config, slices: int, rate: str | None, console: Console) 
     os.environ[APART] = "1"  # for this worker, or for those that are started here, whatever hosts the placement names
     if is_worker() or rate is None:
         return run_command(config, console, source="rehearsed")
-    with slice_hosts(slices, rate) as hosts:
+    # Workers find one another over the interfaces of these hosts instead of loopback.
+    with emulated_hosts(slice_cluster(slices, read_rate(rate))) as hosts:
         return run_command(config, console, hosts=hosts, source="rehearsed")

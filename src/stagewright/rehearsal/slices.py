@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from contextlib import AbstractContextManager
 
 import torch
 
 from stagewright.cluster import Cluster, Device, Host, Link
 from stagewright.errors import UsageError
-from stagewright.rehearsal.hosts import EmulatedHosts, emulated_hosts
 from stagewright.runtime.launch.mps import CONTROL
 
-_SLICE = "slice"
-"""The kind of a device that is one."""
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
@@ -43,16 +39,11 @@ def read_rate(text: str) -> float:
     return rate
 
 
-def slice_hosts(slices: int, rate: str) -> AbstractContextManager[EmulatedHosts]:
-    """A host for each slice, joined at a rate; workers find one another over its interface instead of loopback."""
-    return emulated_hosts(slice_cluster(slices, read_rate(rate)))
-
-
 def slice_cluster(slices: int, bytes_per_s: float = 1e9) -> Cluster:
     """The hosts of the slices, each with a link to one switch, by default about as fast as loopback, and its memory."""
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else slices << 30
     own = Link(ends=("0", "nic"), kind="local", bytes_per_s=1e12)  # from a slice to its network card: as good as none
-    host = Host(devices=(Device(kind=_SLICE, memory_bytes=memory // slices),), links=(own,))
+    host = Host(devices=(Device(kind="slice", memory_bytes=memory // slices),), links=(own,))
     links = (
         Link(ends=(f"{number}:nic", "net"), kind="NET", bytes_per_s=bytes_per_s, latency_s=0.0)
         for number in range(slices)
