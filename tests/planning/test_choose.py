@@ -8,7 +8,7 @@ from stagewright.cluster import DeviceId
 from stagewright.plan import Plan, Stage
 from stagewright.planning.exact import Candidate, Found, Leaders
 from stagewright.planning.groups import Setting
-from stagewright.planning.search import TIE, Choice, plainest
+from stagewright.planning.search import _TIE, Choice, _plainest
 
 
 def choice(num_stages: int, step_s: float, **other: Any) -> Choice:
@@ -17,12 +17,12 @@ def choice(num_stages: int, step_s: float, **other: Any) -> Choice:
 
 
 def test_of_equally_fast_plans_the_plainest_is_taken_and_else_the_fastest() -> None:
-    deep, flat = choice(8, 1.0), choice(3, 1.0 + 0.9 * TIE)
-    assert plainest([deep, flat, choice(2, 1.0 + 1.1 * TIE)], TIE) is flat
-    assert plainest([deep, flat], 0.0) is deep
+    deep, flat = choice(8, 1.0), choice(3, 1.0 + 0.9 * _TIE)
+    assert _plainest([deep, flat, choice(2, 1.0 + 1.1 * _TIE)], _TIE) is flat
+    assert _plainest([deep, flat], 0.0) is deep
     plain, odd = choice(2, 1.0, num_microbatches=4), choice(2, 1.0, num_microbatches=2, policy="zero-bubble")
-    assert plainest([odd, plain], TIE) is plain
-    assert plainest([plain, choice(2, 1.0, num_microbatches=2)], TIE).plan.num_microbatches == 2
+    assert _plainest([odd, plain], _TIE) is plain
+    assert _plainest([plain, choice(2, 1.0, num_microbatches=2)], _TIE).plan.num_microbatches == 2
 
 
 def test_the_best_plans_of_few_stages_are_simulated_though_the_estimate_prefers_others() -> None:

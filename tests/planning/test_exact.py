@@ -14,7 +14,7 @@ from stagewright.errors import PlanError
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
 from stagewright.planning.estimate import estimate
-from stagewright.planning.exact import PLAIN_SLACK, Candidate, Found, Leaders, price, runs, search_exactly, subsets
+from stagewright.planning.exact import _PLAIN_SLACK, Candidate, Found, Leaders, price, runs, search_exactly, subsets
 from stagewright.planning.groups import Setting
 from stagewright.planning.problem import Problem
 from stagewright.planning.search import make_plan
@@ -85,7 +85,7 @@ def test_the_best_plans_of_two_stages_come_along_though_deeper_ones_are_a_little
         if found is not None:
             sizes = tuple(map(len, candidate.groups))
             best[sizes] = min(found.step_s, best.get(sizes, float("inf")))
-    near = sorted(step_s for step_s in best.values() if step_s <= PLAIN_SLACK * leaders.bound)[: leaders.sizes]
+    near = sorted(step_s for step_s in best.values() if step_s <= _PLAIN_SLACK * leaders.bound)[: leaders.sizes]
     kept = [found.step_s for found in leaders.shallow.get(2, [])]
     assert kept[: len(near)] == pytest.approx(near, rel=1e-9)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stagewright.cluster import Cluster, Device, Host, make_cluster
 from stagewright.errors import PlacementError, PlanError, UsageError
 from stagewright.planning import LayerTable, PlanOptions, fixed_plan, table_of
-from stagewright.planning.fixed import cut_by_names, cut_by_ratio
+from stagewright.planning.fixed import _cut_by_names, cut_by_ratio
 from tests.planning.cases import MIB, chain
 
 TABLE = LayerTable(
@@ -135,4 +135,4 @@ def test_what_means_nothing_is_refused(wrong: dict[str, object], error: type[Exc
 def test_costs_of_zero_have_no_ratio() -> None:
     with pytest.raises(PlanError, match="all zero"):
         cut_by_ratio((0.0, 0.0), (1.0, 1.0))
-    assert cut_by_names("abc", ["c"]) == (2,)
+    assert _cut_by_names("abc", ["c"]) == (2,)

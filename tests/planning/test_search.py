@@ -17,8 +17,8 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError, StagewrightError, UsageError
 from stagewright.plan import Plan, Policy
 from stagewright.planning import PlanOptions
-from stagewright.planning.explore import thin_cuts
-from stagewright.planning.search import Score, bytes_text, make_plan, shape
+from stagewright.planning.explore import _thin_cuts
+from stagewright.planning.search import Score, _bytes_text, make_plan, shape
 from stagewright.profile import Profile
 from stagewright.record import Record
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_options, random_profile
@@ -113,7 +113,7 @@ def test_a_one_byte_device_is_refused_with_the_reason(memory: int, vgg16: Profil
     with pytest.raises(PlanError) as refused:
         make_plan(vgg16, cluster, PlanOptions(batch=224))
     assert "no plan of vgg16 for 224 rows fits on tiny" in refused.value.what
-    assert bytes_text(memory) in refused.value.what
+    assert _bytes_text(memory) in refused.value.what
     assert "needs" in refused.value.what or "need" in refused.value.what
     assert refused.value.todo is not None
     assert "--batch" in refused.value.todo
@@ -248,7 +248,7 @@ def test_a_thousand_layers_on_64_devices_are_planned() -> None:
 def test_thinned_cuts_carry_little_and_keep_the_ends() -> None:
     profile = deep_profile(200)
     costs = Costs(profile, make_cluster(2))
-    kept = thin_cuts(costs, range(201), 40)
+    kept = _thin_cuts(costs, range(201), 40)
     assert (kept[0], kept[-1]) == (0, 200)
     assert len(kept) <= 40
     light = sum(costs.crossings[cut] == 1e5 for cut in kept[1:-1])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stagewright.errors import ScheduleError
 from stagewright.schedule import Schedule, format_order, parse_order
 from stagewright.scheduling import check_schedule, make_schedule
-from stagewright.scheduling.check import first_difference
+from stagewright.scheduling.check import _first_difference
 from tests.scheduling.cases import drawn, orders_of, placed, plan_of, wrapped
 from tests.scheduling.interpreter import FaultError, carry_out
 
@@ -218,10 +218,10 @@ def test_a_large_grid_is_cut():
 
 def test_endless_sequences_may_begin_their_turns_elsewhere():
     a, b = (1,), (2,)
-    assert first_difference([(a, 1), (b, 0)], [(b, 0), (a, 2)]) is None
-    assert first_difference([(a, 1), (b, 0)], [(b, 0), (a, 1)]) == 1
-    assert first_difference([(a, 0), (b, 0)], [(b, 0), (a, 0)]) == 0
-    assert first_difference([(a, 0)], []) == 0
+    assert _first_difference([(a, 1), (b, 0)], [(b, 0), (a, 2)]) is None
+    assert _first_difference([(a, 1), (b, 0)], [(b, 0), (a, 1)]) == 1
+    assert _first_difference([(a, 0), (b, 0)], [(b, 0), (a, 0)]) == 0
+    assert _first_difference([(a, 0)], []) == 0
 
 
 def test_a_run_shorter_than_the_versions_is_refused():

@@ -8,7 +8,7 @@ from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.schedule import COMPUTE, RECEIVES, TRANSFERS, Action, Schedule
 from stagewright.scheduling import make_schedule
-from stagewright.scheduling.windows import Window, key_of, windows
+from stagewright.scheduling.windows import Window, _key_of, windows
 
 
 def schedule_of(placement: str, staleness: str, route: str, hold: int | None) -> Schedule:
@@ -40,7 +40,7 @@ def test_windows_keep_what_an_order_promises(placement: str, staleness: str, rou
         assert sorted(map(str, order)) == sorted(str(action) for window in found for action in window)
         made = set()
         for action in (action for window in found for action in window):
-            key = key_of(action, action.batch)
+            key = _key_of(action, action.batch)
             if action.kind in COMPUTE:
                 made.add(key)
             elif action.kind in RECEIVES:

@@ -202,7 +202,7 @@ def given(stages: Sequence[Devices]) -> Space:
     return Space(0, groups, lambda used: used == len(stages))
 
 
-PLAIN_SLACK = 1.15
+_PLAIN_SLACK = 1.15
 """Up to three stages a plan counts even where it is estimated to take so many times as long as the best."""
 
 _Key = tuple[Hashable, Devices, int]
@@ -236,7 +236,7 @@ def _grown(
     estimator: Estimator, tail: _Tail, last: int, devices: Devices, firsts: Sequence[int], leaders: Leaders
 ) -> Iterator[_Tail]:
     """A tail with a stage more in front on these devices, for each place where that may begin and could still lead."""
-    slack = PLAIN_SLACK if len(tail.groups) < 3 else 1.0
+    slack = _PLAIN_SLACK if len(tail.groups) < 3 else 1.0
     for first in reversed(firsts):
         found = _longer(tail, first, last, devices, estimator)
         if found is None:

@@ -45,7 +45,7 @@ def explore(problem: Problem) -> tuple[Leaders, Leaders, Shortage | None]:
         spaces = [given(problem.groups)]
     elif not small:
         spaces = [runs(order, _group_sizes(len(devices))) for order in _device_orders(costs, devices)]
-    cuts = problem.cuts if problem.every_cut else thin_cuts(costs, problem.cuts, 64)
+    cuts = problem.cuts if problem.every_cut else _thin_cuts(costs, problem.cuts, 64)
     for setting, space in product(problem.settings(weighed=True), spaces):
         search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
     return leaders, rivals, short
@@ -70,7 +70,7 @@ def _search_quickly(problem: Problem, leaders: Leaders) -> None:
         _improve(entry.candidate, problem, leaders)
     for entry in leaders.found[:3]:
         _slide(entry.candidate, problem, problem.cuts, leaders)
-    cuts = thin_cuts(problem.costs, problem.cuts, 40)
+    cuts = _thin_cuts(problem.costs, problem.cuts, 40)
     for here, setting in product([entry.candidate for entry in leaders.found[:3]], problem.settings()):
         # A cut and a number of microbatches may be better together, though neither is alone.
         other, is_other = here._replace(setting=setting), setting != here.setting
@@ -95,7 +95,7 @@ def _balanced_starts(problem: Problem) -> Iterator[Candidate]:
     orders, sizes = _device_orders(costs, costs.cluster.device_ids), _group_sizes(len(costs.cluster.device_ids))
     few = sorted({counts[0], counts[len(counts) // 2]})
     for table, most, tried, among in ((_stage_table, 40, few, orders), (_pipedream_table, 256, counts[:1], orders[:1])):
-        cuts = thin_cuts(costs, problem.cuts, most)
+        cuts = _thin_cuts(costs, problem.cuts, most)
         for staleness, count, order in product(problem.stalenesses, tried, among):
             estimator = problem.estimator(problem.setting(count, route, staleness))
             yield from _balanced(estimator, cuts, order, sizes, table)
@@ -168,7 +168,7 @@ _StageTable = Callable[[Estimator, Sequence[int], Devices, Devices], np.ndarray]
 """(estimator, cuts, a stage's devices, the device after them) → seconds from each cut to each later one."""
 
 
-def thin_cuts(costs: Costs, cuts: Sequence[int], most: int) -> tuple[int, ...]:
+def _thin_cuts(costs: Costs, cuts: Sequence[int], most: int) -> tuple[int, ...]:
     """At most so many cuts: the compute is divided evenly, and each piece keeps its cut with the least to carry."""
     if len(cuts) <= most:
         return tuple(cuts)

@@ -82,7 +82,7 @@ def _nearest(passed: Sequence[float], target: float, first: int, last: int) -> i
     return lower if target - passed[lower] <= passed[upper] - target else upper
 
 
-def cut_by_names(names: Sequence[str], starts: Sequence[str]) -> tuple[int, ...]:
+def _cut_by_names(names: Sequence[str], starts: Sequence[str]) -> tuple[int, ...]:
     """The layers that begin the second, third … stage, given by name."""
     for name in starts:
         if name not in names:
@@ -109,7 +109,7 @@ def given_cuts(
             "give as many stages to both, such as --placement 0:0-6.0:7 --ratio 11:7, or --cut fc1",
         )
     if options.cut:
-        return cut_by_names(table.names, options.cut)
+        return _cut_by_names(table.names, options.cut)
     return cut_by_ratio(table.costs(options.ratio_of), wanted) if num_stages > 1 else ()
 
 

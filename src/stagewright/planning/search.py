@@ -29,7 +29,7 @@ from stagewright.record import Record
 Score = Callable[[Plan], Record]
 """What a plan does when it is simulated; the planner is handed it."""
 
-TIE = 1e-3
+_TIE = 1e-3
 """Steps that differ by less than this share are equal, and the plainest plan is taken."""
 _NEAR = 1.12
 """A plan is simulated if its estimate is no more than so many times what the fastest so far takes."""
@@ -159,7 +159,7 @@ def _choose(problem: Problem, leaders: Iterable[Found], judge: _Judge) -> list[C
             judge(problem.plan(found))
         for choice in _of_each_shape(judge.choices)[:3]:
             _finish(_climb(choice, problem, judge), problem, judge)
-    best = plainest(judge.choices, TIE if judge.score is not None else 0.0)
+    best = _plainest(judge.choices, _TIE if judge.score is not None else 0.0)
     return [best, *(choice for choice in judge.choices if choice is not best)]
 
 
@@ -201,7 +201,7 @@ def _faster(choice: Choice, problem: Problem, judge: _Judge) -> Iterator[Choice]
     plans = map(problem.plan, sorted(filter(None, near), key=lambda found: found.rank))
     for plan in islice((plan for plan in plans if plan not in judge.known), 24):
         other = judge(plan)
-        if other is not None and other.step_s < choice.step_s * (1 - TIE):
+        if other is not None and other.step_s < choice.step_s * (1 - _TIE):
             yield other
 
 
@@ -219,7 +219,7 @@ def _finish(choice: Choice, problem: Problem, judge: _Judge) -> None:
         judge(replace(plan, hold=1))
 
 
-def plainest(choices: Sequence[Choice], tie: float) -> Choice:
+def _plainest(choices: Sequence[Choice], tie: float) -> Choice:
     """Of the plans that are as fast as the fastest the plainest: fewer stages, so fewer versions of weights as well."""
     near_s = min(choice.step_s for choice in choices) * (1 + tie)
     near = [choice for choice in choices if choice.step_s <= near_s]
@@ -230,7 +230,7 @@ def _describe(short: Shortage, problem: Problem) -> str:
     """`layers fc1 … loss need 2.3 GiB on 0:7, which has 1.0 GiB`."""
     names = problem.costs.profile.names[short.first : short.last]
     layers = f"layer {names[0]} needs" if len(names) == 1 else f"layers {names[0]} … {names[-1]} need"
-    need, has = bytes_text(short.need_bytes), bytes_text(short.has_bytes)
+    need, has = _bytes_text(short.need_bytes), _bytes_text(short.has_bytes)
     return f"{layers} {need} on {short.device}, which has {has}"
 
 
@@ -253,7 +253,7 @@ def shape(plan: Plan) -> str:
     return f"{'-'.join(map(str, plan.replicas))} cut at {cuts}"
 
 
-def bytes_text(num_bytes: float) -> str:
+def _bytes_text(num_bytes: float) -> str:
     """`494 MiB`, `6.9 GiB`."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if num_bytes >= 2**power:
@@ -274,9 +274,9 @@ def _explain(plan: Plan, step_s: float, costs: Costs, rival: Choice | None) -> s
         kept, stage = max(alone, key=lambda entry: entry[0])
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} to {stage.layers[-1]}"
         reduced = sum(weights) - sum(size for size, _ in alone)
-        rest = f"only {bytes_text(reduced)} are reduced" if reduced else "nothing is reduced"
+        rest = f"only {_bytes_text(reduced)} are reduced" if reduced else "nothing is reduced"
         return (
-            f"{shape(plan)} keeps the {bytes_text(kept)} of weights from {layers} on "
-            f"{format_devices(stage.devices)} alone, so {rest} instead of {bytes_text(sum(weights))}: {gain}."
+            f"{shape(plan)} keeps the {_bytes_text(kept)} of weights from {layers} on "
+            f"{format_devices(stage.devices)} alone, so {rest} instead of {_bytes_text(sum(weights))}: {gain}."
         )
     return f"{shape(plan)} reduces each stage's gradients among fewer devices, and hides its transfers: {gain}."

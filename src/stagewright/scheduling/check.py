@@ -165,7 +165,7 @@ def _check_sequences(schedule: Schedule) -> None:
 
 
 def _compare(schedule: Schedule, worker: int, peer: int, mine: list[Action], theirs: list[Action], what: str) -> None:
-    fault = first_difference([_shared(one, worker) for one in mine], [_shared(one, peer) for one in theirs])
+    fault = _first_difference([_shared(one, worker) for one in mine], [_shared(one, peer) for one in theirs])
     if fault is not None:
         _fail(schedule, worker, mine[fault], f"worker {peer} issues another {what} at this point")
 
@@ -179,7 +179,7 @@ def _shared(action: Action, worker: int) -> _Shared:
     return (is_forward, stage, number, worker if kind in SENDS else peer), batch
 
 
-def first_difference(mine: list[_Shared], theirs: list[_Shared]) -> int | None:
+def _first_difference(mine: list[_Shared], theirs: list[_Shared]) -> int | None:
     """Where two endless, repeating sequences differ first, None if nowhere; each may begin its turn at another point.
 
     A+1 B  and  B A        are both … A1 B0 A2 B1 A3 B2 …

@@ -97,7 +97,7 @@ def windows(items: Iterable[_Item], look: Callable[[_Item], tuple[Action, int]])
     early: dict[Key, list[_Item]] = {}
     for item in items:
         action, batch = look(item)
-        key = key_of(action, batch)
+        key = _key_of(action, batch)
         if action.kind in COMPUTE:
             if window.rest:
                 yield window
@@ -112,7 +112,7 @@ def windows(items: Iterable[_Item], look: Callable[[_Item], tuple[Action, int]])
     yield window
 
 
-def key_of(action: Action, batch: int) -> Key:
+def _key_of(action: Action, batch: int) -> Key:
     """The unit that an action is, feeds, or is needed by."""
     is_forward = action.kind in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
     # A receive names the stage that made what is received; the one beside it uses that.
