@@ -12,9 +12,9 @@ from stagewright.cluster import Cluster, Device, DeviceId, Host, Link, find_clus
 from stagewright.cost import (
     Costs,
     Handled,
+    _interpolate,
     crossings,
     handled_by_each,
-    interpolate,
     num_buckets,
 )
 from stagewright.network import Network
@@ -28,23 +28,23 @@ def ids(count: int) -> tuple[DeviceId, ...]:
 
 @pytest.mark.parametrize(("rows", "seconds"), [(0, 0.0), (5, 2.0), (10, 3.0), (15, 4.0), (20, 5.0), (40, 9.0)])
 def test_seconds_lie_on_the_lines_between_and_beyond_the_measured_sizes(rows, seconds):
-    assert interpolate((10, 20), (3.0, 5.0), rows) == pytest.approx(seconds)
+    assert _interpolate((10, 20), (3.0, 5.0), rows) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(1, 0.5), (2, 1.0), (4, 5.0), (8, 13.0)])
 def test_below_the_smallest_size_seconds_do_not_fall_faster_than_rows(rows, seconds):
     # The line through 2 and 8 rows meets zero at 1.5 rows.
-    assert interpolate((2, 8), (1.0, 13.0), rows) == pytest.approx(seconds)
+    assert _interpolate((2, 8), (1.0, 13.0), rows) == pytest.approx(seconds)
 
 
 def test_one_measured_size_means_proportion():
-    assert interpolate((10,), (3.0,), 25) == pytest.approx(7.5)
+    assert _interpolate((10,), (3.0,), 25) == pytest.approx(7.5)
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(15, 4.0), (20, 3.0), (40, 3.0)])
 def test_beyond_the_largest_measured_size_time_never_falls(rows: float, seconds: float):
     """A library may take a faster way for twenty rows than for ten; for forty it is not faster still."""
-    assert interpolate((10, 20), (5.0, 3.0), rows) == pytest.approx(seconds)
+    assert _interpolate((10, 20), (5.0, 3.0), rows) == pytest.approx(seconds)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=9), st.integers(1, 9), st.data())

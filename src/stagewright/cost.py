@@ -34,7 +34,7 @@ _Each = TypeVar("_Each")
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def interpolate(sizes: Sequence[int], seconds: Sequence[float], rows: float) -> float:
+def _interpolate(sizes: Sequence[int], seconds: Sequence[float], rows: float) -> float:
     """Seconds at `rows`: on the lines between the measured sizes, and on the outermost lines beyond them.
 
     Below the smallest size it is no less than in proportion to rows: where large sizes fall out of a cache, the line
@@ -55,7 +55,7 @@ def interpolate(sizes: Sequence[int], seconds: Sequence[float], rows: float) -> 
 def layer_seconds(profile: Profile, rows: float) -> tuple[float, ...]:
     """Forward and backward of each layer on `rows` rows."""
     pairs = (
-        (interpolate(profile.batch_sizes, each, rows) for each in (one.forward_s, one.backward_s))
+        (_interpolate(profile.batch_sizes, each, rows) for each in (one.forward_s, one.backward_s))
         for one in profile.layers
     )
     return tuple(map(sum, pairs))
@@ -63,10 +63,10 @@ def layer_seconds(profile: Profile, rows: float) -> tuple[float, ...]:
 
 def _weight_s(profile: Profile, layer: LayerProfile, rows: float) -> float:
     """The part of a layer's backward that only its weights' gradients need: as measured, or its share."""
-    whole = interpolate(profile.batch_sizes, layer.backward_s, rows)
+    whole = _interpolate(profile.batch_sizes, layer.backward_s, rows)
     if not layer.weight_s:
         return whole * layer.weight_share
-    return min(interpolate(profile.batch_sizes, layer.weight_s, rows), whole)
+    return min(_interpolate(profile.batch_sizes, layer.weight_s, rows), whole)
 
 
 def crossings(profile: Profile) -> tuple[float, ...]:
@@ -179,7 +179,7 @@ class Costs:
         found = self._rows.get((rows, handled))
         if found is None:
             sizes, layers = self.profile.batch_sizes, self.profile.layers
-            forward = [interpolate(sizes, layer.forward_s, rows) for layer in layers]
+            forward = [_interpolate(sizes, layer.forward_s, rows) for layer in layers]
             backward, weight = zip(*(self._backward_halves(layer, rows, handled) for layer in layers))
             kept = [own if handled.keeps(layer, rows) else 0.0 for layer, own in zip(layers, weight)]
             found = self._rows[rows, handled] = _Seconds(_sums(forward), _sums(backward), _sums(weight), _sums(kept))
@@ -191,7 +191,7 @@ class Costs:
         All but a batch's first microbatch add their weight gradients to those before: three passes over memory, where
         an SGD-with-momentum step has five. A layer that folds does that inside its product, which writes them anyway.
         """
-        whole = interpolate(self.profile.batch_sizes, layer.backward_s, rows)
+        whole = _interpolate(self.profile.batch_sizes, layer.backward_s, rows)
         apart = _weight_s(self.profile, layer, rows)
         if handled.folds and layer.kind == "matmul":
             count = _num_folded(layer, rows, handled.microbatches)

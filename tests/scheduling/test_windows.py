@@ -8,7 +8,7 @@ from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.schedule import COMPUTE, RECEIVES, TRANSFERS, Action, Schedule
 from stagewright.scheduling import make_schedule
-from stagewright.scheduling.windows import Window, _key_of, windows
+from stagewright.scheduling.windows import _key_of, _Window, windows
 
 
 def schedule_of(placement: str, staleness: str, route: str, hold: int | None) -> Schedule:
@@ -22,7 +22,7 @@ def schedule_of(placement: str, staleness: str, route: str, hold: int | None) ->
     return make_schedule(plan)
 
 
-def in_turn(window: Window[Action]) -> list[Action]:
+def in_turn(window: _Window[Action]) -> list[Action]:
     """A window's actions in the sequence of the order."""
     inside = [each for unit in window.units.values() for each in (*unit.receives, unit.compute, *unit.sends)]
     return [*window.late, *inside, *window.rest]

@@ -14,7 +14,7 @@ from stagewright.plan import Plan
 from stagewright.schedule import Action, Kind, Schedule
 from stagewright.scheduling.drawing import sketch_plan
 from stagewright.scheduling.lower import lower
-from stagewright.scheduling.orders import Timed, Timing, flushed
+from stagewright.scheduling.orders import Timing, _flushed, _Timed
 
 _CELL = re.compile(r"(\d{1,6})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d{0,6})", re.ASCII)
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -63,7 +63,7 @@ def _row_actions(row: list[str]) -> Iterator[Action]:
 def _time_orders(plan: Plan, orders: list[list[Action]]) -> Timing:
     """The ideal times of given orders of compute, one worker a stage; an order that locks itself is refused."""
     stops: dict[tuple[Kind, int, int], int] = {}
-    timed: list[Timed] = []
+    timed: list[_Timed] = []
     free, queues = [0] * len(orders), [deque(order) for order in orders]
     while any(queues):
         before = len(timed)
@@ -75,7 +75,7 @@ def _time_orders(plan: Plan, orders: list[list[Action]]) -> Timing:
         if len(timed) == before:
             row = next(number for number, queue in enumerate(queues) if queue)
             raise ScheduleError(f"row {row} of the CSV file waits for ever at {queues[row][0]}")
-    return flushed(plan, timed)
+    return _flushed(plan, timed)
 
 
 def _ready(action: Action, stops: dict[tuple[Kind, int, int], int], num_stages: int) -> int | None:
@@ -88,6 +88,6 @@ def _ready(action: Action, stops: dict[tuple[Kind, int, int], int], num_stages: 
     return stops.get((Kind.BACKWARD, stage + 1, number))
 
 
-def _timed(action: Action, start: int) -> Timed:
+def _timed(action: Action, start: int) -> _Timed:
     stop = start + (2 if action.kind is Kind.BACKWARD else 1)
-    return Timed(start, stop, action.kind, action.stage, 0, action.microbatch)
+    return _Timed(start, stop, action.kind, action.stage, 0, action.microbatch)

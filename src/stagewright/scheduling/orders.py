@@ -37,7 +37,7 @@ _Result = tuple[bool, int, int, int]
 """What a replica makes of a microbatch: (whether forward, stage, microbatch, replica)."""
 
 
-class Timed(NamedTuple):
+class _Timed(NamedTuple):
     """An action of one replica with its time for batch 0."""
 
     start: int
@@ -51,7 +51,7 @@ class Timed(NamedTuple):
 class Timing(NamedTuple):
     """All of a turn with its times."""
 
-    timed: list[Timed]
+    timed: list[_Timed]
     period: int
     """0 for a schedule that flushes: a turn then ends before the next one begins."""
     ends: dict[tuple[int, int], int]
@@ -71,15 +71,15 @@ def make_timing(plan: Plan, agree: bool = False) -> Timing:
         return _time_steps(plan, list(_steps(plan, agree)))
     floor = _Floor(plan)
     floor.run()
-    return flushed(plan, floor.timed, agree)
+    return _flushed(plan, floor.timed, agree)
 
 
-def flushed(plan: Plan, timed: list[Timed], agree: bool = False) -> Timing:
+def _flushed(plan: Plan, timed: list[_Timed], agree: bool = False) -> Timing:
     """The timing of one batch, whose compute is followed by the updates."""
     last = [max(one.stop for one in timed if one.stage == stage) for stage in range(len(plan.stages))]
     times = [max(last)] * len(last) if agree else last
     updates = (
-        Timed(time, time, Kind.UPDATE, stage, replica, -1)
+        _Timed(time, time, Kind.UPDATE, stage, replica, -1)
         for stage, (time, count) in enumerate(zip(times, plan.replicas))
         for replica in range(count)
     )
@@ -186,7 +186,7 @@ class _Loop:
         self.stops: dict[_Result, int] = {}
         self.last = dict.fromkeys(self.free, _NEVER)
         self.agreed = _NEVER
-        self.timed: list[Timed] = []
+        self.timed: list[_Timed] = []
 
     def sweep(self, turn: list[_Step]) -> bool:
         """Goes through one turn; whether anything moved."""
@@ -218,7 +218,7 @@ class _Loop:
             if not is_forward:
                 # The latest so far, maybe of the sweep before: an update of an earlier batch waits for that one.
                 self.last[who] = max(self.last[who], stop - shift)
-            self.timed.append(Timed(start - shift, stop - shift, kind, stage, replica, number))
+            self.timed.append(_Timed(start - shift, stop - shift, kind, stage, replica, number))
 
     def _update(self, stage: int, shift: int) -> None:
         """An update waits for the last backward of all replicas, whose gradients it sums, and for the agreement."""
@@ -226,7 +226,7 @@ class _Loop:
         reduced = max(self.agreed, *(self.last[who] for who in every)) + shift
         for who in every:
             time = self.free[who] = max(self.free[who], reduced)
-            self.timed.append(Timed(time - shift, time - shift, Kind.UPDATE, *who, -1))
+            self.timed.append(_Timed(time - shift, time - shift, Kind.UPDATE, *who, -1))
 
     def timing(self) -> Timing:
         return Timing(self.timed, self.period, self.free, self.agreed)
@@ -254,7 +254,7 @@ class _Floor:
     """All desks, what each worker would do best, and what was done."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.timed = plan, list[Timed]()
+        self.plan, self.timed = plan, list[_Timed]()
         self.free = [0] * len(plan.devices)
         """Until when each worker is busy."""
         self.ended: dict[_Result, int] = {}
@@ -324,7 +324,7 @@ class _Floor:
         desk.done[kind] += 1
         name = Kind.BACKWARD_INPUT if self.halves and kind is Kind.BACKWARD else kind
         stop = self.free[desk.worker] = start + unit_cost(name)
-        self.timed.append(Timed(start, stop, name, stage, replica, number))
+        self.timed.append(_Timed(start, stop, name, stage, replica, number))
         if kind is not Kind.BACKWARD_WEIGHT:
             self.ended[kind is Kind.FORWARD, stage, number, replica] = stop
         for waiting in (desk.worker, *users(self.plan, kind, stage, number, replica)):

@@ -37,7 +37,7 @@ class Task(Generic[_Item]):
 
 
 @dataclass
-class Window(Generic[_Item]):
+class _Window(Generic[_Item]):
     """Units that may run in any order that keeps their streams', and what comes before and after them all."""
 
     late: list[_Item] = field(default_factory=list)
@@ -91,9 +91,9 @@ class Chooser(Generic[_Item]):
         (self._held[stage].add if is_forward else self._held[stage].discard)((batch, microbatch))
 
 
-def windows(items: Iterable[_Item], look: Callable[[_Item], tuple[Action, int]]) -> Iterator[Window[_Item]]:
+def windows(items: Iterable[_Item], look: Callable[[_Item], tuple[Action, int]]) -> Iterator[_Window[_Item]]:
     """The windows of an order; `look` tells an item's action and batch."""
-    window: Window[_Item] = Window()
+    window: _Window[_Item] = _Window()
     early: dict[Key, list[_Item]] = {}
     for item in items:
         action, batch = look(item)
@@ -101,7 +101,7 @@ def windows(items: Iterable[_Item], look: Callable[[_Item], tuple[Action, int]])
         if action.kind in COMPUTE:
             if window.rest:
                 yield window
-                window = Window()
+                window = _Window()
             window.units[key] = Task(key, item, early.pop(key, []))
         elif action.kind in RECEIVES:
             early.setdefault(key, []).append(item)
