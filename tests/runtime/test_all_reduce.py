@@ -11,7 +11,6 @@ import torch
 
 from stagewright.runtime.launch.mps import SHARED
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.transport import is_staged
 from stagewright.runtime.world import World, open_world
 from tests.runtime.running import run_workers
 
@@ -20,7 +19,7 @@ from tests.runtime.running import run_workers
 def test_workers_on_cpus_never_stage(transport: Literal["auto", "staged"], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED, "8")
     with open_world(Settings()) as world:
-        assert not is_staged(world, Settings(transport=transport))
+        assert not world.is_staged(Settings(transport=transport))
 
 
 @pytest.mark.parametrize(("transport", "is_shared", "expected"), [
@@ -33,7 +32,7 @@ def test_workers_that_share_a_card_stage_unless_told(
     if is_shared:
         monkeypatch.setenv(SHARED, "8")
     world = World(0, 1, torch.device("cuda"), timedelta(seconds=1))
-    assert is_staged(world, Settings(transport=transport)) is expected
+    assert world.is_staged(Settings(transport=transport)) is expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

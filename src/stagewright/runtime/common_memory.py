@@ -90,30 +90,18 @@ def _identity() -> str | None:
 
 def _common_bytes(num_bytes: int, group: dist.ProcessGroup, size: int) -> Tensor:
     """So many bytes that the members of a group have in common: the first makes them, the others find them."""
-    is_first = dist.get_rank(group) == 0
-    file = os.memfd_create("stagewright") if is_first else None
+    file, fault = None, None
+    if dist.get_rank(group) == 0:
+        file = os.memfd_create("stagewright")
+        os.ftruncate(file, num_bytes)
+    process, number = gather_json([os.getpid(), file], group, size)[0]
     try:
-        if file is not None:
-            os.ftruncate(file, num_bytes)
-        process, number = gather_json([os.getpid(), file], group, size)[0]
-        fault = None
-        try:
-            common = _mapped(f"/proc/{process}/fd/{number}", num_bytes)
-        except OSError as raised:
-            fault = raised
-        dist.barrier(group=group)  # the file stays open until all have it
-    finally:
-        if file is not None:
-            os.close(file)
-    if fault is not None:
-        raise fault
-    return common
-
-
-def _mapped(path: str, num_bytes: int) -> Tensor:
-    """The bytes of a file as a tensor, common to all who map it."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
-    finally:
+        common = torch.from_file(f"/proc/{process}/fd/{number}", shared=True, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as raised:
+        fault = raised
+    dist.barrier(group=group)  # the file stays open until all have it
+    if file is not None:
         os.close(file)
+    if fault is not None:
+        raise OSError("this worker does not see the memory of another one of its host") from fault
+    return common

@@ -26,7 +26,6 @@ from stagewright.runtime.precision import AUTOCAST, autocast
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.stage import StageRunner
-from stagewright.runtime.transport import is_staged
 from stagewright.runtime.weights import OptimizerMaker, Tied, Weights, make_tied
 from stagewright.runtime.world import World, gather_json
 
@@ -144,7 +143,7 @@ def make_replicas(
     shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, members in enumerate(plan.workers):
         group = world.group("reduce", members)
-        add_up = make_all_reduce(world, f"stage {number}", members, staged=is_staged(world, settings))
+        add_up = make_all_reduce(world, f"stage {number}", members, staged=world.is_staged(settings))
         norms = world.group("batch norm", members) if settings.sync_batch_norm else None
         if number not in modules:
             continue

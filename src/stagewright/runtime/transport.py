@@ -11,7 +11,6 @@ the order in which both issue them, so nothing but the rows themselves travels: 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -25,7 +24,6 @@ from torch import Tensor
 from stagewright.plan import Plan
 from stagewright.policy import RULES
 from stagewright.runtime.background import BackgroundThread, Pending, Several, new_event, new_stream
-from stagewright.runtime.launch.mps import SHARED
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.world import World
 
@@ -274,12 +272,5 @@ TRANSPORTS: Mapping[str, type[Transport]] = {"gloo": _Gloo, "nccl": _Nccl, "stag
 
 def make_transport(world: World, plan: Plan, settings: Settings) -> Transport:
     """The transport for these workers' devices, unless the settings name one."""
-    among_cards = "staged" if is_staged(world, settings) else "nccl"
+    among_cards = "staged" if world.is_staged(settings) else "nccl"
     return TRANSPORTS[among_cards if world.device.type == "cuda" else "gloo"](world, plan)
-
-
-def is_staged(world: World, settings: Settings) -> bool:
-    """Whether what workers on cards exchange goes through pinned memory: where they share cards, unless told."""
-    if world.device.type != "cuda":
-        return False
-    return settings.transport == "staged" or (settings.transport == "auto" and SHARED in os.environ)

@@ -40,7 +40,6 @@ from stagewright.runtime.all_reduce import AllReduce, make_all_reduce
 from stagewright.runtime.precision import Verdict
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.transport import is_staged
 from stagewright.runtime.world import World
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
@@ -277,7 +276,7 @@ def make_tied(
         members = tuple(sorted({worker for stage in stages for worker in plan.workers[stage]}))
         group = world.group("tied", members)
         trained = [name for name in names if parameters[name].requires_grad and name not in layered.unreached]
-        staged = is_staged(world, settings)
+        staged = world.is_staged(settings)
         add_up = make_all_reduce(world, f"tied {number}", members, staged=staged) if trained else None
         if world.worker not in members:
             continue

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from stagewright.errors import RunError
 from stagewright.profiling.heap import keep_freed_memory
 from stagewright.runtime.launch.meeting import Place, choose_interface, meet
-from stagewright.runtime.launch.mps import become_a_host
+from stagewright.runtime.launch.mps import SHARED, become_a_host
 from stagewright.runtime.settings import Settings
 
 
@@ -58,6 +58,12 @@ class World:
                 # NCCL connects at the first use, which would stop a worker in the middle of a step.
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return self._groups[key]
+
+    def is_staged(self, settings: Settings) -> bool:
+        """Whether what workers on cards exchange goes through pinned memory: where they share cards, unless told."""
+        if self.device.type != "cuda":
+            return False
+        return settings.transport == "staged" or (settings.transport == "auto" and SHARED in os.environ)
 
 
 class Words:
