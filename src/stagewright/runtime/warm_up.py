@@ -6,12 +6,13 @@ is one of those, and two workers could wait for each other for ever. So everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from stagewright.models import TensorSpec
 from stagewright.runtime.compiling import COMPILED, replays
 from stagewright.runtime.precision import sum_of_squares
 from stagewright.runtime.replica import Replica
@@ -60,9 +61,9 @@ def _run_once(worker: Worker, here: Replica, slot: int, rows: int, length: int |
     if replays(here.plan):  # a gradient is never added to, and where graphs are replayed it must not be
         for parameter in here.weights.modules[slot].parameters():
             parameter.grad = None
-    inputs = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in here.shapes[length].inputs]
-    targets = [_zeros(rows, spec.shape_per_row, spec.dtype, worker) for spec in here.shapes[length].targets]
-    made = runner.forward(here.module(slot, length), key, inputs, targets)
+    shape = here.shapes[length]
+    inputs, targets = (_zeros(rows, specs, worker) for specs in (shape.inputs, shape.targets))
+    made = runner.forward(shape.modules[slot], key, inputs, targets)
     if runner.has_loss:
         worker.note(-1, rows, made, targets)
         worker.figures(-1)
@@ -72,11 +73,11 @@ def _run_once(worker: Worker, here: Replica, slot: int, rows: int, length: int |
         runner.backward(key, [torch.zeros_like(tensor) for tensor in outputs], worker.scale.current)
 
 
-def _zeros(rows: int, shape: tuple[int, ...], dtype: torch.dtype, worker: Worker) -> Tensor:
+def _zeros(rows: int, specs: Sequence[TensorSpec], worker: Worker) -> list[Tensor]:
     """Rows of zeros in the layout of the run."""
-    tensor = torch.zeros((rows, *shape), dtype=dtype, device=worker.world.device)
-    last = worker.settings.channels_last and tensor.dim() == 4
-    return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+    made = [torch.zeros((rows, *spec.shape_per_row), dtype=spec.dtype, device=worker.world.device) for spec in specs]
+    layout = torch.channels_last if worker.settings.channels_last else torch.contiguous_format
+    return [each.contiguous(memory_format=layout) if each.dim() == 4 else each for each in made]
 
 
 def _update_once(weights: Versions, device: torch.device) -> None:

@@ -128,20 +128,16 @@ def _let_threads_finish(timeout_s: float = 1.0) -> None:
     deadline, quiet = time.monotonic() + timeout_s, 0
     while quiet < 3 and time.monotonic() < deadline:
         time.sleep(0.001)  # whoever waits for Python gets it meanwhile
-        quiet = 0 if "R" in _states_of_threads() else quiet + 1
+        others = [entry for entry in Path("/proc/self/task").glob("*") if int(entry.name) != threading.get_native_id()]
+        quiet = 0 if any(map(_is_running, others)) else quiet + 1
 
 
-def _states_of_threads() -> list[str]:
-    """What each other thread of this process does, in the letters of Linux; nothing elsewhere."""
-    found = []
-    for entry in Path("/proc/self/task").glob("*"):
-        try:
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(entry.name) != threading.get_native_id():
-            found.append(state)
-    return found
+def _is_running(thread: Path) -> bool:
+    """Whether Linux says that a thread has something to do."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:  # it has ended meanwhile
+        return False
 
 
 def pick_device(settings: Settings) -> torch.device:
@@ -160,12 +156,10 @@ def gather_json(value: object, group: dist.ProcessGroup | None, size: int) -> li
     """Every worker's value, at every worker of a group on the CPU."""
     if group is None:
         return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
-    longest = max(int(each) for each in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: own.numel()] = own
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(parts, padded, group=group)
-    return [json.loads(bytes(part[: int(each)].tolist())) for part, each in zip(parts, sizes)]
+    text = json.dumps(value).encode()
+    longest = torch.tensor([len(text)])
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)  # blanks at the end say nothing
+    parts = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(parts, own, group=group)
+    return [json.loads(part.numpy().tobytes()) for part in parts]
