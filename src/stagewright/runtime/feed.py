@@ -78,10 +78,6 @@ class ReadAhead:
         pins = self._device.type == "cuda"
         return [each.pin_memory() if pins and each.device.type == "cpu" else each for each in made]
 
-    def close(self) -> None:
-        """Ends the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
 
 class CheckedFeed:
     """A feed whose rows come to a worker's device, wherever they were made, and are what was asked for."""

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -134,7 +133,7 @@ def make_replicas(
     replicas: dict[int, Replica] = {}
     if settings.sync_batch_norm:
         check_batch_norm(plan)
-    edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+    edges = plan.edges
     own = [number for number, workers in enumerate(plan.workers) if world.worker in workers]
     for number in own:
         layered.load(edges[number], edges[number + 1], world.device)
