@@ -160,19 +160,14 @@ class Loader:
         blank = 0
         for row, index in enumerate(self._order[positions].tolist()):
             if pixels is not None:
-                blank += self._fill_image(index, draws[row].tolist(), pixels[row])
+                encoded, crop_of = self.dataset.encoded(index), partial(self.transform.crop, draws=draws[row].tolist())
+                try:
+                    pixels[row].numpy()[...] = read_crop(encoded, crop_of, self.transform.size)
+                except DataError as error:
+                    if self.on_corrupt == "stop":
+                        raise DataError(f"{self.dataset.where(index)} {error.what}", error.todo) from error
+                    pixels[row] = 118  # ImageNet's mean brightness
+                    blank += 1
             if labels is not None:
                 labels[row] = self.dataset.label(index)
         return blank
-
-    def _fill_image(self, index: int, draws: list[float], out: Tensor) -> bool:
-        """Writes one image's crop to `out`; True where it was left blank, at ImageNet's mean brightness."""
-        encoded = self.dataset.encoded(index)
-        try:
-            out.numpy()[...] = read_crop(encoded, partial(self.transform.crop, draws=draws), self.transform.size)
-        except DataError as error:
-            if self.on_corrupt == "stop":
-                raise DataError(f"{self.dataset.where(index)} {error.what}", error.todo) from error
-            out.fill_(118)
-            return True
-        return False
