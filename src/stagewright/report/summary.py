@@ -55,18 +55,13 @@ def _sentence(hero: Case, rival: Case | None, cases: Sequence[Case], *, tell_dat
         told = f"at {hero.speed()}{f' ({median})' if median else ''}"
     else:
         unlike = differences(hero, rival)
-        told = f"{_against(hero, rival)} ({hero.speed().split()[0]} against {hero.speed(rival.samples_per_s)}"
+        as_fast = f"as fast as {'one device' if strategy(rival.plan) == 'one device' else 'data parallelism'}"
+        # Runs whose spreads overlap are not told apart.
+        gain = f"{as_fast} to within the spread" if _overlap(hero, rival) else f"{times(hero.gain(rival))} {as_fast}"
+        told = f"{gain} ({hero.speed().split()[0]} against {hero.speed(rival.samples_per_s)}"
         told += f", {median}" if median else ""
         told += f"; not the same work: {', '.join(unlike)})" if unlike else ")"
     return f"{start} {told}{_prophecy(hero, rival, cases)}."
-
-
-def _against(hero: Case, rival: Case) -> str:
-    """`2.1 × as fast as data parallelism`; runs whose spreads overlap are not told apart."""
-    name = "one device" if strategy(rival.plan) == "one device" else "data parallelism"
-    if _overlap(hero, rival):
-        return f"as fast as {name} to within the spread"
-    return f"{times(hero.gain(rival))} as fast as {name}"
 
 
 def _overlap(hero: Case, rival: Case) -> bool:

@@ -164,6 +164,11 @@ def run_data(case: Case, limit: int) -> _Plain:
     spans = _thin(record.spans, limit)
     start_s = _whole(spans).start_s if spans else 0.0
     window = _one_step(spans) if spans else None
+    curves: dict[str, _Plain] = {}
+    for use in record.devices:
+        if use.memory_s:  # devices with the same curve share it
+            curve = _memory_curve(use, start_s)
+            curves.setdefault(json.dumps(curve), {"devices": [], **curve})["devices"].append(use.device)
     return {
         "rows": _row_names(record),
         "devices": [str(device) for device in record.plan.devices],
@@ -174,7 +179,7 @@ def run_data(case: Case, limit: int) -> _Plain:
         "num_left_out": len(record.spans) - len(spans),
         "window": [_micro(edge - start_s) for edge in window] if window else None,
         "spans": _span_groups(spans, start_s),
-        "memory": _memory_curves((use for use in record.devices if use.memory_s), start_s),
+        "memory": list(curves.values()),
     }
 
 
@@ -210,15 +215,6 @@ def _span_groups(spans: Sequence[Span], start_s: float) -> _Plain:
 def stride(number: int) -> int:
     """Every which point of a curve is drawn: more than 600 are more than a screen has columns for."""
     return max(-(-number // 600), 1)
-
-
-def _memory_curves(uses: Iterable[DeviceUse], start_s: float) -> list[_Plain]:
-    """Memory over time by kind; devices with the same curve share it."""
-    alike: dict[str, _Plain] = {}
-    for use in uses:
-        curve = _memory_curve(use, start_s)
-        alike.setdefault(json.dumps(curve), {"devices": [], **curve})["devices"].append(use.device)
-    return list(alike.values())
 
 
 def _memory_curve(use: DeviceUse, start_s: float) -> _Plain:
