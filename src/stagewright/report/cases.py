@@ -54,13 +54,16 @@ class Failure(Saved):
     command: str = ""
 
 
-class Workload(NamedTuple):
+class _Workload(NamedTuple):
     """What one step does; figures of different workloads do not compare."""
 
     model: str
     rows: int
     data: str
     precision: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.rows:,} samples a step, {self.data} data, {self.precision}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +95,10 @@ class Case:
         return self.records[0].source
 
     @cached_property
-    def workload(self) -> Workload:
+    def workload(self) -> _Workload:
         """What each of its steps does."""
         record = self.records[0]
-        return Workload(record.plan.model, record.step_samples, record.data, record.precision)
+        return _Workload(record.plan.model, record.step_samples, record.data, record.precision)
 
     @cached_property
     def rates(self) -> tuple[float, ...]:

@@ -15,7 +15,6 @@ from stagewright.report.cases import (
     Failure,
     Pair,
     Results,
-    Workload,
     differences,
     families,
     find_base,
@@ -102,24 +101,21 @@ _CASE_COLUMNS = _columns(
 
 def case_table(results: Results, folder: Path | None = None) -> Table:
     """Every case a row: type, data, stages, order, throughput with its spread, memory, epoch, log."""
-    known = list(dict.fromkeys(case.workload for case in results.cases))
+    known = dict.fromkeys(case.workload for case in results.cases)
     # `A` … `Z`, then `A2` …
     signs = {
         one: chr(ord("A") + number % 26) + (str(number // 26 + 1) if number >= 26 else "")
         for number, one in enumerate(known)
     }
+    notes = _workload_notes({sign: str(one) for one, sign in signs.items()})
     rows = [_case_row(case, signs[case.workload], folder) for case in results.cases]
     rows += _failed(results.failures, _CASE_COLUMNS)
-    return Table(title="All cases", columns=_CASE_COLUMNS, rows=tuple(rows), notes=_workload_notes(signs))
+    return Table(title="All cases", columns=_CASE_COLUMNS, rows=tuple(rows), notes=notes)
 
 
-def _workload_notes(signs: Mapping[Workload, str]) -> tuple[str, ...]:
+def _workload_notes(told: Mapping[str, str]) -> tuple[str, ...]:
     """The warning that rows of different letters are not to be set against one another, and what the letters mean."""
     epoch = "An epoch's time is that of the samples named beneath it, computed from the median step."
-    told = {
-        sign: f"{one.model}, {one.rows:,} samples a step, {one.data} data, {one.precision}"
-        for one, sign in signs.items()
-    }
     if len(told) < 2:
         return tuple(f"All rows do the same work: {text}. {epoch}" for text in told.values())
     head = "These rows do different work. Compare samples/s and times only among rows of the same letter:"
