@@ -14,7 +14,7 @@ from stagewright.plan import Plan, Stage
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.config import Job
-from stagewright.training.start import _tell, start_workers
+from stagewright.training.start import _start_workers, _tell
 
 
 def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(
@@ -33,7 +33,7 @@ def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(
     schedule = make_schedule(Plan(model="any", stages=(stage,), batch=2))
     job, said = Job(steps=5, checkpoint_every=1, max_restarts=2, resume="auto"), io.StringIO()
     with pytest.raises(RunError, match="worker 1 is gone"):
-        start_workers(schedule, job, Settings(), tmp_path, Console(file=said, width=200))
+        _start_workers(schedule, job, Settings(), tmp_path, Console(file=said, width=200))
     assert said.getvalue().splitlines() == [
         "numbers: start 1",
         "restart: worker 1 is gone; starting again (1 of 2)",

@@ -212,7 +212,7 @@ class Listener:
 
     def _say(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         place = {"epoch": self._run.job.epoch_of(step), "iter": step}
-        self._tell(kind, {**place, **values, **memory_figures(self._run.world.device)})
+        self._tell(kind, {**place, **values, **_memory_figures(self._run.world.device)})
 
     def _tell(self, kind: str, values: Mapping[str, Any]) -> None:
         """Writes an event, and prints its line where nobody else watches the events."""
@@ -281,7 +281,7 @@ def gather(run: Run, worker: Worker, points: Sequence[Point], sample_tokens: flo
     plan, device = run.schedule.plan, run.world.device
     own = {
         "spans": [list(span) for span in worker.stopwatch.spans()], "steps": worker.stopwatch.step_s(),
-        "points": [point.__dict__ for point in points], **memory_figures(device),
+        "points": [point.__dict__ for point in points], **_memory_figures(device),
     }  # fmt: skip
     told = gather_json(own, run.world.control, run.world.size)
     steps = told[0]["steps"]
@@ -332,7 +332,7 @@ def typed_command() -> str:
         return ""
 
 
-def memory_figures(device: torch.device) -> dict[str, int]:
+def _memory_figures(device: torch.device) -> dict[str, int]:
     """The most memory that this worker had, of its card or of its process, under the names that events use.
 
     Of a card by torch's allocator, and, where nvidia-ml-py is there, what the driver shows as used, by whomever.

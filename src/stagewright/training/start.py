@@ -101,7 +101,7 @@ def train(
         if config is not None:
             command = [sys.executable, "-m", "stagewright", *config.words(run.path)]
         shown = console or Console()
-        record = start_workers(schedule, job, settings, run.path, shown, command=command, hosts=hosts, share=share)
+        record = _start_workers(schedule, job, settings, run.path, shown, command=command, hosts=hosts, share=share)
         give_back(model.model, run.path)
         return record
 
@@ -180,7 +180,7 @@ def _check_run(
 # ── starting, and starting again ────────────────────────────────────────────────────────────────────────
 
 
-def start_workers(
+def _start_workers(
     schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, *,
     command: Sequence[str] | None = None, hosts: Hosts | OverSsh | None = None, share: int = 1,
 ) -> Record:  # fmt: skip
