@@ -83,7 +83,8 @@ class Engine:
                     continue
                 if code is _SEND or code is _RECEIVE:
                     issue(op, action, batch)
-                elif code is _COMPUTES:
+                    continue
+                if code is _COMPUTES:
                     if op.slot >= 0:
                         key = op.slot + action.microbatch + batch * num_slots
                         while (key in missing or key in landing) and not has_rows(worker, action, batch, key):
@@ -91,20 +92,22 @@ class Engine:
                     if op.needs_data and loader is not None:
                         while not self.loaded(worker, action, batch):
                             yield
-                    if shared or op.ready:
-                        yield from self.occupy(worker, op, action, batch)
-                    else:
-                        now_s = events.now_s
-                        stop_s = now_s + op.seconds
-                        did((op, action, batch, now_s, stop_s, worker.cause, next_order()))
-                        worker.cause = None
-                        at(stop_s, worker.go_on)
-                        yield
                 else:
                     while not self.passes(worker, op, action, batch):
                         yield
-                    if code is _UPDATE:
-                        yield from self.occupy(worker, op, action, batch)
+                    if code is not _UPDATE:
+                        continue
+                if shared:
+                    yield from self.occupy(worker, op, action, batch)
+                    continue
+                now_s = events.now_s
+                stop_s = now_s + op.seconds
+                did((op, action, batch, now_s, stop_s, worker.cause, next_order()))
+                worker.cause = None
+                at(stop_s, worker.go_on)
+                if op.ready:
+                    self.foresee_buckets(worker.number, op, action.stage, batch)
+                yield
         worker.is_over = True
         yield  # and is never asked to go on: an end would raise StopIteration among the events
 
@@ -193,7 +196,7 @@ class Engine:
         return op.code is not _AGREE or self.collectives.agree(worker, batch)
 
     def occupy(self, worker: Worker, op: Op, action: Action, batch: int) -> Iterator[None]:
-        """An op that takes time; buckets become ready while a batch's last backward runs."""
+        """An op that takes time; yields until it is over."""
         events, start_s, cause, order = self.events, self.events.now_s, worker.cause, self.next_order()
         worker.cause = None
         if self.shared:
@@ -201,13 +204,17 @@ class Engine:
         else:
             worker.free_s = start_s + op.seconds
             events.at(worker.free_s, worker.go_on)
-            for bucket, share in enumerate(op.ready):
-                ready = partial(self.collectives.bucket_ready, worker.number, action.stage, batch, bucket)
-                events.at(start_s + share * op.seconds, ready)
+            self.foresee_buckets(worker.number, op, action.stage, batch)
             yield
             while events.now_s < worker.free_s:
                 yield
         worker.done.append((op, action, batch, start_s, worker.free_s, cause, order))
+
+    def foresee_buckets(self, worker: int, op: Op, stage: int, batch: int) -> None:
+        """Buckets become ready while an op runs that begins now."""
+        for bucket, share in enumerate(op.ready):
+            ready = partial(self.collectives.bucket_ready, worker, stage, batch, bucket)
+            self.events.at(self.events.now_s + share * op.seconds, ready)
 
     def share_cores(self, worker: Worker, op: Op, stage: int, batch: int) -> Iterator[None]:
         """An op on cores that others want too: a flow of work, which slows down while they do.
