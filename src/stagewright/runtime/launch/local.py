@@ -128,7 +128,8 @@ def launch(
         raise _explain(plan, folder, {}, failure, {host: hosts.addresses[host] for host in hosts.lost()})
     if codes:
         statuses = {str(worker): code for worker, code in codes.items()}
-        write_text(folder / STATUSES, json.dumps({"statuses": statuses, "memory": memory.says()}))
+        with suppress(OSError):  # a full disk may be the cause, which is told all the same
+            write_text(folder / STATUSES, json.dumps({"statuses": statuses, "memory": memory.says()}))
         raise _explain(plan, folder, codes)
 
 
