@@ -132,8 +132,9 @@ def fixed_plan(
         hold=options.hold,
         staleness=options.staleness or FLUSHED,
     )
-    edges, recompute = (0, *cuts, len(table.names)), [bool(options.recompute)] * len(groups)
-    plan = whole_plan(table, edges, groups, setting, recompute, options.num_buckets, cluster)
+    versions, recompute = parse_staleness(setting.staleness, len(groups)), [bool(options.recompute)] * len(groups)
+    edges = (0, *cuts, len(table.names))
+    plan = whole_plan(table, edges, groups, setting, versions, recompute, options.num_buckets, cluster)
     return replace(plan, notes=tuple(notes))
 
 
@@ -142,6 +143,7 @@ def whole_plan(
     edges: Sequence[int],
     groups: Sequence[Sequence[DeviceId]],
     setting: Setting,
+    versions: Sequence[int],
     recompute: Sequence[bool],
     buckets: int | None = None,
     cluster: Cluster | None = None,
@@ -150,7 +152,6 @@ def whole_plan(
 
     Buckets left at None are as many as the gradients' size asks for.
     """
-    versions = parse_staleness(setting.staleness, len(groups))
     stages = tuple(
         Stage(
             layers=table.names[first:last],
