@@ -29,38 +29,29 @@ _FORM = "write python:FILE.py:FUNCTION"
 class _Entry:
     """A model of the zoo: what it is, in one line, and how it is built."""
 
-    name: str
     about: str
     build: Callable[..., networks.Recipe]
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The options and their defaults."""
-        return {name: p.default for name, p in inspect.signature(self.build).parameters.items()}
 
 
 _GPT2 = partial(networks.gpt, num_blocks=12, width=768, num_heads=12, vocabulary=50257, context=1024)
 
 MODELS: Mapping[str, _Entry] = {
-    name: _Entry(name, about, build)
-    for name, about, build in (
-        ("alexnet", "torchvision's AlexNet: max pooling, dropout before fc1 and fc2", partial(networks.alexnet, True)),
-        (
-            "alexnet-of",
-            "OneFlow's AlexNet: average pooling, dropout after fc1 and fc2",
-            partial(networks.alexnet, False),
-        ),
-        ("vgg16", "VGG16", partial(networks.vgg16, False)),
-        ("vgg16-bn", "VGG16 with a batch norm after each convolution", partial(networks.vgg16, True)),
-        ("resnet18", "ResNet-18", partial(networks.resnet, False, (2, 2, 2, 2))),
-        ("resnet50", "ResNet-50", partial(networks.resnet, True, (3, 4, 6, 3))),
-        ("resnet101", "ResNet-101", partial(networks.resnet, True, (3, 4, 23, 3))),
-        ("gpt2-small", "GPT-2 small: the head sharing the embedding's weight", partial(_GPT2, tied=True)),
-        ("gpt2-small-untied", "GPT-2 small with weights of its own in the head: cut anywhere", _GPT2),
-        ("gpt-tiny", "A GPT of any size, by default a tiny one with weights of its own in the head", networks.gpt),
-        ("tiny-cnn", "conv1, conv2, fc1, fc2: no batch norm, no dropout", networks.tiny_cnn),
-        ("mlp", "fc1 … fcN, all of one width", networks.mlp),
-    )
+    "alexnet": _Entry(
+        "torchvision's AlexNet: max pooling, dropout before fc1 and fc2", partial(networks.alexnet, True)
+    ),
+    "alexnet-of": _Entry(
+        "OneFlow's AlexNet: average pooling, dropout after fc1 and fc2", partial(networks.alexnet, False)
+    ),
+    "vgg16": _Entry("VGG16", partial(networks.vgg16, False)),
+    "vgg16-bn": _Entry("VGG16 with a batch norm after each convolution", partial(networks.vgg16, True)),
+    "resnet18": _Entry("ResNet-18", partial(networks.resnet, False, (2, 2, 2, 2))),
+    "resnet50": _Entry("ResNet-50", partial(networks.resnet, True, (3, 4, 6, 3))),
+    "resnet101": _Entry("ResNet-101", partial(networks.resnet, True, (3, 4, 23, 3))),
+    "gpt2-small": _Entry("GPT-2 small: the head sharing the embedding's weight", partial(_GPT2, tied=True)),
+    "gpt2-small-untied": _Entry("GPT-2 small with weights of its own in the head: cut anywhere", _GPT2),
+    "gpt-tiny": _Entry("A GPT of any size, by default a tiny one with weights of its own in the head", networks.gpt),
+    "tiny-cnn": _Entry("conv1, conv2, fc1, fc2: no batch norm, no dropout", networks.tiny_cnn),
+    "mlp": _Entry("fc1 … fcN, all of one width", networks.mlp),
 }
 
 
@@ -105,12 +96,13 @@ def _build(name: str, options: Mapping[str, Any], seed: int, device: torch.devic
         close = get_close_matches(name, MODELS, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(MODELS)}"
         raise ModelError(f"no model is called '{name}'", hint)
-    entry = MODELS[name]
-    if unknown := [option for option in options if option not in entry.options]:
-        raise ModelError(f"'{name}' has no option '{unknown[0]}'", f"it has {', '.join(entry.options)}")
+    build = MODELS[name].build
+    known = inspect.signature(build).parameters
+    if unknown := [option for option in options if option not in known]:
+        raise ModelError(f"'{name}' has no option '{unknown[0]}'", f"it has {', '.join(known)}")
     with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(seed)
-        recipe = entry.build(**options)
+        recipe = build(**options)
     inputs, targets = (tuple(each.to(device) for each in some) for some in (recipe.inputs, recipe.targets))
     return replace(recipe, module=recipe.module.to(device), inputs=inputs, targets=targets)
 
