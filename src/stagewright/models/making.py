@@ -100,7 +100,14 @@ def _make(
         is_last = trace is ways[-1]
         try:
             layered = _found(model, trace(model, few), loss, example.targets, whole)
-            return _checked(layered, example, is_last=is_last) if check else layered
+            fault, evaluates = checked(layered, example) if check else (None, True)
+            if fault is None and (evaluates or is_last):
+                return layered.changed(evaluates=evaluates)
+            raise ModelError(
+                f"{type(model).__name__} cannot be cut: {fault}",
+                "put what a trace does not see (numbers from outside torch, state, hooks on tensors) into a module "
+                "without children, which is kept whole, or outside of the model",
+            )
         except Exception:  # whatever a model's own code raises when it is handed a proxy, or what the check found
             if is_last:
                 raise
@@ -126,18 +133,6 @@ def _found(
     layered = Layered(model=model, traced=traced, layers=tuple(layers))
     vars(layered)["flow"] = flow
     return layered
-
-
-def _checked(layered: Layered, sample: Sample, *, is_last: bool) -> Layered:
-    """The layers, once they have been compared with the model."""
-    fault, evaluates = checked(layered, sample)
-    if fault is not None or not (evaluates or is_last):
-        raise ModelError(
-            f"{type(layered.model).__name__} cannot be cut: {fault}",
-            "put what a trace does not see (numbers from outside torch, state, hooks on tensors) into a module without "
-            "children, which is kept whole, or outside of the model",
-        )
-    return layered.changed(evaluates=evaluates)
 
 
 def _with_loss(traced: Traced, loss: Loss | None, targets: tuple[Tensor, ...]) -> Traced:
