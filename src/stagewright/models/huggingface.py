@@ -248,7 +248,7 @@ def _mask_left_out() -> Iterator[None]:
     Without a mask attention is torch's fused kernel, causal where the model is.
     """
     with (
-        patch("transformers.masking_utils.is_torchdynamo_exporting", return_value=False),
+        patch("transformers.masking_utils.is_torchdynamo_exporting", return_value=False, create=True),  # newer ones
         patch("transformers.masking_utils.is_tracing", return_value=True),
         patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
     ):
