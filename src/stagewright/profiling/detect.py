@@ -14,6 +14,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -119,11 +120,16 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """The machine's memory, or the limit of the control group it runs in."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(text)) if text.isdecimal() else total
+    """The machine's memory, or the least limit of the control groups that this process is in."""
+    limits, groups = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")], Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, kinds, path = line.split(":", 2)
+        folder, name = ("memory", "memory.limit_in_bytes") if kinds == "memory" else ("", "memory.max")
+        if kinds in ("", "memory"):  # a container may see its own group as the root of all
+            for place in (folder + path, folder):
+                with suppress(OSError, ValueError):
+                    limits.append(int(Path("/sys/fs/cgroup", place.lstrip("/"), name).read_text()))
+    return min(limits)
 
 
 # ── the text of a topology ────────────────────────────────────────────────────────────────────────────────────────
