@@ -39,7 +39,7 @@ _FAMILIES = (
     _Family("reduction", ("G", "A"), "#7a5c2e"),
     _Family("loading", ("data",), "#8e8e99"),
 )
-_COMPUTE__FAMILIES = ("forward", "backward", "update")
+_COMPUTE_FAMILIES = ("forward", "backward", "update")
 
 _WORDS: Mapping[str, str] = {
     "F": "forward",
@@ -68,7 +68,7 @@ def _family_of(kind: str) -> _Family:
 
 
 def _is_compute(span: Span) -> bool:
-    return _family_of(span.kind).name in _COMPUTE__FAMILIES
+    return _family_of(span.kind).name in _COMPUTE_FAMILIES
 
 
 def _action_text(span: Span) -> str:
