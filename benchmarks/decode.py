@@ -27,10 +27,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stagewright.data.loader import Loader
+from stagewright.data.opening import open_dataset
 from stagewright.data.order import Draw, draw_uniform
 from stagewright.data.pixels import IMAGENET_MEAN, IMAGENET_STD, EvalTransform, TrainTransform, Transform
 from stagewright.data.records import write_images
-from stagewright.data.source import Dataset, open_dataset
+from stagewright.data.source import Dataset
 
 SIZES = ((375, 500), (768, 1024))
 BATCH = 64

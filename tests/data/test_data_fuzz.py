@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.data.opening import open_dataset
 from stagewright.data.pixels import Crop, read_crop
 from stagewright.data.records import _encode_image, _write_part, write_images
-from stagewright.data.source import Dataset, open_dataset
+from stagewright.data.source import Dataset
 from stagewright.errors import DataError
 
 Check = Callable[[bytes], object]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from stagewright.data.generate import _MAX_CLASSES, _class_look, _draw_image, make_images
 from stagewright.data.inspection import Spread, inspect_dataset, save_contact_sheet
 from stagewright.data.loader import Loader
+from stagewright.data.opening import open_dataset
 from stagewright.data.pixels import EvalTransform, TrainTransform
-from stagewright.data.source import open_dataset
 from stagewright.errors import DataError, UsageError
 
 

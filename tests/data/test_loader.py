@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from stagewright.data.loader import Loader
+from stagewright.data.opening import open_dataset
 from stagewright.data.pixels import EvalTransform, TrainTransform
 from stagewright.data.records import write_images
-from stagewright.data.source import Dataset, open_dataset
+from stagewright.data.source import Dataset
 from stagewright.errors import DataError, UsageError
 
 SMALL = TrainTransform(size=16)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from stagewright.data import records as record_files
+from stagewright.data.opening import open_dataset
 from stagewright.data.records import _encode_image, _message_type, _write_part, scan_part
-from stagewright.data.source import Faults, open_dataset
+from stagewright.data.source import Faults
 from stagewright.errors import DataError
 
 VECTOR = (

@@ -16,7 +16,7 @@ RUN = """
 import json, os, sys, time
 from stagewright.data.pixels import TrainTransform
 from stagewright.data.loader import Loader
-from stagewright.data.source import open_dataset
+from stagewright.data.opening import open_dataset
 
 directory, checkpoint, batch, hold = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 saved = json.load(open(checkpoint)) if os.path.exists(checkpoint) else {"position": 0, "seen": [], "sums": []}

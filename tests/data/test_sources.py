@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.data.opening import open_dataset
 from stagewright.data.records import convert, write_images
-from stagewright.data.source import Dataset, open_dataset
+from stagewright.data.source import Dataset
 from stagewright.errors import DataError
 
 FORMATS = ("folder", "ofrecord", "tar")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import stagewright as sw
 from stagewright.cluster import parse_placement
-from stagewright.data.source import open_dataset
+from stagewright.data.opening import open_dataset
 from stagewright.models import build_model
 from stagewright.plan import Plan, Stage
 from stagewright.training.config import Job

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.cluster import parse_placement
-from stagewright.data.source import open_dataset
+from stagewright.data.opening import open_dataset
 from stagewright.plan import Plan, Stage, parse_staleness
 from stagewright.runtime.settings import Settings
 from stagewright.training.feeds import DataFeed

@@ -113,8 +113,8 @@ def convert(
     Example: stagewright data convert shapes shapes-tar --format tar
     """
     check_format(own.format)
+    from stagewright.data.opening import open_dataset
     from stagewright.data.records import convert as convert_images
-    from stagewright.data.source import open_dataset
 
     dataset = open_dataset(source, on_corrupt=own.on_corrupt)
     with progress("converting", len(dataset)) as tick:
@@ -135,7 +135,7 @@ def inspect(directory: _Source, *, own: _Inspected) -> None:
     """
     need("`stagewright data inspect`", "PIL")
     from stagewright.data.inspection import inspect_dataset, save_contact_sheet
-    from stagewright.data.source import open_dataset
+    from stagewright.data.opening import open_dataset
 
     dataset = open_dataset(directory, on_corrupt=own.on_corrupt)
     with progress("reading", len(dataset)) as tick:

@@ -35,7 +35,7 @@ def _images_in(option: str, folder: str | None, config: Config) -> Dataset | Non
     """The images in the folder that an option names; None for made-up ones, which are made on the device."""
     if folder in (None, SYNTHETIC):
         return None
-    from stagewright.data.source import open_dataset  # needs the extra `data`
+    from stagewright.data.opening import open_dataset  # needs the extra `data`
 
     try:
         return open_dataset(str(folder), on_corrupt=config.data.on_corrupt)
