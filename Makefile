@@ -9,7 +9,7 @@
 #     make rehearsal-slices  the same comparison on one card that is cut into eight slices (CUDA MPS)
 #
 # PYTHON chooses the interpreter, PIP_ARGS is for pip: PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-# takes torch's small build for CPUs.
+# takes torch's small build for CPUs. TESTS_AT_ONCE: most tests wait for processes of theirs more than they compute.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -19,6 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PI
 PYTEST := $(BIN)/python -m pytest
 EXTRAS := data,gpu,dev,hf,foreign
 OUT ?= runs/rehearsal
+TESTS_AT_ONCE ?= 3
 
 .PHONY: demo finetune-demo test test-all rehearsal rehearsal-short rehearsal-slices lint types format venv clean
 
@@ -30,7 +31,7 @@ finetune-demo: $(VENV)/.for-tests
 
 test: lint types
 	$(PYTEST) tests/test_imports.py
-	$(PYTEST) -m "not slow" --ignore tests/test_imports.py
+	$(PYTEST) -m "not slow" --ignore tests/test_imports.py -n $(TESTS_AT_ONCE) --dist loadfile
 
 test-all: lint types
 	$(PYTEST)
