@@ -28,6 +28,7 @@ def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(
         raise RunError("worker 1 is gone")
 
     monkeypatch.setattr("stagewright.training.start.launch", failing)
+    monkeypatch.setattr("stagewright.training.start.this_command", lambda: ["any"])
     _tell(tmp_path, "numbers", "of yesterday")
     stage = Stage(layers=("all",), devices=parse_placement("0:0-1")[0])
     schedule = make_schedule(Plan(model="any", stages=(stage,), batch=2))
