@@ -9,7 +9,7 @@
 #     make rehearsal-slices  the same comparison on one card that is cut into eight slices (CUDA MPS)
 #
 # PYTHON chooses the interpreter, PIP_ARGS is for pip: PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-# takes torch's small build for CPUs. TESTS_AT_ONCE: most tests wait for processes of theirs more than they compute.
+# takes torch's small build for CPUs. TESTS_AT_ONCE files of tests run side by side: most of their time they wait for processes.
 
 PYTHON ?= python3
 PIP_ARGS ?=
