@@ -31,6 +31,8 @@ class Stage:
     """K: forward and backward of batch n use the weights after updates 0 … n − K."""
     recompute: bool = False
     """Keep only the stage's input, and run forward again before backward."""
+    shard_optimizer: bool = False
+    """Each replica keeps and updates a share of the optimizer's states, and gives out the weights that it made."""
     num_buckets: int = Field(default=1, ge=1)
     """How many pieces its gradients are reduced in."""
     row_weights: tuple[float, ...] | None = None
@@ -103,6 +105,17 @@ class Plan(Saved):
     def versions(self) -> tuple[int, ...]:
         """K of each stage."""
         return tuple(stage.versions for stage in self.stages)
+
+    @cached_property
+    def shard_optimizer(self) -> tuple[bool, ...]:
+        """For each stage whether its replicas share out the optimizer's states; one replica alone has nothing to."""
+        return tuple(stage.shard_optimizer and len(stage.devices) > 1 for stage in self.stages)
+
+    @property
+    def sharing(self) -> str:
+        """Which stages share out the optimizer's states, in words: `sharded states in stage 0`; empty without any."""
+        own = [str(number) for number, is_sharded in enumerate(self.shard_optimizer) if is_sharded]
+        return f"sharded states in stage {', '.join(own)}" if own else ""
 
     @cached_property
     def devices(self) -> tuple[DeviceId, ...]:

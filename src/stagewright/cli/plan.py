@@ -136,6 +136,7 @@ def _traits(plan: Plan) -> dict[str, str]:
         "policy": plan.policy,
         "versions": "exact" if plan.is_synchronous else f"versions {','.join(map(str, plan.versions))}",
         "recompute": f"recompute in stage {', '.join(again)}" if again else "no recompute",
+        "sharing": plan.sharing or "whole states",
         "hold": "as many held as the order needs" if plan.hold is None else f"{plan.hold} held",
         "buckets": f"{','.join(str(stage.num_buckets) for stage in plan.stages)} buckets",
     }
@@ -152,9 +153,9 @@ def _passed_over(found: Search) -> list[str]:
 def _settings(plan: Plan) -> str:
     """What else the plan says: `placement 0:0-6.0:7, 4 microbatches, split, 1f1b, versions 2,1`."""
     told = _traits(plan)
-    versions = "" if plan.is_synchronous else f", {told['versions']}"
-    recompute = f", {told['recompute']}" if any(stage.recompute for stage in plan.stages) else ""
-    return f"placement {plan.placement}, {told['microbatches']}, {plan.route}, {plan.policy}{versions}{recompute}"
+    others = {"versions": not plan.is_synchronous, "recompute": any(s.recompute for s in plan.stages)}
+    also = [told[key] for key, is_set in {**others, "sharing": bool(plan.sharing)}.items() if is_set]
+    return ", ".join([f"placement {plan.placement}", told["microbatches"], plan.route, plan.policy, *also])
 
 
 def _summary(found: Search) -> dict[str, object]:

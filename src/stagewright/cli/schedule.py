@@ -26,7 +26,7 @@ from stagewright.schema import write_whole
 
 _STYLES = {"F": "blue", "B": "yellow", "I": "yellow", "W": "green", "U": "magenta", "A": "magenta"}
 """By the letter of an action."""
-_NOT_HERE = ("batch_per_device", "ratio", "ratio_of", "cut", "recompute", "buckets")
+_NOT_HERE = ("batch_per_device", "ratio", "ratio_of", "cut", "recompute", "buckets", "shard_optimizer")
 """Options of a plan that no order depends on."""
 
 
@@ -123,6 +123,7 @@ def _show(made: Schedule, own: _Drawing) -> None:
     show([
         f"{plan.policy}, {plan.route}, {count(plan.num_microbatches, 'microbatch', 'microbatches')} a batch · "
         f"checked: {count(sum(map(len, made.orders)), 'action')}, no lock, buffered or rendezvous",
+        *([plan.sharing] if plan.sharing else []),
         f"idle {_idle_share(made):.1%} if stages are balanced and links free · holds {held} microbatches by stage",
         *saved(own.out, own.svg, own.csv),
     ])  # fmt: skip

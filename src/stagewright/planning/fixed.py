@@ -131,6 +131,7 @@ def fixed_plan(
         policy=options.policy or DEFAULT_POLICY,
         hold=options.hold,
         staleness=options.staleness or FLUSHED,
+        shard_optimizer=bool(options.shard_optimizer),
     )
     versions, recompute = parse_staleness(setting.staleness, len(groups)), [bool(options.recompute)] * len(groups)
     edges = (0, *cuts, len(table.names))
@@ -158,6 +159,7 @@ def whole_plan(
             devices=tuple(devices),
             versions=versions[number],
             recompute=recompute[number],
+            shard_optimizer=setting.shard_optimizer,
             num_buckets=buckets or num_buckets(sum(table.parameter_bytes[first:last])),
             row_weights=tuple(_speed_of(id, cluster) for id in devices),
         )
@@ -182,7 +184,7 @@ def _speed_of(id: DeviceId, cluster: Cluster | None) -> float:
 def normal_form(plan: Plan) -> Plan:
     """The plan with every field that changes nothing at its default.
 
-    buckets      where a stage has one replica, nothing is reduced
+    buckets      where a stage has one replica, nothing is reduced, and there is nobody to share states with
     row weights  where they are equal, or whole microbatches go to the replicas in turn
     route        where every stage has one replica, there is one way to go
     """
@@ -191,6 +193,7 @@ def normal_form(plan: Plan) -> Plan:
         replace(
             stage,
             num_buckets=stage.num_buckets if len(stage.devices) > 1 else 1,
+            shard_optimizer=stage.shard_optimizer and len(stage.devices) > 1,
             row_weights=stage.row_weights if route == "split" and len(set(stage.row_weights or ())) > 1 else None,
         )
         for stage in plan.stages

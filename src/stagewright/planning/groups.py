@@ -29,6 +29,7 @@ class Setting:
     recompute: bool | None = None
     """None: in the stages that would not fit otherwise."""
     staleness: str = FLUSHED
+    shard_optimizer: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -40,6 +41,7 @@ class Setting:
             policy=plan.policy,
             hold=plan.hold,
             staleness=",".join(map(str, plan.versions)),
+            shard_optimizer=any(plan.shard_optimizer),
         )
 
     @property

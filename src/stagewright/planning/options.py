@@ -44,6 +44,8 @@ class PlanOptions:
     """microbatches whose activations a replica may hold"""
     recompute: bool | None = None
     """run forward again instead of keeping activations; no where nothing is searched"""
+    shard_optimizer: bool | None = None
+    """share the optimizer's states out among the replicas of each stage (ZeRO stage 1)"""
     num_buckets: int | None = None
     """pieces that a stage's gradients are reduced in; by default as many as their size asks for"""
 

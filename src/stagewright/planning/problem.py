@@ -104,6 +104,7 @@ class Problem:
             hold=self.options.hold,
             recompute=self.options.recompute,
             staleness=staleness,
+            shard_optimizer=bool(self.options.shard_optimizer),
         )
 
     def settings(self, *, weighed: bool = False) -> tuple[Setting, ...]:

@@ -171,6 +171,8 @@ def _notes(program: Program, log: Log, steady: _Steady, seconds: dict[str, float
         exposed = sum(share for what, share in seconds.items() if what.startswith(f"all-reduce of stage {stage} "))
         hidden = max(whole - exposed / steps, 0.0)
         yield f"reduce among {format_devices(devices)}: {whole * 1e3:.3g} ms, {hidden * 1e3:.3g} ms of it hidden"
+    if program.plan.sharing:
+        yield program.plan.sharing
 
 
 def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None) -> Search:

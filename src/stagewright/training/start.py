@@ -267,7 +267,8 @@ def _plan_without(plan: Plan, lost: Collection[DeviceId]) -> Plan:
     stages = list(plan.stages)
     while len(stages) > len(alive):
         one, other = stages[-2:]
-        both = replace(one, layers=(*one.layers, *other.layers), recompute=one.recompute or other.recompute)
+        either = {key: getattr(one, key) or getattr(other, key) for key in ("recompute", "shard_optimizer")}
+        both = replace(one, layers=(*one.layers, *other.layers), **either)
         stages[-2:], left[-2:] = [both], [tuple(dict.fromkeys((*left[-2], *left[-1])))]
     for number, devices in enumerate(left):
         if not devices:
