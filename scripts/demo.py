@@ -55,11 +55,12 @@ def make_model() -> sw.Layered:
 
 
 def make_cluster() -> sw.Cluster:
-    """Four workers that share this machine's cores, with what moving and adding up a byte costs these."""
+    """Four workers that share this machine's cores, with what a byte and a step cost these."""
     from stagewright.profiling.detect import cpu_cluster
     from stagewright.profiling.links import measure_links
+    from stagewright.training.overhead import measure_step_overhead
 
-    return measure_links(cpu_cluster(NUM_DEVICES, "this-machine"))
+    return measure_step_overhead(measure_links(cpu_cluster(NUM_DEVICES, "this-machine")))
 
 
 def measure(model: sw.Layered) -> sw.Profile:

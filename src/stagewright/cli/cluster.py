@@ -32,7 +32,7 @@ class _Drawing:
     workers: int | None = Field(default=None, ge=1)
     """workers on this machine's CPUs, instead of its GPUs"""
     measure: bool = False
-    """measure link rates between running workers"""
+    """measure link rates between running workers, and what a step costs CPU workers"""
     list: bool = False
     """the ready-made clusters"""
     json: bool = False
@@ -61,6 +61,10 @@ def cluster(
         from stagewright.profiling.links import measure_links
 
         made = measure_links(made)
+        if made.hosts[0].devices[0].kind == "cpu":
+            from stagewright.training.overhead import measure_step_overhead
+
+            made = measure_step_overhead(made)
     typer.echo(dump_json(made.to_dict()) if own.json else draw_cluster(made), nl=False)
     if own.out is not None:
         made.save(own.out)
