@@ -26,6 +26,7 @@ VERBS = {
     "data": "Make, convert and inspect sets of labelled images.",
     "rehearse": "Train on hosts that this machine emulates: addresses, link rates, CPU shares.",
     "train": "Train for real, with a worker for each device.",
+    "launch": "Print what starts such a run under SLURM, Kubernetes, ssh or SkyPilot.",
     "bench": "Run a suite of cases, repeated and kept; compare two such runs.",
     "export": "The whole model out of a checkpoint, as safetensors or a plain state dict.",
     "doctor": "What ended a run, who waited for whom, and who is to blame.",

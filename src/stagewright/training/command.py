@@ -29,7 +29,7 @@ from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.safety.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.config import Config, Job, JobOptions
+from stagewright.training.config import Config, DataOptions, Job, JobOptions
 from stagewright.training.events import check_sinks
 from stagewright.training.loop import nothing_left
 from stagewright.training.rows import data_and_model, feed_for
@@ -95,6 +95,14 @@ def check_packages(config: Config) -> None:
     for folder in () if config.data.is_text else config.data.folders:
         need(f"{'--data' if folder == config.data.data else '--evaluation-data'} {folder}", "PIL")
     check_sinks(config.job.sinks)
+
+
+def planned(config: Config) -> Plan:
+    """The plan that a configuration describes, made from its model alone: without its data, and its devices here."""
+    if config.plan.file is not None:
+        return Plan.load(config.plan.file)
+    alone = replace(config, data=DataOptions())
+    return _plan_of(alone, data_and_model(alone)[2], _local_cluster(alone, Settings(device="cpu")))
 
 
 # ── cluster and plan ────────────────────────────────────────────────────────────────────────────────────

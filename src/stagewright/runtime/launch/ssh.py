@@ -19,6 +19,16 @@ PORT = 29_400
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", re.ASCII)
 
 
+def torchrun(
+    python: str, num_hosts: int, number: int | str, workers: int | str, meeting: str, port: int = PORT
+) -> list[str]:
+    """What stands before a command so that it runs in every worker of one of the hosts, which meet at the first."""
+    return [
+        python, "-m", "torch.distributed.run", f"--nnodes={num_hosts}", f"--node-rank={number}",
+        f"--nproc-per-node={workers}", f"--master-addr={meeting}", f"--master-port={port}",
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class OverSsh:
     """Hosts that are reached over ssh, with the same working folder as here."""
@@ -57,11 +67,8 @@ class OverSsh:
         used = [(host, local) for host, local in enumerate(workers) if local]
         meeting, made = self.addresses[used[0][0]], []
         for number, (host, local) in enumerate(used):
-            run = [
-                *before, self.python, "-m", "torch.distributed.run", f"--nnodes={len(used)}", f"--node-rank={number}",
-                f"--nproc-per-node={local}", f"--master-addr={meeting}", f"--master-port={port}", *command,
-            ]  # fmt: skip
-            made.append(self.reach(host, run))
+            run = torchrun(self.python, len(used), number, local, meeting, port)
+            made.append(self.reach(host, [*before, *run, *command]))
         return made
 
     def lost(self) -> list[int]:
