@@ -18,7 +18,7 @@ from stagewright.record import Record
 from .conftest import Run
 
 ROOT = Path(__file__).parents[2]
-TRAIN = "tiny-cnn --device cpu --batch 12 --placement 0:0-1.1:0 --ratio 2:1 --steps 4 --threads 1 --timeout 60"
+TRAIN = "tiny-cnn --device cpu --batch 12 --placement 0:0-1.1:0 --ratio 2:1 --steps 4 --threads 1 --timeout 60.0"
 CARDS = "launch tiny-cnn --batch 64 --placement 0:0-6.1:0 --cut fc1"
 pytestmark = pytest.mark.timeout(240)
 
