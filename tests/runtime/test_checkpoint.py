@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from stagewright.errors import CheckpointError, UsageError
 from stagewright.runtime.checkpoint.resuming import whole_model
 from stagewright.runtime.checkpoint.storage import (
-    _SUMS,
     MANIFEST,
+    SUMS,
     checkpoints_in,
     find_checkpoint,
     path_of,
@@ -149,7 +149,7 @@ def test_every_file_of_a_checkpoint_is_watched(saved: Path) -> None:
     assert find_checkpoint(saved, print)[1]["step"] == 9
 
 
-@pytest.mark.parametrize("lost", [MANIFEST, _SUMS, "part-0.safetensors"])
+@pytest.mark.parametrize("lost", [MANIFEST, SUMS, "part-0.safetensors"])
 def test_a_torn_checkpoint_is_passed_over(lost: str, saved: Path) -> None:
     (checkpoints_in(saved)[0] / lost).unlink()
     words: list[str] = []
@@ -159,7 +159,7 @@ def test_a_torn_checkpoint_is_passed_over(lost: str, saved: Path) -> None:
 
 def test_when_none_is_good_none_is_found(saved: Path) -> None:
     for path in checkpoints_in(saved):
-        (path / _SUMS).write_text("nonsense")
+        (path / SUMS).write_text("nonsense")
     words: list[str] = []
     assert find_checkpoint(saved, words.append) is None
     assert len(words) == 3
@@ -190,10 +190,8 @@ def test_a_manifest_cannot_name_files_outside_its_folder(saved: Path) -> None:
     next(iter(manifest["tensors"].values()))["file"] = "../../secret.safetensors"
     (folder / MANIFEST).write_text(json.dumps(manifest))
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    sums = (folder / _SUMS).read_text().splitlines()
-    (folder / _SUMS).write_text(
-        "".join(f"{digest}  {MANIFEST}\n" if MANIFEST in line else f"{line}\n" for line in sums)
-    )
+    sums = (folder / SUMS).read_text().splitlines()
+    (folder / SUMS).write_text("".join(f"{digest}  {MANIFEST}\n" if MANIFEST in line else f"{line}\n" for line in sums))
     with pytest.raises(CheckpointError, match="in a way that cannot be"):
         read_manifest(folder)
 

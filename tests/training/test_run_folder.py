@@ -19,7 +19,7 @@ import torch
 
 from stagewright.cli import main
 from stagewright.runtime.checkpoint.resuming import whole_model
-from stagewright.runtime.checkpoint.storage import _SUMS, checkpoints_in, find_checkpoint, path_of, prune
+from stagewright.runtime.checkpoint.storage import SUMS, checkpoints_in, find_checkpoint, path_of, prune
 from stagewright.training.events import read_events
 
 ROOT = Path(__file__).parents[2]
@@ -169,7 +169,7 @@ def test_what_is_kept_are_good_checkpoints_of_this_run(holding: Path, older: Pat
     """Neither damaged nor foreign ones count, and the newest good one stays."""
     run = json.loads((holding / "run.json").read_text())["id"]
     for step in (20, 15):
-        (path_of(holding, step) / _SUMS).write_text("nonsense")
+        (path_of(holding, step) / SUMS).write_text("nonsense")
     shutil.copytree(path_of(older, 20), path_of(holding, 99))
     manifest = path_of(holding, 99) / "manifest.json"
     manifest.write_text(manifest.read_text().replace(run, "another"))
@@ -181,7 +181,7 @@ def test_what_is_kept_are_good_checkpoints_of_this_run(holding: Path, older: Pat
 def test_no_step_that_was_told_to_be_saved_is_lost_to_older_numbers(holding: Path, tmp_path: Path) -> None:
     """After the newest ones were damaged, a run goes on from an earlier one and keeps what it saves."""
     for step in (20, 15):
-        (path_of(holding, step) / _SUMS).write_text("nonsense")
+        (path_of(holding, step) / SUMS).write_text("nonsense")
     assert train(holding, "--steps", "13", "--resume", "auto", "--keep", "1", "--checkpoint-every", "3") == 0
     assert find_checkpoint(holding, lambda text: None)[1]["step"] == 13
 

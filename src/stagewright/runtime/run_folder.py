@@ -71,12 +71,13 @@ class RunFolder:
 @contextmanager
 def held(
     folder: str | Path | None, name: str, about: Mapping[str, Any], *, resume: str | None = None,
-    overwrite: bool = False, goes_on: bool = False, patience_s: float = 0.0,
+    overwrite: bool = False, goes_on: bool = False, patience_s: float = 0.0, id: str | None = None,
 ) -> Iterator[RunFolder]:  # fmt: skip
     """The folder of a run while the block runs, locked and with its identity in it; afterwards it says how it ended.
 
     One that holds another run is refused. `about` describes the run. `goes_on` says that it was here before: then its
-    own process may only just have ended, and the lock is waited for as long as the patience lasts.
+    own process may only just have ended, and the lock is waited for as long as the patience lasts. A run whose folder
+    was another one brings its `id`.
     """
     path = Path(folder).absolute() if folder is not None else new_folder(name)
     _make_private(path)
@@ -87,7 +88,7 @@ def held(
         if not goes_on:
             _check_vacant(path, known, resume)
         changes = _check_same_run(path, known, about) if known else ()
-        run, state = RunFolder(path, str(known["id"]) if known else uuid.uuid4().hex, changes), "failed"
+        run, state = RunFolder(path, str(known["id"]) if known else id or uuid.uuid4().hex, changes), "failed"
         _begin(run, about)
         try:
             yield run

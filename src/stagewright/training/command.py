@@ -220,7 +220,8 @@ def _evaluation_rows(config: Config, plan: Plan, dataset: Sized | None, evaluati
 
 def _steps_done(job: Job, folder: Path | None) -> int:
     """How many steps the checkpoint has behind it that a run would go on from; 0 where it begins anew."""
-    if job.resume is None or is_worker():  # the one who started this worker has looked, or all will look together
+    # The one who started this worker has looked, or all will look together; in a store a copy may be lacking.
+    if job.resume is None or job.checkpoints is not None or is_worker():
         return 0
     source = folder if job.resume == "auto" else Path(job.resume)
     if source is None or is_held(source):

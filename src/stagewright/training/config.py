@@ -116,10 +116,12 @@ class JobOptions:
     """steps between checkpoints, in the folder of --out; else only a signal that ends the run saves one"""
     keep: int = Field(default=3, ge=1)
     """checkpoints that are kept, the newest ones"""
+    checkpoints: str | None = None
+    """where each checkpoint is copied to: s3://BUCKET/FOLDER, what else fsspec opens, or a mounted folder"""
     save_final: bool = True
     """save the last step, even where no other is: without it the trained weights end with the workers"""
     resume: str | None = None
-    """auto, or the folder of a run or of a checkpoint"""
+    """auto, or the folder or the URL of a run or of a checkpoint"""
     overwrite: bool = False
     """remove the run that is in the folder first"""
     max_restarts: int = Field(default=0, ge=0)

@@ -204,6 +204,9 @@ class Listener:
             self.announce("checkpoint", str(saved))
             if saved.fault is not None:
                 self.faults[saved.step] = str(saved)
+        copier = self.checkpointer.copier if self.checkpointer is not None else None
+        while copier is not None and not copier.news.empty():
+            self.announce("copy", copier.news.get())
 
     def announce(self, kind: str, text: str, *, every: bool = False) -> None:
         """Tells a sentence; from one worker, or from every one that has something to say."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from stagewright.models import Layered
 from stagewright.models.counts import parameter_roles
 from stagewright.record import Record, Source
 from stagewright.runtime.checkpoint.resuming import give_back, restore
-from stagewright.runtime.checkpoint.storage import find_checkpoint, sweep
+from stagewright.runtime.checkpoint.storage import find_checkpoint, path_of, sweep
 from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
 from stagewright.runtime.launch.environment import RUN_FOLDER
 from stagewright.runtime.launch.joining import Take, joined
@@ -31,7 +32,7 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.warm_up import warm_up
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import Words, open_world
+from stagewright.runtime.world import Words, gather_json, open_world
 from stagewright.schedule import Schedule
 from stagewright.training.config import Job
 from stagewright.training.listener import Listener, Rows, Run, gather
@@ -40,6 +41,9 @@ from stagewright.training.recipes import Recipe, optimizer_maker
 
 if TYPE_CHECKING:
     from stagewright.runtime.checkpoint.saving import Checkpointer
+
+_Found = tuple[Path, Mapping[str, Any]] | None
+"""A good checkpoint and its manifest."""
 
 
 def work(
@@ -153,17 +157,28 @@ def _save_last(run: Run, worker: Worker, listener: Listener, step: int, after: s
         if step > run.job.first_step:
             checkpointer.save(step)
         checkpointer.close()
+        if checkpointer.copier is not None and (last := path_of(run.folder, step)).exists():
+            checkpointer.copier.finish(last)
     listener.tell_news()
     if step in listener.faults:
         raise RunError(f"{after}, but {listener.faults[step]}", "free the disk, or save elsewhere")
+    if checkpointer.copier is not None and checkpointer.copier.fault is not None:
+        where = f"it is in {path_of(run.folder, step)}: copy that folder there"
+        raise RunError(f"{after}, but {checkpointer.copier.fault}", where)
 
 
 def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     """What writes this run's checkpoints. All workers must ask for it."""
     from stagewright.runtime.checkpoint.saving import Checkpointer  # torch's own takes a second to load
 
+    copier, job = None, run.job
+    if job.checkpoints is not None:
+        from stagewright.runtime.checkpoint.remote import Copier, Store
+
+        limit_s, store = run.settings.save_timeout_s, Store.open(job.checkpoints)
+        copier = Copier(store, run.world, keep=job.keep, run=run.own.id, limit_s=limit_s)
     return Checkpointer(
-        worker, run.layered, run.folder, every=run.job.checkpoint_every, keep=run.job.keep, run=run.own.id,
+        worker, run.layered, run.folder, every=job.checkpoint_every, keep=job.keep, run=run.own.id, copier=copier,
         patience=lambda: run.dog.patience(run.settings.save_timeout_s),
         may_prune=lambda: worker.watch is None or worker.watch.skipped == 0,
     )  # fmt: skip
@@ -175,21 +190,36 @@ def _resume(run: Run, worker: Worker) -> list[str]:
     if run.job.resume is None and not restarted:
         return []
     words: list[str] = []
-    named = None if run.job.resume in (None, "auto") else Path(str(run.job.resume))
+    named = None if run.job.resume in (None, "auto") else str(run.job.resume)
     if run.world.worker == 0:
         sweep(run.folder)
-    found = find_checkpoint(run.folder, words.append, run.world) if restarted or named is None else None
+    found: _Found = find_checkpoint(run.folder, words.append, run.world) if restarted or named is None else None
+    source = str(found[0]) if found is not None else ""
+    for place in (run.job.checkpoints if restarted or named is None else None, named if found is None else None):
+        later = _find_in(place, run, found[1]["step"] if found is not None else 0, words) if place is not None else None
+        if later is not None:
+            found, source = later, str(place)
     if found is None and named is not None:
-        found = find_checkpoint(named, words.append, run.world)
-        if found is None:
-            # Who names a checkpoint does not want to begin at the beginning.
-            why = f" ({words[0]})" if words else ""
-            raise CheckpointError(f"--resume {named}: no good checkpoint is there{why}", "name another folder")
+        # Who names a checkpoint does not want to begin at the beginning.
+        why = f" ({words[0]})" if words else ""
+        raise CheckpointError(f"--resume {named}: no good checkpoint is there{why}", "name another folder")
     if found is None:
         return [*words, f"no checkpoint in {run.folder}: starting from the first step"]
     step = restore(worker, *found, options=not isinstance(run.recipe, Recipe))
     run.job = replace(run.job, first_step=step)
-    return [*words, f"going on after step {step}, from {found[0]}"]
+    gather_json(None, run.world.control, run.world.size)
+    if run.world.worker == 0:
+        sweep(run.folder)  # what was brought here of another run
+    return [*words, f"going on after step {step}, from {source}"]
+
+
+def _find_in(place: str, run: Run, after: int, words: list[str]) -> _Found:
+    """The newest good checkpoint of a folder, or of a store, from which it is brought here, after so many steps."""
+    from stagewright.runtime.checkpoint.remote import Store, fetch, is_url
+
+    if place == run.job.checkpoints or is_url(place):
+        return fetch(Store.open(place), run.folder, run.own.id, after, words.append, run.world)
+    return find_checkpoint(Path(place), words.append, run.world)
 
 
 def maker_of(run: Run) -> OptimizerMaker:

@@ -21,6 +21,7 @@ from stagewright.errors import PlanError, RunError, UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
+from stagewright.runtime.checkpoint.remote import Store, check_stores, is_url, run_at
 from stagewright.runtime.checkpoint.resuming import give_back
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import (
@@ -84,7 +85,7 @@ def train(
         check_device(settings)
     _check_run(schedule, model, recipe, job, settings, folder)
     about = _about_run(schedule.plan, model, settings, recipe, feed)
-    how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite}
+    how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite, "store": job.checkpoints}
     rest = (schedule, model, job, settings, recipe, feed, evaluation, cluster, source)
     # Whoever started workers here follows their events; without such a one they show them themselves.
     shown = None if RUN_FOLDER in os.environ else console or Console()
@@ -107,9 +108,15 @@ def train(
 
 
 @contextmanager
-def _taken(config: Config | None, folder: str | Path | None, *about: Any, **how: Any) -> Iterator[RunFolder]:
-    """The run's folder while the block runs, with the configuration in it."""
+def _taken(
+    config: Config | None, folder: str | Path | None, *about: Any, store: str | None, **how: Any
+) -> Iterator[RunFolder]:
+    """The run's folder while the block runs, with the configuration in it; the store for copies has no other run's."""
+    if store is not None and not how["overwrite"]:
+        how["id"] = run_at(store, folder, resume=how["resume"], goes_on=how.get("goes_on", False))
     with held(folder, *about, **how) as run:
+        if store is not None and how["overwrite"]:
+            Store.open(store).clear()
         if config is not None:
             config.save(run.path / CONFIG_FILE)
         yield run
@@ -167,9 +174,11 @@ def _check_run(
             f"build the model with label_smoothing={wanted:g}",
         )
     check_sinks(job.sinks)
-    if job.resume == "auto" and folder is None and RUN_FOLDER not in os.environ:
+    if job.resume == "auto" and folder is None and job.checkpoints is None and RUN_FOLDER not in os.environ:
         raise UsageError("--resume auto looks for checkpoints in the folder of the run", "name it with --out FOLDER")
-    if job.resume not in (None, "auto") and not Path(str(job.resume)).is_dir():
+    if RUN_FOLDER not in os.environ:
+        check_stores(job.checkpoints, job.resume)
+    if job.resume not in (None, "auto") and not is_url(job.resume) and not Path(str(job.resume)).is_dir():
         raise UsageError(
             f"--resume {job.resume}: there is no such folder", "use auto, or a run's or checkpoint's folder"
         )

@@ -27,21 +27,32 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.errors import CheckpointError, RunError, StagewrightError
+from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
-from stagewright.runtime.checkpoint.storage import Tensors, finish, path_of, prune, unfinished, write_part
+from stagewright.runtime.checkpoint.storage import (
+    Tensors,
+    finish,
+    path_of,
+    prune,
+    reason,
+    together,
+    unfinished,
+    write_part,
+)
 from stagewright.runtime.compiling import COMPILED
 from stagewright.runtime.replica import Replica
 from stagewright.runtime.weights import Versions
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import gather_json
+
+if TYPE_CHECKING:
+    from stagewright.runtime.checkpoint.remote import Copier
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Checkpointer:
     def __init__(
         self, worker: Worker, layered: Layered, folder: Path, *, every: int | None, keep: int, run: str | None = None,
         patience: Callable[[], AbstractContextManager[None]] = nullcontext,
-        may_prune: Callable[[], bool] = lambda: True,
+        may_prune: Callable[[], bool] = lambda: True, copier: Copier | None = None,
     ) -> None:  # fmt: skip
         self.worker, self.folder, self.every, self.keep, self.run = worker, folder, every, keep, run
         world = worker.world
@@ -92,7 +103,7 @@ class Checkpointer:
         self._left_over, self._aliases = _outside_stages(layered) if world.worker == 0 else ({}, {})
         self._last_step: int | None = None
         """The last step that was handed to the thread."""
-        self._patience, self._may_prune = patience, may_prune
+        self._patience, self._may_prune, self.copier = patience, may_prune, copier
         """What holds while this worker waits for the disk; whether what is saved now is worth more than what was."""
         self._good: set[str] = set()
         self._warned: set[str] = set()
@@ -196,13 +207,13 @@ class Checkpointer:
                 copied.synchronize()
             warning = self._write(step, copies)
         except BaseException as failure:  # the run goes on with the checkpoints that it has
-            fault = _reason(failure)
+            fault = reason(failure)
         self._news.put(_Saved(step, time.perf_counter() - started, copies.stopped_s, fault, warning))
         self._free.append(copies.places)
 
     def _write(self, step: int, copies: _Copies) -> str | None:
         """Writes a checkpoint together with all other workers; returns a warning, raises on all where one cannot."""
-        world, path = self.worker.world, path_of(self.folder, step)
+        world, path, copier = self.worker.world, path_of(self.folder, step), self.copier
         bits = {stage: int(number) for stage, number in copies.sums.items()}
 
         def write() -> list[Any]:
@@ -216,27 +227,18 @@ class Checkpointer:
                 finish(path, self._about(step, abouts), parts)
                 self._good.add(path.name)
                 if self._may_prune():
-                    prune(self.folder, self.keep, self._good)
+                    prune(self.folder, self.keep, self._good, copier.under_way if copier is not None else None)
 
-        abouts, sums, parts = zip(*self._together(write))
+        abouts, sums, parts = zip(*together(write, self._group, world.size))
         try:
-            self._together(end)
+            together(end, self._group, world.size)
         finally:
             if world.worker == 0:
                 shutil.rmtree(unfinished(path), ignore_errors=True)
+        # All have to begin with a copy of the same one.
+        if copier is not None and all(together(lambda: copier.under_way is None, self._group, world.size)):
+            copier.begin(path, may_prune=self._may_prune())
         return self._differing(sums)
-
-    def _together(self, do: Callable[[], Any]) -> list[Any]:
-        """What every worker's call gave; where one failed, all do."""
-        try:
-            told = {"made": do()}
-        except Exception as failure:
-            told = {"fault": _reason(failure)}
-        every = gather_json(told, self._group, self.worker.world.size)
-        fault = next((each["fault"] for each in every if "fault" in each), None)
-        if fault is not None:
-            raise CheckpointError(fault)
-        return [each["made"] for each in every]
 
     def _differing(self, sums: Sequence[Mapping[str, int]]) -> str | None:
         """A word on stages whose replicas have come to different weights, once for each stage."""
@@ -302,14 +304,6 @@ def _sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     bits = [tensor.detach().view(kinds[tensor.element_size()]) for tensor in tensors if tensor.numel()]
     found = [each.sum(dtype=torch.int64) for each in bits]
     return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
-
-
-def _reason(failure: BaseException) -> str:
-    """Why a checkpoint could not be written, in a line."""
-    if isinstance(failure, StagewrightError):
-        return failure.what
-    lines = str(failure).strip().splitlines() or [""]
-    return f"{type(failure).__name__}: {lines[0]}"
 
 
 # A stage as tensors

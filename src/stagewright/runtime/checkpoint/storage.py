@@ -21,22 +21,24 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stagewright.errors import CheckpointError
+from stagewright.errors import CheckpointError, StagewrightError
 from stagewright.runtime.run_folder import CHECKPOINTS, read_identity
 from stagewright.runtime.world import World, gather_json
 
 Tensors = dict[str, Tensor]
-MANIFEST, _SUMS = "manifest.json", "SHA256SUMS"
+MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
 _FORMAT, _VERSION = "stagewright.checkpoint", 2
 _FILE = re.compile(r"part-\d{1,6}\.safetensors")
 _LINE = re.compile(rf"([0-9a-f]{{64}})  ({re.escape(MANIFEST)}|{_FILE.pattern})")
-_FOLDER = re.compile(r"step-(\d{8,18})")
+STEP = re.compile(r"step-(\d{8,18})")
+"""What a checkpoint is called."""
 
 
 # In the folder of a run
@@ -52,11 +54,11 @@ def checkpoints_in(folder: Path, *, own: bool = False) -> list[Path]:
 
     With `own` those that say they are of another run are left out.
     """
-    if _FOLDER.fullmatch(folder.name):
+    if STEP.fullmatch(folder.name):
         return [folder]
     inside = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     entries = list(inside.iterdir()) if inside.is_dir() else []
-    found = [(int(match[1]), entry) for entry in entries if (match := _FOLDER.fullmatch(entry.name))]
+    found = [(int(match[1]), entry) for entry in entries if (match := STEP.fullmatch(entry.name))]
     return [entry for _, entry in sorted(found, reverse=True) if not own or _is_of_run(entry, folder)]
 
 
@@ -97,14 +99,14 @@ def sweep(run_folder: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def prune(run_folder: Path, keep: int, good: set[str]) -> None:
+def prune(run_folder: Path, keep: int, good: set[str], spare: Path | None = None) -> None:
     """Removes the run's own checkpoints that are older than the newest good ones, of which it keeps some.
 
-    `good` has the names of those that are known to be good, and gets those that are found to be.
+    `good` has the names of those that are known to be good, and gets those that are found to be; one is spared.
     """
     kept = 0
     for path in checkpoints_in(run_folder, own=True):
-        if kept >= keep:
+        if kept >= keep and path != spare:
             doomed = unfinished(path)  # half removed, it must not be taken for one
             shutil.rmtree(doomed, ignore_errors=True)
             path.rename(doomed)
@@ -120,6 +122,27 @@ def prune(run_folder: Path, keep: int, good: set[str]) -> None:
 
 
 # Writing
+
+
+def together(do: Callable[[], Any], group: dist.ProcessGroup | None, size: int) -> list[Any]:
+    """What every worker's call gave; where one failed, all do."""
+    try:
+        told = {"made": do()}
+    except Exception as failure:
+        told = {"fault": reason(failure)}
+    every = gather_json(told, group, size)
+    fault = next((each["fault"] for each in every if "fault" in each), None)
+    if fault is not None:
+        raise CheckpointError(fault)
+    return [each["made"] for each in every]
+
+
+def reason(failure: BaseException) -> str:
+    """Why a checkpoint could not be written, in a line."""
+    if isinstance(failure, StagewrightError):
+        return failure.what
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0]}"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -149,6 +172,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def part_of(worker: int) -> str:
+    """The name of the file that a worker writes."""
+    return f"part-{worker}.safetensors"
+
+
 def unfinished(folder: Path) -> Path:
     """Where a checkpoint is while it is being written."""
     return folder.with_name(f".{folder.name}.part")
@@ -158,7 +186,7 @@ def write_part(folder: Path, worker: int, tensors: Tensors) -> dict[str, Any]:
     """Writes a worker's part of a checkpoint, and returns what `finish` must know of it."""
     if not tensors:
         return {"hashes": {}, "tensors": {}}
-    name = f"part-{worker}.safetensors"
+    name = part_of(worker)
     unfinished(folder).mkdir(parents=True, exist_ok=True)
     digest = write_tensors(unfinished(folder) / name, tensors)
     return {"hashes": {name: digest}, "tensors": {key: {"file": name} for key in tensors}}
@@ -173,8 +201,8 @@ def finish(folder: Path, about: Mapping[str, Any], parts: Sequence[Mapping[str, 
     manifest = {"format": _FORMAT, "version": _VERSION, **about, "tensors": tensors}
     (part / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     hashes[MANIFEST] = _hash_on_disk(part / MANIFEST)
-    (part / _SUMS).write_text(_sums_text(hashes), encoding="utf-8")
-    _hash_on_disk(part / _SUMS)
+    (part / SUMS).write_text(_sums_text(hashes), encoding="utf-8")
+    _hash_on_disk(part / SUMS)
     for entry in part.iterdir():  # of an attempt with more workers
         if _FILE.fullmatch(entry.name) and entry.name not in hashes:
             entry.unlink()
@@ -202,38 +230,63 @@ def _read_plain(path: Path) -> bytes:
         return file.read()
 
 
-def read_manifest(folder: Path, worker: int = 0, num_workers: int = 1) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are as they were written; a CheckpointError says what is not.
+class Files(NamedTuple):
+    """How the files of a checkpoint are looked at, by their names."""
+
+    read: Callable[[str], bytes]
+    digest: Callable[[str], str]
+
+
+def _files_in(folder: Path) -> Files:
+    def digest(name: str) -> str:
+        with _open_plain(folder / name) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return Files(lambda name: _read_plain(folder / name), digest)
+
+
+def read_manifest(
+    folder: Path | str, worker: int = 0, num_workers: int = 1, files: Files | None = None
+) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are as they were written; a CheckpointError names those that are not.
 
     Of several workers each looks at its share of the files; the checkpoint is good when it is for all of them.
     """
+    files = files or _files_in(Path(folder))
     try:
-        sums, text = _read_plain(folder / _SUMS), _read_plain(folder / MANIFEST)
+        sums, text = files.read(SUMS), files.read(MANIFEST)
         lines = map(_LINE.fullmatch, sums.decode("utf-8", errors="replace").splitlines())
         hashes = {match[2]: match[1] for match in lines if match is not None}
-        if _sums_text(hashes).encode() != sums:
-            raise CheckpointError(f"checkpoint {folder} is damaged: {_SUMS} is not as it was written")
-        _check_hash(folder, MANIFEST, hashlib.sha256(text).hexdigest(), hashes)
-        for name in sorted(hashes)[worker::num_workers]:
-            with _open_plain(folder / name) as file:
-                _check_hash(folder, name, hashlib.file_digest(file, "sha256").hexdigest(), hashes)
-        return _checked(folder, json.loads(text), hashes)
+        faults = [] if _sums_text(hashes).encode() == sums else [f"{SUMS} is not as it was written"]
+        if hashes.get(MANIFEST) != hashlib.sha256(text).hexdigest():
+            faults.append(f"{MANIFEST} is not as it was written")
+        shares = sorted(hashes.keys() - {MANIFEST})[worker::num_workers]
+        faults += filter(None, (_fault_of(name, hashes[name], files) for name in shares))
+        if faults:
+            raise CheckpointError(f"checkpoint {folder} is damaged: {', '.join(faults)}")
+        return _checked(str(folder), json.loads(text), hashes)
     except OSError as fault:
-        why = f"{fault.strerror} ({Path(fault.filename or '').name})"
-        raise CheckpointError(f"checkpoint {folder} is torn: {why}") from None
+        raise CheckpointError(f"checkpoint {folder} is torn: {_missing(fault, SUMS)}") from None
     except ValueError as fault:
         raise CheckpointError(f"checkpoint {folder} has a manifest that cannot be read: {fault}") from None
 
 
-def _check_hash(folder: Path, name: str, digest: str, hashes: Mapping[str, str]) -> None:
-    """Refuses a file whose hash is not the one that is listed."""
-    if hashes.get(name) != digest:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not as it was written")
+def _fault_of(name: str, digest: str, files: Files) -> str | None:
+    """What is wrong with a file of a checkpoint."""
+    try:
+        return None if files.digest(name) == digest else f"{name} is not as it was written"
+    except OSError as fault:
+        return _missing(fault, name)
 
 
-def _checked(folder: Path, manifest: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
+def _missing(fault: OSError, name: str) -> str:
+    """Why a file cannot be read, and which."""
+    return f"{fault.strerror or 'there is none'} ({Path(str(fault.filename or name)).name})"
+
+
+def _checked(folder: str, manifest: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
     """The manifest, if it is one that this version reads and names no file but those of its checkpoint."""
-    path = folder / MANIFEST
+    path = f"{folder}/{MANIFEST}"
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is no manifest of a checkpoint")
     if manifest.get("version") not in range(1, _VERSION + 1):
