@@ -12,6 +12,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from stagewright.cli import main
 from stagewright.errors import CheckpointError, UsageError
 from stagewright.runtime.checkpoint import remote
 from stagewright.runtime.checkpoint.remote import Copier, Store, fetch, run_at
@@ -132,6 +133,35 @@ def test_damaged_parts_are_named_and_pruning_keeps_what_is_good(tmp_path: Path, 
         store.check("step-00000004")
     store.prune(1, "mine", lambda name: name == "step-00000003")
     assert store.names() == ["step-00000009", "step-00000004", "step-00000003"]
+
+
+def test_the_verbs_list_verify_and_prune_a_runs_folder_and_a_url(tmp_path: Path, capsys) -> None:
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step)
+    (path_of(tmp_path, 5) / part_of(1)).unlink()
+    (path_of(tmp_path, 4) / part_of(0)).write_bytes(b"damaged")
+    os.mkfifo(path_of(tmp_path, 5) / part_of(1))  # must not be waited for
+    for where in (str(tmp_path), f"file://{tmp_path}/checkpoints"):
+        status, said = run("list", where, capsys)
+        assert (status, said.count("whole")) == (0, 5)
+        status, said = run("verify", where, capsys)
+        assert status == 1
+        assert "part-0.safetensors is not as it was written" in said
+        assert "it is no plain file (part-1.safetensors)" in said
+        assert said.count(": good") == 3
+    status, said = run("prune", where, capsys, "--keep", "2")
+    assert (
+        said
+        == "removed 1 checkpoint: step-00000001; " + ", ".join(f"step-0000000{n}" for n in (5, 4, 3, 2)) + " stay\n"
+    )
+    assert run("prune", where, capsys, "--keep", "0")[0] == 2
+    assert run("list", str(tmp_path / "nowhere"), capsys)[0] == 2
+
+
+def run(verb: str, where: str, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoints", verb, where, *words])
+    return int(ended.value.code or 0), capsys.readouterr().out
 
 
 def test_the_run_of_a_store_is_gone_on_with_or_it_is_refused(tmp_path: Path, world: World) -> None:

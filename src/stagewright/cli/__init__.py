@@ -28,6 +28,7 @@ VERBS = {
     "train": "Train for real, with a worker for each device.",
     "launch": "Print what starts such a run under SLURM, Kubernetes, ssh or SkyPilot.",
     "bench": "Run a suite of cases, repeated and kept; compare two such runs.",
+    "checkpoints": "List, verify and prune the checkpoints of a run, here or in a store.",
     "export": "The whole model out of a checkpoint, as safetensors or a plain state dict.",
     "doctor": "What ended a run, who waited for whom, and who is to blame.",
     "report": "One page and one Markdown file from the records in a folder.",

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import fsspec
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 
 from stagewright.errors import CheckpointError, UsageError
 from stagewright.runtime.checkpoint.storage import (
@@ -34,6 +35,7 @@ from stagewright.runtime.checkpoint.storage import (
     STEP,
     SUMS,
     Files,
+    files_in,
     part_of,
     path_of,
     read_manifest,
@@ -110,10 +112,24 @@ class Store:
             return {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in entries}
         return {}
 
+    def _files(self, name: str) -> Files:
+        """How the files of a checkpoint are looked at; those of this host only where they are plain ones."""
+        folder = f"{self.root}/{name}"
+        if type(self.system) is LocalFileSystem:
+            return files_in(Path(folder))
+
+        def digest(path: str) -> str:
+            with self.system.open(path, "rb") as opened:
+                return hashlib.file_digest(opened, "sha256").hexdigest()
+
+        def told(do: Callable[[str], _T]) -> Callable[[str], _T]:
+            return lambda file: self._try(f"{self.url}/{name}/{file} cannot be read", lambda: do(f"{folder}/{file}"))
+
+        return Files(told(lambda path: bytes(self.system.cat_file(path))), told(digest))
+
     def read(self, name: str, file: str) -> bytes:
         """A small file of a checkpoint."""
-        path = f"{self.root}/{name}/{file}"
-        return bytes(self._try(f"{self.url}/{name}/{file} cannot be read", lambda: self.system.cat_file(path)))
+        return self._files(name).read(file)
 
     def manifest(self, name: str) -> dict[str, Any]:
         """What a checkpoint's manifest says, looked at or not; nothing where there is none."""
@@ -124,17 +140,21 @@ class Store:
 
     def check(self, name: str) -> dict[str, Any]:
         """The manifest of a checkpoint that is good to the last byte; a CheckpointError names what is not."""
+        return read_manifest(f"{self.url}/{name}", files=self._files(name))
 
-        def digest(file: str) -> str:
-            with self.system.open(f"{self.root}/{name}/{file}", "rb") as opened:
-                return hashlib.file_digest(opened, "sha256").hexdigest()
+    def is_good(self, name: str) -> bool:
+        """Whether a checkpoint is good to the last byte."""
+        with suppress(CheckpointError):
+            return bool(self.check(name))
+        return False
 
-        where = f"{self.url}/{name}"
-        files = Files(
-            lambda file: self.read(name, file),
-            lambda file: self._try(f"{where}/{file} cannot be read", lambda: digest(file)),
-        )
-        return read_manifest(where, files=files)
+    def lacks(self, name: str) -> list[str]:
+        """The files that a checkpoint should have and has not, looked at by name."""
+        there = self.sizes(name)
+        if SUMS not in there:
+            return [SUMS]
+        lines = self.read(name, SUMS).decode(errors="replace").splitlines()
+        return [file for line in lines if (file := line.rpartition(" ")[2]) not in there]
 
     def check_writable(self) -> None:
         """Refuses a store to which nothing can be written."""
@@ -206,6 +226,12 @@ class Store:
         """Removes all checkpoints."""
         for name in self.names():
             self.remove(name)
+
+    def run(self) -> str | None:
+        """Whose checkpoints these are: of the run of the folder, or that of the newest one here."""
+        known = read_identity(Path(self.root).parent) if type(self.system) is LocalFileSystem else None
+        newest = next(filter(None, map(self.manifest, self.names())), {})
+        return (known or {}).get("id") or newest.get("run")
 
     def prune(self, keep: int, run: str | None, good: Callable[[str], bool]) -> list[str]:
         """Removes a run's checkpoints that are older than the newest good ones, of which it keeps some; their names.

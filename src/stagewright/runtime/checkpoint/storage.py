@@ -237,7 +237,9 @@ class Files(NamedTuple):
     digest: Callable[[str], str]
 
 
-def _files_in(folder: Path) -> Files:
+def files_in(folder: Path) -> Files:
+    """The files of a checkpoint in a folder of this host."""
+
     def digest(name: str) -> str:
         with _open_plain(folder / name) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -252,7 +254,7 @@ def read_manifest(
 
     Of several workers each looks at its share of the files; the checkpoint is good when it is for all of them.
     """
-    files = files or _files_in(Path(folder))
+    files = files or files_in(Path(folder))
     try:
         sums, text = files.read(SUMS), files.read(MANIFEST)
         lines = map(_LINE.fullmatch, sums.decode("utf-8", errors="replace").splitlines())
