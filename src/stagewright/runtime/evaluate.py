@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -44,8 +45,13 @@ def evaluate(worker: Worker, feed: Feed, num_rows: int, batch: int) -> Tensor:
     for module in worker.current_modules():
         module.eval()
     whole, rest = divmod(num_rows, batch)
-    sums = [_run_forward(worker, feed, batch, whole, 0)] if whole else []
-    sums += [_run_forward(worker, feed, rest, 1, whole)] if rest else []
+    with ExitStack() as stack:
+        for versions in {
+            id(each): each for here in worker.replicas.values() for each in (here.weights, *here.tied)
+        }.values():
+            stack.enter_context(versions.uncorrected())
+        sums = [_run_forward(worker, feed, batch, whole, 0)] if whole else []
+        sums += [_run_forward(worker, feed, rest, 1, whole)] if rest else []
     for module in worker.current_modules():
         module.train()
     return means(torch.stack(sums).sum(0), num_rows)

@@ -154,7 +154,10 @@ def make_replicas(
             copy_from(members[0], [*module.parameters(), *module.buffers()], group)
         tied, replica = [each for each in shared if number in each.stages], members.index(world.worker)
         copies, names = _copies_in(module, tied), _other_names(module, layered)
-        weights = Weights(module, plan.versions[number], make_optimizer, layered.unreached, copies, names)
+        weights = Weights(
+            module, plan.versions[number], make_optimizer, layered.unreached, copies, names,
+            settings.correction_of(number), settings.rescale_steps,
+        )  # fmt: skip
         deferred: list[DeferredGradients] = []
         if not lengths and _defers(plan, number, settings):  # before a reducer listens to the weights
             apart = {id(each) for slots in copies.values() for each in slots}

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from stagewright.errors import UsageError
 from stagewright.profile import Precision
+from stagewright.runtime.corrections import CorrectionName
 from stagewright.schema import schema
 
 _OnNan = Literal["stop", "skip"]
@@ -29,6 +30,10 @@ class Computing:
     """compile the stages with torch.compile"""
     seed: int = 0
     """of the first weights, the order of the data and what is drawn at random"""
+    correct: tuple[CorrectionName, ...] = Field(default=("none",), min_length=1)
+    """of stale weights, for all stages or one a stage: none, predict, nesterov, slow-predict, error-feedback, rescale"""
+    rescale_steps: int | None = Field(default=None, ge=1)
+    """steps until --correct rescale has the whole learning rate; a quarter of all by default"""
     on_nan: _OnNan = "stop"
     """numbers that are not finite: stop the run, or skip the step"""
     self_check: bool = True
@@ -60,3 +65,7 @@ class Settings(Computing):
     def agrees(self) -> bool:
         """Whether updates need a word from every worker: fp16 for overflow, clipping for the norm, skips for NaN."""
         return self.precision == "fp16" or self.clip_norm is not None or self.on_nan == "skip"
+
+    def correction_of(self, stage: int) -> CorrectionName:
+        """The correction of a stage; of one without its own that of the last."""
+        return self.correct[min(stage, len(self.correct) - 1)]

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import lcm
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import lcm, nan
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from stagewright.errors import UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.runtime.all_reduce import AllReduce, make_all_reduce
+from stagewright.runtime.corrections import CORRECTIONS, CorrectionName
 from stagewright.runtime.precision import Verdict
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
@@ -50,17 +52,25 @@ class Versions:
     """K copies of some parameters, and their optimizer."""
 
     def __init__(
-        self, names: Sequence[str], parameters: list[list[nn.Parameter]], make_optimizer: OptimizerMaker
-    ) -> None:
-        """`parameters` are those of each slot, by the whole model's `names`."""
+        self, names: Sequence[str], parameters: list[list[nn.Parameter]], make_optimizer: OptimizerMaker,
+        correct: CorrectionName = "none", rescale_steps: int | None = None,
+    ) -> None:  # fmt: skip
+        """`parameters` are those of each slot, by the whole model's `names`; `correct` is for K > 1."""
         self.names, self.parameters = list(names), parameters
+        self.delay = len(parameters) - 1
+        self.correction = CORRECTIONS[correct if self.delay else "none"]
+        self._rescale_steps = rescale_steps
         # The optimizer keeps its state by parameter object, so it gets its own ones: they are made to point at the
-        # slot that is being updated, and no graph ever sees them.
-        is_alone = len(parameters) == 1
-        self.moved = parameters[0] if is_alone else [nn.Parameter(one.data) for one in parameters[0]]
+        # slot that is being updated, or keep the newest weights where slots are ahead, and no graph ever sees them.
+        first = [one.data.clone() if self.is_ahead else one.data for one in parameters[0]]
+        self.moved = parameters[0] if self.delay == 0 else [nn.Parameter(each) for each in first]
         for name, parameter in zip(self.names, self.moved):  # for optimizers that treat some apart
             parameter.stagewright_name = name  # type: ignore[attr-defined]
         self.optimizer, self.scheduler = _made(make_optimizer, self.moved)
+        self._aheads = self._prepare()
+        past = self.moved if self.correction.feeds_back else ()
+        self.moves = [each.new_full((self.delay, *each.shape), nan) for each in past]
+        """The last moves of each parameter, each in the place of its batch; NaN where there was none yet."""
         self.num_updates = 0
         self.rate_of: Callable[[int], float] | None = None
         """The learning rate of a batch's update, where no scheduler sets it."""
@@ -73,10 +83,33 @@ class Versions:
         """Where a batch computes."""
         return batch % self.num_versions
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether slots hold other weights than those that the optimizer moves."""
+        return self.correction.ahead is not None
+
+    @property
+    def newest_parameters(self) -> list[nn.Parameter]:
+        """The weights after every update so far, without what a correction has put on top of them."""
+        return self.moved if self.is_ahead else self.parameters[self.slot(self.num_updates - 1)]
+
+    @contextmanager
+    def uncorrected(self) -> Iterator[None]:
+        """Inside, the newest slot holds the newest weights themselves."""
+        slot = self.parameters[self.slot(self.num_updates - 1)]
+        kept = [each.detach().clone() for each in slot] if self.is_ahead else []
+        with torch.no_grad():
+            for each, newest in zip(slot, self.moved if kept else ()):
+                each.copy_(newest)
+        yield
+        with torch.no_grad():
+            for each, before in zip(slot, kept):
+                each.copy_(before)
+
     @torch.no_grad()
     def end_in_first_slot(self) -> None:
         """Copies the newest weights to where the caller's model has its own."""
-        newest = self.parameters[self.slot(self.num_updates - 1)]
+        newest = self.newest_parameters
         if newest is not self.parameters[0] and newest:
             torch._foreach_copy_([*self.parameters[0]], [*newest])
 
@@ -87,10 +120,13 @@ class Versions:
         The verdict divides the gradient; where it skips the batch, version batch + 1 is version batch.
         """
         target, newest = self.parameters[self.slot(batch)], self.parameters[self.slot(batch - 1)]
-        if target is not newest and target:
+        before: Sequence[Tensor] = newest
+        if self.is_ahead:
+            before = [each.detach().clone() for each in self.moved]
+        elif target is not newest and target:
             torch._foreach_copy_([*target], [*newest])
         for moved, parameter, gradient in zip(self.moved, target, gradients):
-            if moved is not parameter:
+            if moved is not parameter and not self.is_ahead:
                 moved.data = parameter.data
             moved.grad = gradient
         if self.optimizer is not None:
@@ -98,7 +134,9 @@ class Versions:
                 rate = self.rate_of(batch)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
-            _step(self.optimizer, verdict)
+            with self._rescaled(self.optimizer, batch):
+                _step(self.optimizer, verdict)
+        self._correct(batch, target, before)
         if self.scheduler is not None:
             with warnings.catch_warnings():  # the optimizer steps under another name, or may skip its first step
                 warnings.simplefilter("ignore", UserWarning)
@@ -108,6 +146,45 @@ class Versions:
         torch.clear_autocast_cache()  # it knows the weights by their place, and would give out the old ones
         self.num_updates = batch + 1
 
+    # What a correction adds
+
+    def _prepare(self) -> list[float]:
+        """Sets the momentum that a correction wants; how far each parameter's slots are ahead of it, in moves."""
+        found: dict[int, float] = {}
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            momentum = _momentum_of(group)
+            if self.correction.momentum is not None and momentum is not None:
+                momentum = _set_momentum(group, momentum, self.correction.momentum(self.delay, momentum))
+            if self.correction.ahead is not None:
+                moves = self.correction.ahead(self.delay, momentum or 0.0)
+                found |= {id(each): moves for each in group["params"]}
+        return [found.get(id(each), 0.0) for each in self.moved]
+
+    @contextmanager
+    def _rescaled(self, optimizer: Optimizer, batch: int) -> Iterator[None]:
+        """Inside, the groups' rates are those of a batch under the correction."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if self.correction.rate is not None:
+            over = min(1.0, batch / self._rescale_steps) if self._rescale_steps else 0.0
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * self.correction.rate(self.delay, over)
+        yield
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+
+    def _correct(self, batch: int, target: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        """Puts the weights at use into a batch's slot, from those that were there before the step."""
+        if self.is_ahead and self.moved:
+            ahead = torch._foreach_sub([*self.moved], [*before])
+            torch._foreach_mul_(ahead, self._aheads)
+            torch._foreach_add_(ahead, [*self.moved])
+            torch._foreach_copy_([*target], ahead)
+        place = batch % max(1, self.delay)
+        for each, then, past in zip(target, before, self.moves):
+            move = each - then
+            each.add_(torch.where(past[place].isnan(), 0.0, move - past[place]))
+            past[place] = move
+
 
 class Weights(Versions):
     """The slots of one stage on one worker."""
@@ -115,6 +192,7 @@ class Weights(Versions):
     def __init__(
         self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker, unreached: Collection[str] = (),
         tied: Mapping[str, Sequence[nn.Parameter]] | None = None, other_names: Mapping[str, str] | None = None,
+        correct: CorrectionName = "none", rescale_steps: int | None = None,
     ) -> None:  # fmt: skip
         """`unreached` are parameters to which no gradient ever comes: no optimizer may decay them.
 
@@ -133,7 +211,7 @@ class Weights(Versions):
         moving = [name for name, each in module.named_parameters() if each.requires_grad and name not in tied]
         own = [name for name in moving if named[name] not in unreached]
         parameters = [[slot.get_parameter(name) for name in own] for slot in self.modules[:num_versions]]
-        super().__init__([named[name] for name in own], parameters, make_optimizer)
+        super().__init__([named[name] for name in own], parameters, make_optimizer, correct, rescale_steps)
 
     def index(self, batch: int) -> int:
         """The number of the module that a batch computes with."""
@@ -185,6 +263,24 @@ def _step(optimizer: Optimizer, verdict: Verdict | None) -> None:
     optimizer.step()
 
 
+def _momentum_of(group: Mapping[str, Any]) -> float | None:
+    """The momentum of a group whose steps do not grow with it; None where there is none."""
+    if "betas" in group:
+        return float(group["betas"][0])
+    return float(group["momentum"]) if "dampening" in group or "ns_steps" in group else None
+
+
+def _set_momentum(group: dict[str, Any], before: float, momentum: float) -> float:
+    """Gives a group another momentum, with steps of the same length in the long run; returns it."""
+    if "betas" in group:
+        group["betas"] = (momentum, group["betas"][1])
+    else:
+        group["momentum"] = momentum
+    if "dampening" in group:  # a mean of gradients keeps its size by itself, SGD's sum of them does not
+        group["dampening"] = 1 - (1 - momentum) / (1 - before) * (1 - group["dampening"])
+    return momentum
+
+
 def _twin(module: nn.Module, known: Mapping[str, nn.Parameter]) -> nn.Module:
     """A copy with the known parameters and others of its own, but the very same buffers and frozen parameters."""
     shared: dict[int, Tensor] = {id(buffer): buffer for buffer in module.buffers()}
@@ -225,11 +321,12 @@ class Tied(Versions):
 
     def __init__(
         self, names: Sequence[str], stages: Sequence[int], plan: Plan, worker: int, parameters: list[nn.Parameter],
-        make_optimizer: OptimizerMaker, add_up: AllReduce | None,
+        make_optimizer: OptimizerMaker, add_up: AllReduce | None, settings: Settings,
     ) -> None:  # fmt: skip
         num_versions = max(plan.versions[stage] for stage in stages)
         slots = [parameters, *([_copy_of(each) for each in parameters] for _ in range(num_versions - 1))]
-        super().__init__(names, slots, make_optimizer)
+        correct = settings.correction_of(stages[0])
+        super().__init__(names, slots, make_optimizer, correct, settings.rescale_steps)
         self.stages, self.owner = stages, stages[0]
         """The stages that use them, and the one whose update of a batch makes theirs, and which saves them."""
         self.is_counted = worker == plan.workers[self.owner][0]
@@ -284,7 +381,7 @@ def make_tied(
             copy_from(members[0], [parameters[name] for name in names], group)
         if trained:
             own = [parameters[name] for name in trained]
-            found.append(Tied(trained, stages, plan, world.worker, own, make_optimizer, add_up))
+            found.append(Tied(trained, stages, plan, world.worker, own, make_optimizer, add_up, settings))
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from stagewright.cluster import DeviceId, format_placement
+from stagewright.cluster import DeviceId, count, format_placement
 from stagewright.errors import PlanError, RunError, UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
@@ -77,6 +77,7 @@ def train(
     script. `share` workers fit on a card, even where the plan has fewer.
     """
     job, settings, recipe = job or Job(), settings or Settings(), recipe or Recipe()
+    settings = replace(settings, rescale_steps=settings.rescale_steps or -(-job.steps // 4))
     feed: Feed | Rows | None = as_feed(data, model, settings, collate_fn)
     if is_worker() and RESTARTED in os.environ and RUN_FOLDER in os.environ:  # it may have lost a device since
         schedule = Schedule.load(Path(os.environ[RUN_FOLDER]) / SCHEDULE_FILE)
@@ -165,6 +166,12 @@ def _check_run(
         raise UsageError(
             "fp16, gradient clipping and --on-nan skip need the agreement of all workers before an update",
             "make the schedule with make_schedule(plan, agree=True)",
+        )
+    named, stages = len(settings.correct), len(schedule.plan.stages)
+    if named not in (1, stages) and RESTARTED not in os.environ:  # a restart may have fewer
+        raise UsageError(
+            f"--correct names {named} corrections, but the plan has {count(stages, 'stage')}",
+            "name one for all stages, or one a stage: --correct predict,none",
         )
     wanted = recipe.label_smoothing if isinstance(recipe, Recipe) else 0.0
     found = getattr(model.loss, "label_smoothing", 0.0)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,14 @@ def _restore_stage(here: Replica, step: int, manifest: Mapping[str, Any], read: 
             back = step - max(0, batch - count + 1)
             for name, tensor in zip(versions.names, versions.parameters[versions.slot(batch)]):
                 # Another plan may have kept fewer versions: the oldest it had comes nearest.
-                older = (f"version-{number}/{name}" for number in range(back, 0, -1))
+                older = (f"version-{number}/{name}" for number in range(back, -versions.is_ahead, -1))
                 key = next((key for key in older if key in manifest["tensors"]), f"model/{name}")
                 _fill(tensor, read(key), name)
+        for name, moved in zip(versions.names, versions.moved if versions.is_ahead else ()):
+            _fill(moved, read(f"model/{name}"), name)
+        for name, moves in zip(versions.names, versions.moves):
+            kept = read(key) if (key := f"moves/{name}") in manifest["tensors"] else moves
+            moves.copy_(kept) if kept.shape == moves.shape else moves.fill_(nan)  # another delay begins anew
         if versions.optimizer is not None:
             _restore_optimizer(versions, versions.optimizer, manifest, read, options=options)
         if versions.scheduler is not None and manifest.get("scheduler"):

@@ -10,6 +10,8 @@ Tensors have the unsplit model's names, so that a run goes on under this plan or
 
     model/NAME               the newest weights, and buffers
     version-1/NAME …         the weights one update before, and so on, where a stage keeps several versions
+    version-0/NAME           what the next batches use instead of the newest weights, where a correction says so
+    moves/NAME               the last moves of a parameter, of a correction that goes by them
     optimizer/KIND/NAME      what the optimizer keeps for a parameter: momentum_buffer, exp_avg …
     random/WORKER/…          the state of a worker's generators
 """
@@ -318,7 +320,10 @@ def _stage_tensors(here: Replica) -> Tensors:
         if f"model/{name.removeprefix(COMPILED)}" not in buffers and key not in elsewhere:
             found[f"model/{key}"] = tensor
     for versions in _saved(here):
-        for back in range(1, versions.num_versions):
+        if versions.is_ahead:  # what its newest slot holds is for batches to come
+            found.update({f"model/{name}": tensor for name, tensor in zip(versions.names, versions.moved)})
+        found.update({f"moves/{name}": tensor for name, tensor in zip(versions.names, versions.moves)})
+        for back in range(not versions.is_ahead, versions.num_versions):
             slot = versions.parameters[versions.slot(versions.num_updates - 1 - back)]
             found.update({f"version-{back}/{name}": tensor for name, tensor in zip(versions.names, slot)})
         for name, kind, value in _optimizer_values(versions):
