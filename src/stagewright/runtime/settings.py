@@ -31,7 +31,8 @@ class Computing:
     seed: int = 0
     """of the first weights, the order of the data and what is drawn at random"""
     correct: tuple[CorrectionName, ...] = Field(default=("none",), min_length=1)
-    """of stale weights, for all stages or one a stage: none, predict, nesterov, slow-predict, error-feedback, rescale"""
+    """of stale weights, for all stages or one a stage: none, predict, nesterov, slow-predict, error-feedback or rescale
+    (docs/staleness.md)"""
     rescale_steps: int | None = Field(default=None, ge=1)
     """steps until --correct rescale has the whole learning rate; a quarter of all by default"""
     on_nan: _OnNan = "stop"
