@@ -62,8 +62,7 @@ class Delayed:
             seen |= set(names)
             own = [named[name] for name in names]
             slots = [[nn.Parameter(each.detach().clone()) for each in own] for _ in range(versions[stage])]
-            made: Any = correct[min(stage, len(correct) - 1)]
-            store = Versions(names, slots, maker, made, rescale_steps)
+            store = Versions(names, slots, maker, correct[min(stage, len(correct) - 1)], rescale_steps)
             store.rate_of = rate_of
             self.parts.append((own, store))
 

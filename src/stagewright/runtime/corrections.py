@@ -19,9 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-CorrectionName = Literal["none", "predict", "nesterov", "slow-predict", "error-feedback", "rescale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ def _slowed(delay: int, momentum: float) -> float:
     return 1 - (1 - momentum) / (delay + 1)
 
 
-CORRECTIONS: Mapping[CorrectionName, Correction] = {
+CORRECTIONS: Mapping[str, Correction] = {
     "none": Correction(),
     "predict": Correction(
         paper="Chen et al., SpecTrain, 2018, equation 4; Guan et al., XPipe, 2019, equation 6",

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from stagewright.errors import UsageError
 from stagewright.profile import Precision
-from stagewright.runtime.corrections import CorrectionName
+from stagewright.runtime.corrections import CORRECTIONS
 from stagewright.schema import schema
 
 _OnNan = Literal["stop", "skip"]
+
+
+def _known(name: str) -> str:
+    if name not in CORRECTIONS:
+        raise ValueError(f"expected one of {', '.join(CORRECTIONS)}")
+    return name
+
+
+_Correction = Annotated[str, AfterValidator(_known)]
 
 
 @schema(error=UsageError)
@@ -30,7 +39,7 @@ class Computing:
     """compile the stages with torch.compile"""
     seed: int = 0
     """of the first weights, the order of the data and what is drawn at random"""
-    correct: tuple[CorrectionName, ...] = Field(default=("none",), min_length=1)
+    correct: tuple[_Correction, ...] = Field(default=("none",), min_length=1)
     """of stale weights, for all stages or one a stage: none, predict, nesterov, slow-predict, error-feedback or rescale
     (docs/staleness.md)"""
     rescale_steps: int | None = Field(default=None, ge=1)
@@ -67,6 +76,6 @@ class Settings(Computing):
         """Whether updates need a word from every worker: fp16 for overflow, clipping for the norm, skips for NaN."""
         return self.precision == "fp16" or self.clip_norm is not None or self.on_nan == "skip"
 
-    def correction_of(self, stage: int) -> CorrectionName:
+    def correction_of(self, stage: int) -> str:
         """The correction of a stage; of one without its own that of the last."""
         return self.correct[min(stage, len(self.correct) - 1)]

@@ -38,7 +38,7 @@ from stagewright.errors import UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.runtime.all_reduce import AllReduce, make_all_reduce
-from stagewright.runtime.corrections import CORRECTIONS, CorrectionName
+from stagewright.runtime.corrections import CORRECTIONS
 from stagewright.runtime.precision import Verdict
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
@@ -53,7 +53,7 @@ class Versions:
 
     def __init__(
         self, names: Sequence[str], parameters: list[list[nn.Parameter]], make_optimizer: OptimizerMaker,
-        correct: CorrectionName = "none", rescale_steps: int | None = None,
+        correct: str = "none", rescale_steps: int | None = None,
     ) -> None:  # fmt: skip
         """`parameters` are those of each slot, by the whole model's `names`; `correct` is for K > 1."""
         self.names, self.parameters = list(names), parameters
@@ -192,7 +192,7 @@ class Weights(Versions):
     def __init__(
         self, module: nn.Module, num_versions: int, make_optimizer: OptimizerMaker, unreached: Collection[str] = (),
         tied: Mapping[str, Sequence[nn.Parameter]] | None = None, other_names: Mapping[str, str] | None = None,
-        correct: CorrectionName = "none", rescale_steps: int | None = None,
+        correct: str = "none", rescale_steps: int | None = None,
     ) -> None:  # fmt: skip
         """`unreached` are parameters to which no gradient ever comes: no optimizer may decay them.
 
