@@ -27,12 +27,13 @@ from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import this_command
 from stagewright.runtime.run_folder import RunFolder
 from stagewright.runtime.safety.numbers import Watch
+from stagewright.runtime.safety.replicas import ReplicaCheck
 from stagewright.runtime.safety.watchdog import Watchdog
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.timing import AsyncScalars
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
-from stagewright.runtime.world import World, gather_json
+from stagewright.runtime.world import Words, World, gather_json
 from stagewright.schedule import COMPUTE, Schedule
 from stagewright.training.config import Job
 from stagewright.training.events import Teller, plain_line, sinks_of
@@ -73,7 +74,10 @@ class Run:
 class Listener:
     """Keeps the learning rate, the clock, the log, the checkpoints and the watch on numbers while a worker runs."""
 
-    def __init__(self, run: Run, worker: Worker, console: Console | None, checkpointer: Checkpointer | None) -> None:
+    def __init__(
+        self, run: Run, worker: Worker, console: Console | None, checkpointer: Checkpointer | None,
+        words: Words | None = None,
+    ) -> None:  # fmt: skip
         self.checkpointer = checkpointer
         self.faults: dict[int, str] = {}
         self._run, self._worker, self._console, self._plan = run, worker, console, run.schedule.plan
@@ -99,9 +103,9 @@ class Listener:
         if run.job.warm_up == 0:
             worker.stopwatch.mark()  # where the first step begins that is measured
         worker.watch, worker.wants_metric = self._watch(), self._is_due
-        worker.on_update = self._after_update
-        if checkpointer is not None:
-            worker.on_stage_update = checkpointer.note_stage
+        worker.on_update, worker.on_stage_update = self._after_update, self._after_stage
+        every, tell = run.job.check_replicas, partial(self.announce, "replicas", every=True)
+        self.replicas = ReplicaCheck(self._plan, words, self.scalars, every, tell) if words and every else None
 
     def _about(self) -> dict[str, object]:
         run, plan = self._run, self._plan
@@ -126,6 +130,13 @@ class Listener:
     def _is_due(self, batch: int) -> bool:
         """Whether a log line follows a batch."""
         return (batch + 1) % self._run.job.log_every == 0 or batch + 1 == self._run.job.steps
+
+    def _after_stage(self, stage: int, batch: int) -> None:
+        """What follows each update of a stage."""
+        if self.checkpointer is not None:
+            self.checkpointer.note_stage(stage, batch)
+        if self.replicas is not None:
+            self.replicas.after_update(self._worker.replicas[stage], batch)
 
     def _after_update(self, batch: int) -> None:
         """What follows a worker's last update of a batch."""

@@ -93,7 +93,7 @@ def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
         told = [*run.own.changes, *_resume(run, worker)]
     run.job = run.job.with_some_measured()
     checkpointer = _checkpointer_of(run, worker) if run.job.checkpoint_every else None
-    with closing(Listener(run, worker, console, checkpointer)) as listener:
+    with closing(Listener(run, worker, console, checkpointer, words)) as listener:
         if run.world.size > 1:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
         for word in told:
@@ -127,6 +127,8 @@ def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words |
                             versions.end_in_first_slot()
         run.dog.get_on()
         record, path = gather(run, worker, listener.points, listener.sample_tokens), run.folder / RECORD
+        if listener.replicas is not None:
+            listener.replicas.close()
         # A run that did nothing leaves what is there.
         if run.world.worker == 0 and (record.step_s or not path.exists()):
             record.save(path)

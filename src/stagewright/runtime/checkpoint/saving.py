@@ -66,13 +66,11 @@ class _Saved:
     stopped_s: float
     """How long training stood still for it."""
     fault: str | None = None
-    warning: str | None = None
 
     def __str__(self) -> str:
         if self.fault is not None:
             return f"step {self.step} could not be saved: {self.fault}"
-        text = f"step {self.step} saved in {self.seconds:.2f} s, training stood still for {self.stopped_s * 1e3:.1f} ms"
-        return f"{text}; {self.warning}" if self.warning else text
+        return f"step {self.step} saved in {self.seconds:.2f} s, training stood still for {self.stopped_s * 1e3:.1f} ms"
 
 
 @dataclass
@@ -83,8 +81,6 @@ class _Copies:
     places: Tensors
     """Memory of the host to copy to, from checkpoint to checkpoint the same."""
     tensors: Tensors = field(default_factory=dict)
-    sums: Tensors = field(default_factory=dict)
-    """For each stage the sum of its weights' bits, which all replicas have in common."""
     about: dict[str, Any] = field(default_factory=lambda: {"numbers": {}, "options": {}, "scheduler": {}})
     stopped_s: float = 0.0
 
@@ -108,7 +104,6 @@ class Checkpointer:
         self._patience, self._may_prune, self.copier = patience, may_prune, copier
         """What holds while this worker waits for the disk; whether what is saved now is worth more than what was."""
         self._good: set[str] = set()
-        self._warned: set[str] = set()
         self._under_way: dict[int, _Copies] = {}
         self._free: list[Tensors] = []
         self._news: queue.SimpleQueue[_Saved] = queue.SimpleQueue()
@@ -126,7 +121,6 @@ class Checkpointer:
         here = self.worker.replicas[stage]
         with self._copying(stage, batch) as copies:
             self._copy(_own_share(_stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
-            copies.sums[str(stage)] = _sum_of_bits(here.weights.newest().parameters())
             if here.replica == 0:
                 self._copy(_stage_buffers(here), copies)
                 _add_numbers(here, copies.about)
@@ -203,26 +197,25 @@ class Checkpointer:
         """Writes a checkpoint, after the one before."""
         if before is not None:
             before.join()
-        started, fault, warning = time.perf_counter(), None, None
+        started, fault = time.perf_counter(), None
         try:
             if copied is not None:
                 copied.synchronize()
-            warning = self._write(step, copies)
+            self._write(step, copies)
         except BaseException as failure:  # the run goes on with the checkpoints that it has
             fault = reason(failure)
-        self._news.put(_Saved(step, time.perf_counter() - started, copies.stopped_s, fault, warning))
+        self._news.put(_Saved(step, time.perf_counter() - started, copies.stopped_s, fault))
         self._free.append(copies.places)
 
-    def _write(self, step: int, copies: _Copies) -> str | None:
-        """Writes a checkpoint together with all other workers; returns a warning, raises on all where one cannot."""
+    def _write(self, step: int, copies: _Copies) -> None:
+        """Writes a checkpoint together with all other workers; raises on all where one cannot."""
         world, path, copier = self.worker.world, path_of(self.folder, step), self.copier
-        bits = {stage: int(number) for stage, number in copies.sums.items()}
 
         def write() -> list[Any]:
             for key, tensor in copies.tensors.items():
                 if key.startswith("model/") and not bool(torch.isfinite(tensor).all()):
                     raise CheckpointError(f"{key.removeprefix('model/')} has numbers that are not finite")
-            return [copies.about, bits, write_part(path, world.worker, copies.tensors)]
+            return [copies.about, write_part(path, world.worker, copies.tensors)]
 
         def end() -> None:
             if world.worker == 0:
@@ -231,7 +224,7 @@ class Checkpointer:
                 if self._may_prune():
                     prune(self.folder, self.keep, self._good, copier.under_way if copier is not None else None)
 
-        abouts, sums, parts = zip(*together(write, self._group, world.size))
+        abouts, parts = zip(*together(write, self._group, world.size))
         try:
             together(end, self._group, world.size)
         finally:
@@ -240,20 +233,6 @@ class Checkpointer:
         # All have to begin with a copy of the same one.
         if copier is not None and all(together(lambda: copier.under_way is None, self._group, world.size)):
             copier.begin(path, may_prune=self._may_prune())
-        return self._differing(sums)
-
-    def _differing(self, sums: Sequence[Mapping[str, int]]) -> str | None:
-        """A word on stages whose replicas have come to different weights, once for each stage."""
-        for stage, members in enumerate(self.worker.plan.workers):
-            key = str(stage)
-            other = next((worker for worker in members if sums[worker][key] != sums[members[0]][key]), None)
-            if other is not None and key not in self._warned:
-                self._warned.add(key)
-                return (
-                    f"workers {members[0]} and {other} have different weights of stage {stage}, to the bit: devices of "
-                    "one kind should not"
-                )
-        return None
 
     def _about(self, step: int, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         plan, settings = self.worker.plan, self.worker.settings
@@ -297,15 +276,6 @@ def _outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
         elif first.setdefault(id(tensor), name) != name:
             aliases[name] = first[id(tensor)]
     return tensors, aliases
-
-
-@torch.no_grad()
-def _sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
-    """The bits of some tensors, added up as whole numbers: the same for the same numbers in any order."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = [tensor.detach().view(kinds[tensor.element_size()]) for tensor in tensors if tensor.numel()]
-    found = [each.sum(dtype=torch.int64) for each in bits]
-    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
 
 
 # A stage as tensors
