@@ -76,7 +76,7 @@ if [ "$device" = cpu ]; then
 fi
 
 options=(--epochs "$epochs" --batch-per-device "$batch" --placement "$placement" --device "$device")
-options+=(--precision fp32 --log-every "$log_every")
+options+=(--precision fp32 --log-every "$log_every" --log-format original)
 if [ -f "$root/recipes/$model.yaml" ]; then options+=(--recipe "$root/recipes/$model.yaml"); fi
 case $placement in *.*)
     options+=(--staleness "${STALENESS:-ssp}")

@@ -72,6 +72,10 @@ class Plan(Saved):
     """How many microbatches' activations a replica may hold; None is what the policy wants."""
     notes: tuple[str, ...] = ()
     """Why this plan was chosen."""
+    predicted_step_s: float | None = Field(default=None, gt=0)
+    """How long a step takes, as predicted when it was chosen."""
+    predicted_on: str = ""
+    """The cluster for which that was."""
 
     def __post_init__(self) -> None:
         names = self.layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from stagewright.cli.bench import bench
 from stagewright.cli.plan import plan
 from stagewright.cli.rehearse import rehearse
 from stagewright.cli.simulate import simulate
-from stagewright.cli.train import train
+from stagewright.cli.train import USUAL, train
 from stagewright.errors import StagewrightError
 from stagewright.planning.options import PlanOptions
 from stagewright.record import Record
@@ -146,7 +147,31 @@ def test_an_option_has_the_same_form_in_every_verb() -> None:
     assert options_of(bench)["--nodes"].multiple is False
 
 
-def test_help_shows_the_options_in_groups(run: Run) -> None:
-    _, out, _ = run("train", "--help")
-    titles = re.findall(r"─ ([A-Z]\w+) ─", out)
-    assert titles == ["Arguments", "Options", "Model", "Data", "Plan", "Recipe", "Computing", "Job", "Where"]
+def test_help_shows_the_usual_options_in_groups_and_the_rest_on_demand(run: Run) -> None:
+    told = {}
+    for option in ("--help", "--help-all"):
+        _, out, _ = run("train", option)
+        told[option] = set(re.findall(r"^  (?:-\w, )?(--[^ ]+)", out, re.MULTILINE))
+        titles = re.findall(r"^([A-Z][\w ]+):(?: |$)", out, re.MULTILINE)[1:]
+        if option == "--help":
+            assert titles == ["Arguments", *USUAL, "Help"]
+            left = re.search(r"(\d+) more options: stagewright train --help-all", out)
+            assert len(out.splitlines()) <= 90
+        else:
+            assert titles == ["Arguments", "Options", "Model", "Data", "Plan", "Recipe", "Computing", "Job", "Where"]
+    usual, everything = told.values()
+    assert usual < everything
+    assert left is not None
+    assert len(everything) - len(usual) == int(left[1])
+    assert {"--[no-]save-final", "--overwrite"} <= everything
+    assert not usual & {"--lora", "--[no-]self-check"}
+
+
+def test_the_usual_options_are_options() -> None:
+    from stagewright.cli.rehearse import rehearse
+    from stagewright.cli.train import USUAL, train
+
+    for verb in (train, rehearse):
+        names = set(inspect.signature(verb).parameters)
+        chosen = {name for group in verb.usual.values() for name in group}  # type: ignore[attr-defined]
+        assert chosen - names <= ({"nodes", "devices", "dry_run"} if verb is rehearse else set())

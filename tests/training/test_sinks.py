@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,8 @@ import pytest
 
 from stagewright.cli import main
 from stagewright.errors import UsageError
-from stagewright.training.events import Teller, check_sinks, plain_line, read_events, sinks_of
+from stagewright.training.display import log_lines
+from stagewright.training.events import Teller, check_sinks, read_events, sinks_of
 
 TRAIN = {
     "epoch": 0, "iter": 100, "loss": 6.907755, "top_1": 0.001, "top_k": 0.005, "images_per_s": 4929.5791, "scale": 1.0,
@@ -33,13 +36,29 @@ def tell(folder: Path, *names: str, is_resumed: bool = False) -> None:
     teller.close()
 
 
-def test_log_lines_are_those_of_the_benchmark_series() -> None:
-    assert plain_line({"event": "train", "time": 1607420412.0, **TRAIN}) == (
+def test_original_lines_are_those_of_the_benchmark_series() -> None:
+    assert log_lines({"event": "train", "time": 1607420412.0, **TRAIN}, "original") == [
         "train: epoch 0, iter 100, loss: 6.907755, top_1: 0.001000, top_k: 0.005000, samples/s: 4929.579 1607420412.0"
-    )
-    assert plain_line({"event": "validation", "time": 1607420412.04, **VALIDATION}) == (
+    ]
+    assert log_lines({"event": "validation", "time": 1607420412.04, **VALIDATION}, "original") == [
         "validation: epoch 1, iter 200, top_1: 0.500000, top_k: 0.750000, samples/s: 100.000 1607420412.0"
+    ]
+
+
+def test_every_number_of_a_log_line_has_a_name() -> None:
+    more = {"learning_rate": 0.1, "norm": 2.5, "scale": 32768.0, "stage_memory_bytes": [3 << 30, 1 << 30]}
+    [line] = log_lines({"event": "train", "time": 1607420412.0, "memory_bytes": 1 << 30, **TRAIN, **more})
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1607420412.0))
+    assert line == (
+        "train: epoch 0, iter 100, loss: 6.907755, top_1: 0.001000, top_k: 0.005000, lr: 0.1, norm: 2.5, "
+        f"samples/s: 4929.579, scale: 32768, memory: 3.0 / 1.0 GiB, time: {clock}"
     )
+
+
+def test_lines_for_machines_are_json_even_where_a_loss_is_no_number() -> None:
+    event = {"event": "train", "time": 1607420412.0, **TRAIN, "loss": math.nan}
+    [line] = log_lines(event, "json")
+    assert json.loads(line, parse_constant=pytest.fail) == {**event, "loss": None}
 
 
 def test_summary_has_a_line_for_what_was_run_and_one_a_figure(tmp_path: Path) -> None:
@@ -131,7 +150,7 @@ def test_a_run_logs_and_evaluates_made_up_images(tmp_path: Path, capsys: pytest.
     ]  # fmt: skip
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert all(event["memory_bytes"] > 1 << 20 for event in events if event["event"] in ("train", "validation"))
-    assert [event["event"] for event in events][-1] == "checkpoint", "the last step is saved"
+    assert [event["event"] for event in events][-2:] == ["checkpoint", "end"], "the last step is saved"
     with (tmp_path / "summary.csv").open() as file:
         legends = [row["legend"] for row in csv.DictReader(file)]
     assert legends.count("train_loss") == 4

@@ -5,9 +5,12 @@ A verb's module has a function of the verb's name, or a Typer app called `app` w
 
 from __future__ import annotations
 
+import inspect
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -48,13 +51,73 @@ class Verb(TyperCommand):
         if app is None:
             app = typer.Typer(add_completion=False)
             app.command()(getattr(module, str(self.name)))
-        return get_command(app)
+        return _with_plain_help(get_command(app), getattr(getattr(module, str(self.name), None), "usual", None))
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The context of the real command, which then runs instead of this one."""
         command = self.load()
         command.name = self.name
+        if "--help-all" in args:
+            command, args = _with_plain_help(command), ["--help"]
         return command.make_context(info_name, args, parent=parent, **extra)
+
+
+def _with_plain_help(command: Any, usual: Mapping[str, Sequence[str]] | None = None) -> Any:
+    """The command, whose help is as wide as the terminal and has no boxes; so have the commands inside it."""
+    command.format_help = partial(_write_help, command, usual)
+    for each in getattr(command, "commands", {}).values():
+        if not isinstance(each, Verb):
+            _with_plain_help(each)
+    return command
+
+
+def _write_help(command: Any, usual: Mapping[str, Sequence[str]] | None, context: Any, formatter: Any) -> None:
+    """Writes a command's help: what it does, an example, its options in groups; all of them where none are usual."""
+    formatter.width = min(shutil.get_terminal_size().columns, 100) - 1
+    command.format_usage(context, formatter)
+    about, _, example = inspect.cleandoc(command.help or "").partition("Example: ")
+    for text in (about, f"Example: {example}" if example else ""):
+        if text:
+            formatter.write_paragraph()
+            with formatter.indentation():
+                for paragraph in text.strip().split("\n\n"):
+                    formatter.write_text(paragraph)
+    rows, groups = _help_groups(command, usual, command.get_params(context))
+    shown = {title: [rows[name] for name in names if name in rows] for title, names in groups.items()}
+    inside = getattr(command, "commands", {}).items()
+    shown["Commands"] = [(name, (each.help or "").partition("\n\n")[0]) for name, each in inside]
+    for title, lines in shown.items():
+        if lines:
+            with formatter.section(title):
+                formatter.write_dl(lines, col_max=26)
+    left = len(rows) - sum(map(len, shown.values()))
+    if left > 0:
+        formatter.write_paragraph()
+        formatter.write_text(f"{left} more options: {context.command_path} --help-all")
+
+
+def _help_groups(
+    command: Any, usual: Mapping[str, Sequence[str]] | None, parameters: Sequence[Any]
+) -> tuple[dict[str, tuple[str, str]], dict[str, Sequence[str]]]:
+    """The line of each parameter, and by title the names of those that stand together."""
+    rows = {each.name: _help_row(each) for each in parameters}
+    arguments = [each.name for each in parameters if each.param_type_name == "argument"]
+    if usual is not None:
+        return rows, {"Arguments": arguments, **usual, "Help": ["help"]}
+    panels = {each.name: getattr(each, "rich_help_panel", None) or "Options" for each in parameters}
+    panels |= dict.fromkeys(arguments, "Arguments")
+    titles = dict.fromkeys(panels.values())
+    return rows, {title: [name for name in rows if panels[name] == title] for title in titles}
+
+
+def _help_row(parameter: Any) -> tuple[str, str]:
+    """`-o, --out PATH`, and what it is for."""
+    if parameter.param_type_name == "argument":
+        return parameter.metavar or parameter.name.upper(), parameter.help or ""
+    names = ", ".join(sorted(parameter.opts, key=len))
+    if parameter.is_flag:
+        return names.replace("--", "--[no-]", 1) if parameter.metavar else names, parameter.help or ""
+    return f"{names} {parameter.metavar or 'TEXT'}", parameter.help or ""
 
 
 def _make_command() -> TyperGroup:
@@ -63,6 +126,7 @@ def _make_command() -> TyperGroup:
     assert isinstance(group, TyperGroup)
     for name, purpose in VERBS.items():
         group.add_command(Verb(name=name, help=purpose, callback=None))
+    _with_plain_help(group)
     return group
 
 

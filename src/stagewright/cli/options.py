@@ -7,7 +7,7 @@ option        --microbatches INTEGER    that sentence, the choices, the default;
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -61,7 +61,11 @@ def names_file(what: str) -> bool:
 
 
 def takes(
-    *, sections: Mapping[str, type] | None = None, without: Collection[str] = (), also: Mapping[str, str] | None = None
+    *,
+    sections: Mapping[str, type] | None = None,
+    without: Collection[str] = (),
+    also: Mapping[str, str] | None = None,
+    usual: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a verb the options of its parameters that are dataclasses, made from what was typed.
 
@@ -96,6 +100,7 @@ def takes(
         parameters = [*plain, *(_parameter(name, *home, (also or {}).get(name)) for name, home in homes.items())]
         called.__name__, called.__doc__ = verb.__name__, verb.__doc__
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.usual = usual  # type: ignore[attr-defined]
         called.__annotations__ = {each.name: each.annotation for each in parameters}
         return called
 
@@ -125,7 +130,11 @@ def _parameter(name: str, section: str, key: Key, other: str | None) -> inspect.
         text += "; may be repeated"
     if key.default not in (None, MISSING, False, (), ""):
         text += f" ({'yes' if key.default is True else key.default})"
-    shown = typer.Option(*words, *filter(None, [other]), help=text, rich_help_panel=_PANELS.get(section))
+    values: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+    metavar = values.get(key.kind, "TEXT") if not is_flag else "no" if key.default in (None, True) else None
+    shown = typer.Option(
+        *words, *filter(None, [other]), help=text, rich_help_panel=_PANELS.get(section), metavar=metavar
+    )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
     )

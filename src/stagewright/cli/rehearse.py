@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from stagewright.cli.options import Given, takes
-from stagewright.cli.train import Model, Run
+from stagewright.cli.train import USUAL, Model, Run
 from stagewright.cluster import Cluster, find_cluster
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
@@ -25,7 +25,10 @@ _NOT_HERE = ("nodes", "remote_python", "save_final", "devices", "share")
 """Options of `train` that say where workers run: the cluster file does that here."""
 
 
-@takes(sections=SECTIONS, without=(*NO_OPTION, *_NOT_HERE))
+@takes(
+    sections=SECTIONS, without=(*NO_OPTION, *_NOT_HERE),
+    usual={"Rehearsal": ("cluster", "slices", "rate", "measure"), **USUAL},
+)  # fmt: skip
 def rehearse(model: Model = None, *, run: Run, given: Given) -> None:
     """Trains on hosts that this machine emulates, each with its own address, link rate, latency and share of the CPU.
 
@@ -112,14 +115,11 @@ def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, cons
         plan = fixed_plan(profile, wanted, measured)
     else:
         plan = make_plan(profile, measured, wanted).best.plan
-    predicted = simulator(profile, measured)(plan)
+    predicted_s = simulator(profile, measured)(plan).median_step_s
+    plan = replace(plan, predicted_step_s=predicted_s, predicted_on=measured.name)
     config = _with(config, "plan", file=plan.save(folder / "plan.json"))
     config = _with(_with(config, "where", out=folder), "rehearsal", measure=False)
-    record = run_command(config, console, cluster=cluster, hosts=hosts, source="rehearsed")
-    if record is not None:
-        error = predicted.median_step_s / record.median_step_s - 1
-        console.print(f"predicted: {predicted.samples_per_s:,.1f} images/s, the step {error:+.1%} off")
-    return record
+    return run_command(config, console, cluster=cluster, hosts=hosts, source="rehearsed")
 
 
 def _on_slices(config: Config, slices: int, rate: str | None, console: Console) -> Record | None:

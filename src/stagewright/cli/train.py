@@ -17,7 +17,10 @@ from stagewright.runtime.launch.environment import is_main, is_worker
 from stagewright.schema import dump_yaml
 from stagewright.training.config import NO_OPTION, SECTIONS, Config, make_config
 
-Model = Annotated[str | None, typer.Argument(help="a model of `stagewright models`; may stand in the --config file")]
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="a model of `stagewright models`; may stand in the --config file"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +54,9 @@ class Run:
         return Console(stderr=self.json)
 
     def show(self, record: Record | None) -> None:
-        """Prints what it came to: one line, or its figures as JSON; from one process, however many there are."""
-        if record is None or not is_main():
-            return
-        if self.json:
+        """Prints its figures as JSON where that is asked for; from one process, however many there are."""
+        if record is not None and self.json and is_main():
             typer.echo(json.dumps(record.summary()))
-        elif record.samples_per_s:
-            tokens = record.tokens_per_s
-            unit, speed = ("samples", record.samples_per_s) if tokens is None else ("tokens", tokens)
-            epoch = f" · epoch {record.epoch_s:,.1f} s ({record.epoch_samples:,} images)" if record.epoch_s else ""
-            self.console.print(
-                f"\n{record.plan.model} on {record.plan.placement}: {speed:,.1f} {unit}/s · "
-                f"step {record.median_step_s * 1e3:,.1f} ms (median of {len(record.step_s)}){epoch}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +65,21 @@ class _Training(Run):
     """print the plan and the commands, start nothing"""
 
 
-@takes(sections={name: cls for name, cls in SECTIONS.items() if name != "rehearsal"}, without=NO_OPTION)
+USUAL = {
+    "Model and data": ("data", "evaluation_data", "image_size", "num_classes", "sequence_length"),
+    "Plan": (
+        "batch", "batch_per_device", "placement", "cut", "ratio", "microbatches", "staleness", "schedule", "recompute",
+        "plan",
+    ),
+    "Recipe": ("recipe", "epochs", "optimizer", "learning_rate", "weight_decay", "precision"),
+    "Where": ("device", "devices", "nodes", "out"),
+    "Run": ("steps", "log_every", "log_format", "checkpoint_every", "resume", "overwrite"),
+    "Show": ("config", "print_config", "dry_run", "json"),
+}  # fmt: skip
+"""The options that people use, as `--help` groups them."""
+
+
+@takes(sections={name: cls for name, cls in SECTIONS.items() if name != "rehearsal"}, without=NO_OPTION, usual=USUAL)
 def train(model: Model = None, *, run: _Training, given: Given) -> None:
     """Trains a model: data parallel, in a synchronous pipeline, or in a stale-synchronous one.
 

@@ -80,7 +80,9 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: S
     others = {shape(c.plan): c for c in reversed(choices) if rival is None or len(c.plan.stages) > 1}
     others.pop(shape(best.plan), None)
     return Search(
-        best=replace(best, plan=replace(best.plan, notes=(reason,))),
+        best=replace(
+            best, plan=replace(best.plan, notes=(reason,), predicted_step_s=best.step_s, predicted_on=cluster.name)
+        ),
         others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:3]),
         data_parallel=rival,
         why_no_data_parallel=f"does not fit: {_describe(short, problem)}"

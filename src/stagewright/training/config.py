@@ -18,7 +18,7 @@ from stagewright.errors import FileError, UsageError
 from stagewright.planning.options import PlanOptions
 from stagewright.runtime.settings import Computing
 from stagewright.schema import Saved, adapter, check_head, read_plain, schema, shown
-from stagewright.training.events import SinkName
+from stagewright.training.events import LogFormat, SinkName
 from stagewright.training.recipes import RecipeFile, find_recipe
 from stagewright.training.sections import read_section, section_keys
 
@@ -108,6 +108,8 @@ class JobOptions:
     """first steps that are not measured"""
     log_every: int = Field(default=10, ge=1)
     """steps between log lines"""
+    log_format: LogFormat = "text"
+    """log lines with names, as JSON, or as the original benchmark wrote them"""
     evaluate_every: int | None = Field(default=None, ge=1)
     """epochs between evaluations; one comes at the end as well"""
     sinks: tuple[SinkName, ...] = ()

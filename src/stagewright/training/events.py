@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -20,18 +19,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from stagewright.data.source import is_there
-from stagewright.errors import UsageError, visible
+from stagewright.errors import UsageError
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
+LogFormat = Literal["text", "json", "original"]
 _NAME = "events.jsonl"
-_Event = Mapping[str, Any]
+Event = Mapping[str, Any]
 _About = Mapping[str, object]
 """What was run, for a person who looks at its figures."""
-_Write = Callable[[_Event, Mapping[str, float]], object]
+_Write = Callable[[Event, Mapping[str, float]], object]
 """Takes an event of a step, and its figures by their legends."""
 _Sink = AbstractContextManager[_Write]
 
@@ -58,7 +55,7 @@ def _tensorboard(folder: Path, about: _About) -> Iterator[_Write]:
 
     writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
-    def write(event: _Event, figures: Mapping[str, float]) -> None:
+    def write(event: Event, figures: Mapping[str, float]) -> None:
         for legend, value in figures.items():
             writer.add_scalar(legend.replace("_", "/", 1), value, event["iter"], walltime=event["time"])
 
@@ -82,7 +79,7 @@ def _mlflow(folder: Path, about: _About) -> Iterator[_Write]:
     """A run of MLflow; the server comes from its own settings."""
     mlflow: Any = import_module("mlflow")
 
-    def write(event: _Event, figures: Mapping[str, float]) -> None:
+    def write(event: Event, figures: Mapping[str, float]) -> None:
         finite = {legend: value for legend, value in figures.items() if math.isfinite(value)}
         if finite:
             mlflow.log_metrics(finite, step=event["iter"])
@@ -156,77 +153,3 @@ def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, dict[str, A
                 continue
             if isinstance(event, dict):
                 yield start, event
-
-
-def plain_line(event: _Event) -> str | None:
-    """The log line of an event, as people and scripts of the benchmark series read it."""
-    kind = event.get("event")
-    if kind not in ("train", "validation"):
-        return visible(f"{kind}: {event['text']}") if "text" in event else None
-    names = ("loss", "perplexity", "top_1", "top_k")
-    figures = "".join(f"{name}: {event[name]:.6f}, " for name in names if name in event)
-    speed = f"samples/s: {event['images_per_s']:.3f}"
-    if "tokens_per_s" in event:
-        more = {"learning_rate": "lr", "norm": "norm", "mfu": "mfu", "tokens": "tokens"}
-        figures += "".join(f"{short}: {event[name]:.6g}, " for name, short in more.items() if name in event)
-        speed = f"tokens/s: {event['tokens_per_s']:.3f}"
-    return f"{kind}: epoch {event['epoch']}, iter {event['iter']}, {figures}{speed} {event['time']:.1f}"
-
-
-class Display:
-    """Follows the events that a run tells from now on, from another thread, until it is closed."""
-
-    def __init__(self, folder: Path, console: Console, *, num_steps: int, title: str) -> None:
-        path, self._folder = folder / _NAME, folder
-        self._position = path.stat().st_size if path.exists() else 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="display", daemon=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=console, transient=True,
-            disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task = self._progress.add_task(title, total=num_steps, rate="", figures="starting workers")
-
-    def __enter__(self) -> Display:
-        self._progress.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *fault: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        if not self._progress.disable:
-            self._progress.stop()
-
-    def rename(self, title: str) -> None:
-        """Shows another title: the plan has changed."""
-        self._progress.update(self._task, description=title)
-
-    def _follow(self) -> None:
-        while True:
-            last = self._stop.wait(0.1)
-            for position, event in read_events(self._folder, self._position):
-                self._position = position
-                self._show(event)
-            if last:
-                return
-
-    def _show(self, event: _Event) -> None:
-        if self._progress.disable or event.get("event") != "train":
-            line = plain_line(event)
-            if line:
-                is_log = self._progress.disable
-                self._progress.console.print(line, highlight=False, markup=False, soft_wrap=is_log)
-            return
-        figures = f"loss {event['loss']:.4f}"
-        if "top_1" in event:
-            figures += f"  top-1 {event['top_1']:.1%}  top-5 {event['top_k']:.1%}"
-        if event.get("scale", 1.0) != 1.0:
-            figures += f"  scale {event['scale']:g}"
-        figures += f"  memory {event.get('driver_bytes', event['memory_bytes']) / 2**30:.1f} GiB"
-        rate = f"{event['images_per_s']:,.0f} samples/s"
-        if "tokens_per_s" in event:
-            share = f" ({event['mfu']:.0%} of the peak)" if "mfu" in event else ""
-            rate = f"{event['tokens_per_s']:,.0f} tokens/s{share}"
-        self._progress.update(self._task, completed=event["iter"], rate=rate, figures=figures)

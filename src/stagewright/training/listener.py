@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 
 from stagewright.errors import RunError
@@ -36,9 +33,10 @@ from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import Words, World, gather_json
 from stagewright.schedule import COMPUTE, Schedule
 from stagewright.training.config import Job
-from stagewright.training.events import Teller, plain_line, sinks_of
+from stagewright.training.events import Teller, sinks_of
 from stagewright.training.metrics import METRICS, peak_flops, perplexity, token_flops, tokens_of_row
 from stagewright.training.recipes import Recipe, rate_at
+from stagewright.training.telling import end_figures, memory_by_stage, memory_bytes, memory_figures, plan_figures
 
 if TYPE_CHECKING:
     from stagewright.runtime.checkpoint.saving import Checkpointer
@@ -75,12 +73,11 @@ class Listener:
     """Keeps the learning rate, the clock, the log, the checkpoints and the watch on numbers while a worker runs."""
 
     def __init__(
-        self, run: Run, worker: Worker, console: Console | None, checkpointer: Checkpointer | None,
-        words: Words | None = None,
-    ) -> None:  # fmt: skip
+        self, run: Run, worker: Worker, checkpointer: Checkpointer | None, words: Words | None = None
+    ) -> None:
         self.checkpointer = checkpointer
         self.faults: dict[int, str] = {}
-        self._run, self._worker, self._console, self._plan = run, worker, console, run.schedule.plan
+        self._run, self._worker, self._plan = run, worker, run.schedule.plan
         self._group = run.world.group("figures", self._plan.workers[-1])
         self._speaks = self._plan.workers[-1][0] == run.world.worker
         self._is_last = run.world.worker in self._plan.workers[-1]
@@ -102,6 +99,7 @@ class Listener:
                     versions.rate_of = partial(rate_at, run.recipe)
         if run.job.warm_up == 0:
             worker.stopwatch.mark()  # where the first step begins that is measured
+        self._note_memory()
         worker.watch, worker.wants_metric = self._watch(), self._is_due
         worker.on_update, worker.on_stage_update = self._after_update, self._after_stage
         every, tell = run.job.check_replicas, partial(self.announce, "replicas", every=True)
@@ -149,6 +147,8 @@ class Listener:
             self._worker.stopwatch.mark()
         if batch + 1 == max(job.steps - self._run.settings.trace_steps, job.first_step + 1):
             self._worker.stopwatch.start()
+        if self._is_due(batch):
+            self._note_memory()
         if self._is_last:
             self._note_figures(batch)
 
@@ -222,17 +222,27 @@ class Listener:
     def announce(self, kind: str, text: str, *, every: bool = False) -> None:
         """Tells a sentence; from one worker, or from every one that has something to say."""
         if self._speaks or every:
-            self._tell(kind, {"text": text})
+            self._teller.tell(kind, text=text)
 
     def _say(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         place = {"epoch": self._run.job.epoch_of(step), "iter": step}
-        self._tell(kind, {**place, **values, **_memory_figures(self._run.world.device)})
+        memory = {**memory_figures(self._run.world.device), **memory_by_stage(self._plan, self._run.folder)}
+        self._teller.tell(kind, **place, **values, **memory)
 
-    def _tell(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Writes an event, and prints its line where nobody else watches the events."""
-        event = self._teller.tell(kind, **values)
-        if self._console is not None:
-            self._console.print(plain_line(event), highlight=False, markup=False, soft_wrap=True)
+    def _note_memory(self) -> None:
+        if self._worker.flight is not None:
+            self._worker.flight.note_memory(memory_bytes(self._run.world.device))
+
+    def tell_plan(self) -> None:
+        """Tells what runs where, from one worker."""
+        if self._speaks:
+            run, about = self._run, {key: value for key, value in self._about().items() if key != "recipe"}
+            self._teller.tell("plan", **about, **plan_figures(self._plan, run.job, run.layered))
+
+    def tell_end(self, record: Record) -> None:
+        """Tells what it came to, and what to do next."""
+        is_saved = self.checkpointer is not None and self._run.own.state != "stopped"
+        self._teller.tell("end", **end_figures(record, self._run.layered, self._run.folder, is_saved=is_saved))
 
     def evaluate(self, step: int, feed: Feed) -> None:
         """Evaluates with the newest weights, and logs it."""
@@ -295,7 +305,7 @@ def gather(run: Run, worker: Worker, points: Sequence[Point], sample_tokens: flo
     plan, device = run.schedule.plan, run.world.device
     own = {
         "spans": [list(span) for span in worker.stopwatch.spans()], "steps": worker.stopwatch.step_s(),
-        "points": [point.__dict__ for point in points], **_memory_figures(device),
+        "points": [point.__dict__ for point in points], **memory_figures(device),
     }  # fmt: skip
     told = gather_json(own, run.world.control, run.world.size)
     steps = told[0]["steps"]
@@ -344,22 +354,3 @@ def typed_command() -> str:
         return os.environ.get(COMMAND) or " ".join(this_command()[1:])
     except RunError:
         return ""
-
-
-def _memory_figures(device: torch.device) -> dict[str, int]:
-    """The most memory that this worker had, of its card or of its process, under the names that events use.
-
-    Of a card by torch's allocator, and, where nvidia-ml-py is there, what the driver shows as used, by whomever.
-    """
-    if device.type != "cuda":
-        return {"memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    found = {"memory_bytes": torch.cuda.max_memory_reserved(device)}
-    with suppress(ImportError):
-        import pynvml
-
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            # Cards are asked for by name: CUDA_VISIBLE_DEVICES changes torch's numbers, not the driver's.
-            card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-            found["driver_bytes"] = int(pynvml.nvmlDeviceGetMemoryInfo(card).used)
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFee
 from stagewright.runtime.launch.environment import RUN_FOLDER
 from stagewright.runtime.launch.joining import Take, joined
 from stagewright.runtime.replica import fed_inputs
-from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE
+from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, RunFolder
 from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.safety.watchdog import LastWords, Watchdog
@@ -60,15 +60,23 @@ def work(
     watching = Watchdog(settings.timeout_s, settings.start_timeout_s, last.when_stuck, is_on=size > 1)
     try:
         with watching as dog, open_world(settings) as world, joined(world, take) as own:
+            shown = _display(own, job, schedule, console) if console is not None and rank == 0 else nullcontext()
             last.folder, last.places = own.path, world.places
             run = Run(schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own, world, dog)
-            with closing(Flight(own.path, rank, settings.timeout_s)) as flight:
+            with shown, closing(Flight(own.path, rank, settings.timeout_s)) as flight:
                 try:
-                    return _run_worker(run, flight, console)
+                    return _run_worker(run, flight)
                 except BaseException as fault:
                     raise last.of(fault) from fault.__cause__  # before anything is closed, which may take its time
     except BaseException as fault:
         raise last.of(fault) from fault.__cause__
+
+
+def _display(own: RunFolder, job: Job, schedule: Schedule, console: Console) -> AbstractContextManager[object]:
+    """What shows the events of all workers, in the one that no launcher follows."""
+    from stagewright.training.display import Display  # what it draws with takes a while to load
+
+    return Display(own.path, console, f"starting {schedule.plan.model} on {schedule.plan.placement}", job.log_format)
 
 
 def nothing_left(done: int, steps: int) -> str:
@@ -76,7 +84,7 @@ def nothing_left(done: int, steps: int) -> str:
     return f"nothing is left to train: the checkpoint is of step {done}, and --steps is {steps}"
 
 
-def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
+def _run_worker(run: Run, flight: Flight) -> Record:
     """Makes the worker, resumes where asked, trains, and gathers the record."""
     sums = partial(accuracy_sums, shifts=getattr(run.layered.loss, "shifts", False))
     metric = (sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
@@ -93,9 +101,10 @@ def _run_worker(run: Run, flight: Flight, console: Console | None) -> Record:
         told = [*run.own.changes, *_resume(run, worker)]
     run.job = run.job.with_some_measured()
     checkpointer = _checkpointer_of(run, worker) if run.job.checkpoint_every else None
-    with closing(Listener(run, worker, console, checkpointer, words)) as listener:
+    with closing(Listener(run, worker, checkpointer, words)) as listener:
         if run.world.size > 1:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
+        listener.tell_plan()
         for word in told:
             listener.announce("resume", word)
         if run.job.first_step >= run.job.steps:
@@ -132,6 +141,8 @@ def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words |
         # A run that did nothing leaves what is there.
         if run.world.worker == 0 and (record.step_s or not path.exists()):
             record.save(path)
+        if run.world.worker == 0 and record.step_s:
+            listener.tell_end(record)
         if run.world.control is not None:
             dist.barrier(group=run.world.control)
         return record

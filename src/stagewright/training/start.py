@@ -40,7 +40,7 @@ from stagewright.runtime.weights import OptimizerMaker
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.training.config import CONFIG_FILE, Config, Job
-from stagewright.training.events import Display, Teller, check_sinks
+from stagewright.training.events import Teller, check_sinks
 from stagewright.training.feeds import Collate, MapStyle, as_feed
 from stagewright.training.listener import COMMAND, Rows, typed_command
 from stagewright.training.loop import work
@@ -206,7 +206,10 @@ def _start_workers(
     lost, or without the device that failed it, for as long as one is left.
     """
     environment, restarts, causes = {COMMAND: typed_command()}, 0, list[str]()
-    with Display(folder, console, num_steps=job.steps, title=_title_of(schedule.plan)) as watching:
+    from stagewright.training.display import Display  # workers, which run this file too, show nothing
+
+    title = f"starting {count(len(schedule.plan.devices), 'worker')} of {schedule.plan.model}"
+    with Display(folder, console, title, job.log_format):
         while True:
             plan = schedule.plan
             schedule.save(folder / SCHEDULE_FILE)
@@ -227,15 +230,10 @@ def _start_workers(
                     if isinstance(hosts, OverSsh):
                         hosts = hosts.without(fault.hosts)
                     schedule, restarts = make_schedule(after, agree=schedule.agree), 0
-                    watching.rename(_title_of(after))
                 else:
                     raise
                 environment[RESTARTED] = "1"
     return Record.load(folder / RECORD)
-
-
-def _title_of(plan: Plan) -> str:
-    return f"{plan.model} on {plan.placement}"
 
 
 def _tell(folder: Path, kind: str, text: str) -> None:
@@ -293,7 +291,8 @@ def _plan_without(plan: Plan, lost: Collection[DeviceId]) -> Plan:
             left[number] = (given,)
             left[richest] = tuple(kept) or left[richest]
     made = tuple(replace(stage, devices=devices, row_weights=None) for stage, devices in zip(stages, left))
-    return replace(plan, stages=made, notes=(f"made when {format_placement([tuple(sorted(lost))])} was lost",))
+    note = f"made when {format_placement([tuple(sorted(lost))])} was lost"
+    return replace(plan, stages=made, notes=(note,), predicted_step_s=None)
 
 
 def _plan_without_hosts(plan: Plan, lost: Collection[int]) -> Plan:

@@ -20,7 +20,8 @@ _BEAT = struct.Struct("<d")
 _ENTRY = struct.Struct("<dBhiih")
 """time, kind, stage, batch, microbatch, peer"""
 _NUM_ENTRIES = 64
-_SIZE = _HEAD.size + _ENTRY.size * _NUM_ENTRIES
+_MEMORY = struct.Struct("<q")
+_SIZE = _HEAD.size + _ENTRY.size * _NUM_ENTRIES + _MEMORY.size
 _KINDS = list(Kind)
 
 
@@ -49,6 +50,10 @@ class Flight:
         if not self._map.closed:
             _BEAT.pack_into(self._map, _HEAD.size - 2 * _BEAT.size, time.time())
 
+    def note_memory(self, num_bytes: int) -> None:
+        """Notes the most memory that the process has had."""
+        _MEMORY.pack_into(self._map, _SIZE - _MEMORY.size, num_bytes)
+
     def close(self) -> None:
         """Lets the file go."""
         self._map.close()
@@ -68,6 +73,8 @@ class Trace(NamedTuple):
     """How long it may be silent."""
     entries: list[tuple[float, Action]]
     """Its last actions with their times, oldest first."""
+    memory_bytes: int = 0
+    """The most memory that it has had; 0 where that is not known."""
 
     @classmethod
     def read(cls, folder: Path, worker: int) -> Trace | None:
@@ -76,7 +83,7 @@ class Trace(NamedTuple):
             raw = _path_of(folder, worker).read_bytes()
         except OSError:
             return None
-        if len(raw) != _SIZE:
+        if len(raw) not in (_SIZE, _SIZE - _MEMORY.size):  # older ones end before the memory
             return None
         count, process, beat_s, silence_s = _HEAD.unpack_from(raw)
         if count < 0 or process <= 0:
@@ -84,7 +91,8 @@ class Trace(NamedTuple):
         numbers = range(max(0, count - _NUM_ENTRIES), count)
         entries = (_ENTRY.unpack_from(raw, _HEAD.size + _ENTRY.size * (number % _NUM_ENTRIES)) for number in numbers)
         known = [(when, Action(_KINDS[kind], *rest)) for when, kind, *rest in entries if kind < len(_KINDS)]
-        return cls(beat_s, silence_s, known)
+        memory = _MEMORY.unpack_from(raw, _SIZE - _MEMORY.size)[0] if len(raw) == _SIZE else 0
+        return cls(beat_s, silence_s, known, memory)
 
 
 class Confession(NamedTuple):
