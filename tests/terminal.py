@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import struct
-import sys
 import termios
 import time
 from pathlib import Path
@@ -16,16 +15,16 @@ from pathlib import Path
 CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
 
-def typed(*words: str, columns: int, folder: Path, seconds: float = 120, **environment: str) -> tuple[int, str]:
-    """Runs words of `stagewright` on a terminal; its exit status, and all that it wrote."""
+def typed(*words: str, columns: int, folder: Path, seconds: float = 120) -> tuple[int, str]:
+    """Runs a command on a terminal; its exit status, and all that it wrote."""
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
         left_out = ("COLUMNS", "LINES", "NO_COLOR", "CI")
         kept = {key: value for key, value in os.environ.items() if key not in left_out}
-        kept |= {"TERM": "xterm-256color", **environment}
-        os.execve(sys.executable, [sys.executable, "-m", "stagewright", *words], kept)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        # The size is set by the child itself, so that it is there before anyone asks for it.
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        os.execve(words[0], words, kept | {"TERM": "xterm-256color"})
     written, deadline = b"", time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:

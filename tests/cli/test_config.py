@@ -14,6 +14,7 @@ import yaml
 from typer.main import get_command
 
 from stagewright.cli.bench import bench
+from stagewright.cli.options import _PANELS
 from stagewright.cli.plan import plan
 from stagewright.cli.rehearse import rehearse
 from stagewright.cli.simulate import simulate
@@ -158,7 +159,7 @@ def test_help_shows_the_usual_options_in_groups_and_the_rest_on_demand(run: Run)
             left = re.search(r"(\d+) more options: stagewright train --help-all", out)
             assert len(out.splitlines()) <= 90
         else:
-            assert titles == ["Arguments", "Options", "Model", "Data", "Plan", "Recipe", "Computing", "Job", "Where"]
+            assert set(titles) == {"Arguments", "Options", *(_PANELS[name] for name in SECTIONS if name != "rehearsal")}
     usual, everything = told.values()
     assert usual < everything
     assert left is not None
@@ -168,9 +169,6 @@ def test_help_shows_the_usual_options_in_groups_and_the_rest_on_demand(run: Run)
 
 
 def test_the_usual_options_are_options() -> None:
-    from stagewright.cli.rehearse import rehearse
-    from stagewright.cli.train import USUAL, train
-
     for verb in (train, rehearse):
         names = set(inspect.signature(verb).parameters)
         chosen = {name for group in verb.usual.values() for name in group}  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import inspect
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -224,6 +225,9 @@ def _say(what: str, todo: str | None) -> int:
     """
     head = "error: "
     lines = [visible(line) for line in (*what.splitlines(), *(todo or "").splitlines())]
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - len(head)
+        lines = [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]
     text = "\n".join((head if number == 0 else " " * len(head)) + line for number, line in enumerate(lines))
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     typer.echo(typer.style(head, fg="red", bold=True) + text[len(head) :] if red else text, err=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from stagewright.bench.task import Choices
 from stagewright.cli.options import takes
-from stagewright.cli.show import show, show_json, table
+from stagewright.cli.show import fitted, show, show_json, table
 from stagewright.cluster import count
 from stagewright.errors import UsageError
 from stagewright.record import Record
@@ -98,7 +98,7 @@ def _run(suite: Suite, tasks: Sequence[Task], out: Path, own: _Benching) -> None
         for progress in run_suite(
             suite.name, tasks, out, own.repetitions or suite.repetitions, session, retry=own.retry
         ):
-            console.print(_progress_line(progress), soft_wrap=True)
+            console.print(*fitted(_progress_line(progress), console), sep="\n", soft_wrap=True)
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from here")
         raise

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 from pydantic import Field
+from rich.console import Console
 
 from stagewright.cli.options import takes
+from stagewright.cli.show import fitted
 from stagewright.cluster import Cluster, ready_made_clusters
 from stagewright.errors import FileError, UsageError
 from stagewright.profiling.detect import cluster_or_here, cpu_cluster, read_topology
@@ -65,7 +67,9 @@ def cluster(
             from stagewright.training.overhead import measure_step_overhead
 
             made = measure_step_overhead(made)
-    typer.echo(dump_json(made.to_dict()) if own.json else draw_cluster(made), nl=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for line in (dump_json(made.to_dict()) if own.json else draw_cluster(made)).splitlines():
+        console.print(*([line] if own.json else fitted(line, console)), sep="\n")
     if own.out is not None:
         made.save(own.out)
         typer.echo(f"saved {own.out}", err=own.json)

@@ -99,7 +99,7 @@ def _next(plan: Plan, what: str, own: _Planning) -> list[str]:
     where = "" if own.cluster is None else f"on {own.cluster} itself: "
     simulate = shlex.join(["stagewright", "simulate", str(own.out), *words, *typed])
     train = shlex.join(["stagewright", "train", plan.model, "--plan", str(own.out), *typed])
-    return [f"saved {own.out} · next: {simulate} · {where}{train}"]
+    return [f"saved {own.out}", f"next: {simulate}", f"{where or 'or: '}{train}"]
 
 
 def _rows(found: Search) -> list[tuple[Choice, str]]:

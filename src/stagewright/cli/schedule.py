@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stagewright.cli.options import takes
-from stagewright.cli.show import saved, show, show_json
+from stagewright.cli.show import fitted, saved, show, show_json
 from stagewright.cluster import count, parse_placement
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
@@ -118,7 +118,8 @@ def _show(made: Schedule, own: _Drawing) -> None:
     grid = made.text if own.actions else timed_grid(made, own.batches) if own.times else made.grid(own.batches)
     console.print()
     for line in grid.splitlines():
-        console.print(Text("  ") + _coloured(line), soft_wrap=True)
+        for part in fitted(f"  {line}", console):
+            console.print(_coloured(part), soft_wrap=True)
     held = ", ".join(map(str, holds(plan)))
     show([
         f"{plan.policy}, {plan.route}, {count(plan.num_microbatches, 'microbatch', 'microbatches')} a batch · "

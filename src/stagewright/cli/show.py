@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import typer
 from rich.console import Console, RenderableType
@@ -34,12 +36,34 @@ def show(*blocks: Table | str | list[str]) -> None:
     for block in blocks:
         if not block:
             continue
-        console.print()
+        for part in _fitting_parts(block, console) if isinstance(block, Table) else ():
+            console.print()
+            console.print(part)
         if isinstance(block, Table):
-            console.print(block)
             continue
+        console.print()
         for line in [block] if isinstance(block, str) else block:
-            console.print(f"  {line}" if line else "", soft_wrap=True)
+            console.print(*fitted(f"  {line}" if line else "", console), sep="\n", soft_wrap=True)
+
+
+def _fitting_parts(whole: Table, console: Console) -> Iterator[Table]:
+    """The table, or where its words are too wide for the terminal several, each with the first column."""
+
+    first, *rest = whole.columns
+    while rest:
+        ends = list(accumulate(map(needs, rest), initial=needs(first)))[1:]
+        number = max(1, sum(end <= console.width for end in ends))
+        yield part([first, *rest[:number]])
+        rest = rest[number:]
+
+
+def fitted(line: str, console: Console) -> list[str]:
+    """The line, broken between words where a terminal is too narrow; a row of a grid goes on behind its │."""
+    if not console.is_terminal or len(line) <= console.width:
+        return [line]
+    head, bar, _ = line.partition("│ ")
+    indent = " " * len(head) + bar if bar else " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(line, console.width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def show_json(plain: object) -> None:
