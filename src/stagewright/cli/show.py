@@ -49,11 +49,23 @@ def show(*blocks: Table | str | list[str]) -> None:
 def _fitting_parts(whole: Table, console: Console) -> Iterator[Table]:
     """The table, or where its words are too wide for the terminal several, each with the first column."""
 
+    def needs(column: Column) -> int:
+        sizes = [console.measure(cell) for cell in (column.header, *column.cells)]
+        return 2 + max(each.maximum if column.no_wrap else each.minimum for each in sizes)
+
     first, *rest = whole.columns
     while rest:
         ends = list(accumulate(map(needs, rest), initial=needs(first)))[1:]
         number = max(1, sum(end <= console.width for end in ends))
-        yield part([first, *rest[:number]])
+        made = Table(box=None, padding=(0, 0, 0, 2))
+        for each in [first, *rest[:number]]:
+            made.add_column(
+                each.header, justify=each.justify, no_wrap=each.no_wrap, overflow=each.overflow,
+                min_width=min(needs(each), console.width) - 2,
+            )  # fmt: skip
+        for cells in zip(*(each.cells for each in [first, *rest[:number]])):
+            made.add_row(*cells)
+        yield made
         rest = rest[number:]
 
 
