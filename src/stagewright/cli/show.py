@@ -11,7 +11,7 @@ from itertools import accumulate
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def table(titles: str, rows: Iterable[Sequence[RenderableType]]) -> Table:
