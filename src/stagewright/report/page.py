@@ -223,6 +223,7 @@ def _throughput_bar(case: Case, tell_batch: bool) -> _Plain:
     limit = case.limit_samples_per_s
     return {
         "name": case.name + (f" · batch {case.plan.batch:,}" if tell_batch else ""),
+        "case": case.name,
         "source": case.source,
         "value": case.samples_per_s,
         "text": rate(case.samples_per_s),
@@ -250,12 +251,22 @@ def _speedup_lines(family: Sequence[Case]) -> list[_Plain]:
                 "value": ratio,
                 "ideal": devices / base.num_devices,  # as many times as the base has devices
                 "name": case.name,
+                "case": case.name,
                 "text": f"{times(ratio)} against {base.name}, on {devices} devices, batch {case.plan.batch:,}",
             }
             found.setdefault((told, case.source), []).append(point)
-    if len({point["devices"] for points in found.values() for point in points}) < 2:
+    # A line goes through the fastest case of each number of devices; others of as many are not drawn above it.
+    lines = {key: {point["devices"]: point for point in sorted(points, key=_gain)} for key, points in found.items()}
+    if len({devices for points in lines.values() for devices in points}) < 2:
         return []
-    return [{"type": told, "source": source, "points": points} for (told, source), points in found.items()]
+    return [
+        {"type": told, "source": source, "points": [points[devices] for devices in sorted(points)]}
+        for (told, source), points in lines.items()
+    ]
+
+
+def _gain(point: _Plain) -> float:
+    return float(point["value"])
 
 
 def _memory_bars(case: Case) -> list[_Plain]:
@@ -265,6 +276,7 @@ def _memory_bars(case: Case) -> list[_Plain]:
     return [
         {
             "name": name,
+            "case": case.name,
             "source": case.source,
             "device": use.device,
             "text": size(use.peak_bytes),
@@ -289,9 +301,35 @@ def _curve_charts(title: str, family: Sequence[Case]) -> list[_Plain]:
         for name in dict.fromkeys(point.name for point in case.record.points):
             points = [[point.step, point.value, point.epoch] for point in case.record.points if point.name == name]
             kept = [*points[: -1 : stride(len(points))], points[-1]]
-            line = {"name": case.name, "source": case.source, "batch": case.plan.batch, "points": kept}
+            line = {
+                "name": case.name,
+                "case": case.name,
+                "source": case.source,
+                "batch": case.plan.batch,
+                "points": kept,
+            }
             charts.setdefault(name, []).append(line)
-    return [{"title": f"{name} · {title}", "lines": lines} for name, lines in charts.items()]
+    return [
+        {"title": f"{name} · {title}", "lines": lines, "coincide": _coinciding(lines)} for name, lines in charts.items()
+    ]
+
+
+def _coinciding(lines: Sequence[_Plain]) -> list[list[int]]:
+    """The lines that lie on one another: nowhere apart by more than a hundredth of what the chart shows."""
+    values = [value for line in lines for _, value, _ in line["points"]]
+    width = (max(values) - min(values)) / 100
+    curves = [{step: value for step, value, _ in line["points"]} for line in lines]
+    groups: list[list[int]] = []
+    for number, curve in enumerate(curves):
+        for group in groups:
+            first = curves[group[0]]
+            both = first.keys() & curve.keys()
+            if len(both) > 1 and all(abs(first[step] - curve[step]) <= width for step in both):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    return [group for group in groups if len(group) > 1]
 
 
 def _error_bar(pair: Pair) -> _Plain:

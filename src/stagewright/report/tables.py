@@ -9,7 +9,6 @@ from os.path import relpath
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from stagewright.policy import RULES
 from stagewright.report.cases import (
     Case,
     Failure,
@@ -49,6 +48,8 @@ class _Column(NamedTuple):
 
     title: str
     align: Literal["left", "right"] = "left"
+    extra: bool = False
+    """Whether the page shows it on demand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +75,10 @@ def _source_cell(kind: str) -> _Cell:
 
 
 def _columns(titles: str) -> tuple[_Column, ...]:
-    """The columns of `case | step>`, where > marks figures."""
+    """The columns of `case | step> | log+`, where > marks figures, and + what is shown on demand."""
     return tuple(
-        _Column(title.rstrip(">"), "right" if title.endswith(">") else "left") for title in titles.split(" | ")
+        _Column(title.rstrip(">+"), "right" if ">" in title else "left", title.endswith("+"))
+        for title in titles.split(" | ")
     )
 
 
@@ -94,8 +96,8 @@ def _failed(failures: Sequence[Failure], columns: Sequence[_Column]) -> list[_Ro
 # ── all cases ───────────────────────────────────────────────────────────────────────────────────────────
 
 _CASE_COLUMNS = _columns(
-    "case | source | work | type | data | stages | "
-    "static order | samples/s> | step> | memory first / last stage> | epoch time> | limited by | log"
+    "case | samples/s> | source | work | type | stages | step> | memory first / last stage> | limited by | "
+    "model+ | data+ | schedule+ | epoch time>+ | log+"
 )
 
 
@@ -110,7 +112,9 @@ def case_table(results: Results, folder: Path | None = None) -> Table:
     notes = _workload_notes({sign: str(one) for one, sign in signs.items()})
     rows = [_case_row(case, signs[case.workload], folder) for case in results.cases]
     rows += _failed(results.failures, _CASE_COLUMNS)
-    return Table(title="All cases", columns=_CASE_COLUMNS, rows=tuple(rows), notes=notes)
+    one_work = len(known) < 2
+    columns = (each._replace(extra=each.extra or (each.title == "work" and one_work)) for each in _CASE_COLUMNS)
+    return Table(title="All cases", columns=tuple(columns), rows=tuple(rows), notes=notes)
 
 
 def _workload_notes(told: Mapping[str, str]) -> tuple[str, ...]:
@@ -129,17 +133,18 @@ def _case_row(case: Case, sign: str, folder: Path | None) -> _Row:
         spread = f"{span_of(case.rates)} in {len(case.records)} runs"
     cells = (
         _word(case.name, "; ".join(case.notes(on_time=False))),
+        _Cell(rate(case.samples_per_s), case.samples_per_s, spread),
         _source_cell(case.source),
         _word(sign),
-        _word(strategy(plan), f"K = {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
-        _word(record.data),
+        _word(strategy(plan), f"versions {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
         _word("-".join(map(str, plan.replicas)), plan.placement),
-        _word("no" if RULES[plan.policy].by_arrival else "yes", plan.policy),
-        _Cell(rate(case.samples_per_s), case.samples_per_s, spread),
         _Cell(seconds(case.step_s), case.step_s),
         _memory_cell(case),
-        _epoch_cell(case),
         _word(record.limit),
+        _word(plan.model, record.precision),
+        _word(record.data),
+        _word(plan.policy),
+        _epoch_cell(case),
         _log_cell(case, folder),
     )
     return _Row(case.source, cells)
@@ -193,8 +198,7 @@ def _log_cell(case: Case, folder: Path | None) -> _Cell:
 # ── scaling ─────────────────────────────────────────────────────────────────────────────────────────────
 
 _SCALING_COLUMNS = _columns(
-    "case | source | model | num_nodes> | gpu_num_per_node> | "
-    "batch_size_per_device> | precision | throughput> | speedup> | against"
+    "case | throughput> | source | speedup> | against | model | hosts> | devices a host> | rows a device> | precision"
 )
 
 
@@ -219,14 +223,14 @@ def _scaling_row(case: Case, base: Case | None) -> _Row:
         against = _Cell(times(case.gain(base)), case.gain(base)), _word(name, "; ".join(differences(case, base)))
     cells = (
         _word(case.name),
+        _Cell(case.speed(), case.samples_per_s),
         _source_cell(case.source),
+        *against,
         _word(case.plan.model),
         _Cell(str(len(each)), len(each)),
         _Cell(even, max(each)),
         _Cell(row_count(case.rows_per_device), case.rows_per_device, f"batch {case.plan.batch:,}"),
         _word(case.record.precision),
-        _Cell(case.speed(), case.samples_per_s),
-        *against,
     )
     return _Row(case.source, cells)
 

@@ -52,24 +52,39 @@ function readColours() {
 
 /** A chart that is drawn again when the theme or the width changes; `describe(colours)` gives its options. */
 function addChart(element, height, describe) {
-  const entry = addChartLater(element, height, describe);
+  const entry = addChartLater(element, () => height, describe);
   entry.open();
   return entry;
 }
 
 /** A chart that takes its room at once, and is drawn when it comes near the window or the page is printed. */
 function addChartLater(element, height, describe) {
-  element.style.height = `${height}px`;
   const entry = { chart: null, element, describe };
+  /** Its height is that of what it shows now; where that is nothing, it is not there at all. */
+  entry.fit = () => {
+    element.style.height = `${height()}px`;
+    element.parentElement.classList.toggle("empty", !height());
+    entry.chart?.resize();
+    if (height()) entry.draw();
+  };
   entry.draw = () => entry.chart?.setOption(withLook(describe(colours())), true);
   entry.open = () => {
     NEARBY.unobserve(element);
     entry.chart ??= echarts.init(element, null, { renderer: "canvas" });
-    entry.draw();
+    entry.fit();
   };
+  entry.fit();
   charts.push(entry);
   NEARBY.observe(element);
   return entry;
+}
+
+/** Draws the charts anew after a filter has changed what they show. */
+function refitCharts() {
+  for (const entry of charts) if (entry.isFiltered) entry.fit();
+  for (const box of document.querySelectorAll(".family")) {
+    box.hidden = [...box.querySelectorAll(".chart")].every((chart) => chart.parentElement.classList.contains("empty"));
+  }
 }
 
 const NEARBY = new IntersectionObserver(

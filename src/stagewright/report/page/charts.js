@@ -218,14 +218,17 @@ function gibAxis(largest, c) {
   };
 }
 
-function curveOptions(chart, c) {
+function curveOptions(chart, lines, c) {
+  const twins = twinsOf(chart, lines);
+  /** How many lines of its group lie above a line: each is wider than those. */
+  const above = (line) => twins.filter((group) => group.includes(line)).reduce((sum, group) => sum + group.length - 1 - group.indexOf(line), 0);
   const batches = new Set(chart.lines.map((line) => line.batch));
   const name = (line) => `${marked(line)}${batches.size > 1 ? `, batch ${line.batch}` : ""}`;
   return {
     grid: {
       left: 46,
       right: 20,
-      top: 12 + 22 * (isNarrow() ? chart.lines.length : Math.ceil(chart.lines.length / 2)),
+      top: 12 + 22 * (isNarrow() ? lines.length : Math.ceil(lines.length / 2)),
       bottom: 44,
     },
     legend: { top: 0, left: 0, textStyle: { color: c.soft, fontSize: 12 }, itemWidth: 22 },
@@ -239,14 +242,14 @@ function curveOptions(chart, c) {
     },
     xAxis: axisLook(c, { type: "value", name: "step", nameLocation: "middle", nameGap: 28 }),
     yAxis: axisLook(c, { type: "value", scale: true }),
-    series: chart.lines.map((line, index) => ({
+    series: lines.map((line) => ({
       type: "line",
       name: name(line),
       showSymbol: line.points.length < 12,
       symbol: pointShape(line.source),
       sampling: "lttb",
-      color: SERIES_COLOURS[index % SERIES_COLOURS.length],
-      lineStyle: { width: 1.8, type: lineType(line.source) },
+      color: SERIES_COLOURS[line.number % SERIES_COLOURS.length],
+      lineStyle: { width: 1.6 + 4 * above(line), type: above(line) ? "solid" : lineType(line.source), opacity: above(line) ? 0.55 : 1 },
       data: line.points,
     })),
   };
@@ -304,35 +307,34 @@ function errorOptions(bars, c) {
   };
 }
 
-/** A heading and room for a chart beneath it; drawn by the function that comes back, once all rooms have their width. */
-function place(parent, title, height, describe) {
+/** A heading and room for a chart of what the filter leaves of `items`; drawn by the function that comes back, once all
+ * rooms have their width. */
+function place(parent, title, items, height, describe, hint = () => "") {
   const element = make("div", { class: "chart" });
-  parent.append(make("div", {}, make("h4", {}, title), element));
-  return () => addChartLater(element, height, describe);
+  const note = make("p", { class: "hint" });
+  parent.append(make("div", {}, make("h4", {}, title), note, element));
+  const shown = () => items.filter((item) => (item.points?.[0].case ? item.points.some((p) => isShown({ ...item, ...p })) : isShown(item)));
+  return () => {
+    const room = () => (shown().length ? height(shown().length) : 0);
+    const entry = addChartLater(element, room, (c) => {
+      note.textContent = hint(shown());
+      return describe(shown(), c);
+    });
+    entry.isFiltered = true;
+  };
 }
 
 function drawFamily(family) {
   const box = make("div", { class: "family" }, make("h3", {}, family.title));
   if (!family.same_batch) box.append(make("p", { class: "hint" }, "The batches differ; each name says its own."));
   byId("families").append(box);
-  const rows = family.throughput.length;
-  const draw = [
-    place(box, "Throughput; the tick is what it would reach if its busiest device never waited", 56 + 34 * rows, (c) =>
-      throughputOptions(family.throughput, c),
-    ),
-  ];
+  const limits = "Throughput; the tick is what it would reach if its busiest device never waited";
+  const draw = [place(box, limits, family.throughput, (rows) => 56 + 34 * rows, throughputOptions)];
   const pair = box.appendChild(make("div", { class: "pair" }));
+  const bars = "Peak memory of the first and the last stage, by kind";
   if (family.memory.length)
-    draw.push(
-      place(
-        pair,
-        "Peak memory of the first and the last stage, by kind",
-        78 + (isNarrow() ? 36 : 30) * family.memory.length,
-        (c) => memoryOptions(family.memory, c),
-      ),
-    );
-  if (family.speedup.length)
-    draw.push(place(pair, "Speedup against devices", 340, (c) => speedupOptions(family.speedup, c)));
+    draw.push(place(pair, bars, family.memory, (rows) => 78 + (isNarrow() ? 36 : 30) * rows, memoryOptions));
+  if (family.speedup.length) draw.push(place(pair, "Speedup against devices", family.speedup, () => 340, speedupOptions));
   draw.forEach((drawOne) => drawOne());
 }
 
@@ -341,13 +343,24 @@ function drawCurves() {
   if (!DATA.curves.length) return;
   box.replaceChildren();
   box.className = "pair";
-  const draw = DATA.curves.map((chart) =>
-    place(box, chart.title, 270 + 16 * chart.lines.length, (c) => curveOptions(chart, c)),
-  );
+  const draw = DATA.curves.map((chart) => {
+    chart.lines.forEach((line, number) => (line.number = number));
+    const height = (lines) => 270 + (isNarrow() ? 22 : 16) * lines;
+    return place(box, chart.title, chart.lines, height, (lines, c) => curveOptions(chart, lines, c), (lines) => twinText(chart, lines));
+  });
   draw.forEach((drawOne) => drawOne());
+}
+
+/** The groups of lines in view that lie on one another. */
+const twinsOf = (chart, lines) =>
+  chart.coincide.map((group) => lines.filter((line) => group.includes(line.number))).filter((group) => group.length > 1);
+
+function twinText(chart, lines) {
+  const told = twinsOf(chart, lines).map((group) => group.map(marked).join(", "));
+  return told.length ? `On one another, to a hundredth of the range, so drawn as thin lines in thick ones: ${told.join("; ")}.` : "";
 }
 
 function drawErrors() {
   if (DATA.errors.length)
-    addChartLater(byId("error-chart"), 84 + 42 * DATA.errors.length, (c) => errorOptions(DATA.errors, c));
+    addChartLater(byId("error-chart"), () => 84 + 42 * DATA.errors.length, (c) => errorOptions(DATA.errors, c));
 }

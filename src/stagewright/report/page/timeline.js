@@ -357,7 +357,7 @@ function startTimeline() {
   byId("wider").addEventListener("click", () => zoomBy(2));
 }
 
-document.querySelectorAll("table.sortable").forEach(makeSortable);
+startTables();
 watchTheme();
 watchWidth();
 DATA.families.forEach(drawFamily);
