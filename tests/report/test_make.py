@@ -56,7 +56,7 @@ def test_a_folder_becomes_a_page_and_a_markdown_file(tmp_path: Path) -> None:
     assert made.page == tmp_path / "report" / "report.html"
     markdown = made.markdown.read_text(encoding="utf-8")
     assert "as fast as data parallelism" in markdown
-    assert "| num\\_nodes | gpu\\_num\\_per\\_node | batch\\_size\\_per\\_device |" in markdown
+    assert "| hosts | devices a host | rows a device |" in markdown
     assert "needs 14.2 GiB on 0:0" in markdown
     assert re.search(r"\]\(<\.\./results/measured/vgg16-7-1\.\d+\.record\.json>\)", markdown)
     assert 'data-device="0:7"' in made.page.read_text(encoding="utf-8")

@@ -41,11 +41,10 @@ def test_figures_read_as_people_write_them() -> None:
 
 def test_the_series_columns_are_there() -> None:
     titles = [column.title for column in case_table(results(make_record())).columns]
-    wanted = ["type", "data", "stages", "static order", "memory first / last stage", "epoch time", "log"]
-    assert [title for title in titles if title in wanted] == wanted
+    assert titles[:2] == ["case", "samples/s"], "what is looked for first"
+    assert {"type", "data", "stages", "schedule", "memory first / last stage", "epoch time", "log"} <= set(titles)
     titles = [column.title for column in scaling_table(results(make_record())).columns]
-    wanted = ["num_nodes", "gpu_num_per_node", "batch_size_per_device", "throughput", "speedup"]
-    assert [title for title in titles if title in wanted] == wanted
+    assert {"hosts", "devices a host", "rows a device", "throughput", "speedup"} <= set(titles)
 
 
 def test_a_case_with_three_repetitions_shows_three_epochs_and_their_samples() -> None:
@@ -91,7 +90,7 @@ def test_a_failed_case_is_a_row_with_its_reason() -> None:
     table = case_table(results(make_record(), failures=(Failure(name="broken", reason="worker 3 died"),)))
     assert table.rows[-1].kind == "failed"
     assert table.rows[-1].reason == "worker 3 died"
-    assert "| broken | ✕ failed" in markdown_table(table)
+    assert re.search(r"\| broken \| – \| ✕ failed", markdown_table(table))
     assert "worker 3 died" in markdown_table(table)
 
 
@@ -100,9 +99,9 @@ def test_hosts_devices_rows_and_speedup() -> None:
     two_hosts = dp("sixteen", 1400, 16, batch=512, hosts=2)
     table = scaling_table(results(one, two_hosts))
 
-    assert column(table, "num_nodes") == ["1", "2"]
-    assert column(table, "gpu_num_per_node") == ["1", "8"]
-    assert column(table, "batch_size_per_device") == ["32 batch 32", "32 batch 512"]
+    assert column(table, "hosts") == ["1", "2"]
+    assert column(table, "devices a host") == ["1", "8"]
+    assert column(table, "rows a device") == ["32 batch 32", "32 batch 512"]
     assert column(table, "speedup")[1].startswith(("13.", "14."))
     assert column(table, "against") == ["itself", "one batch 512 against 32, both 32 a device"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +22,10 @@ class _Report:
     """where the report goes; DIR itself if not given"""
     cluster: tuple[str, ...] = ()
     """a cluster's name or file, for the drawing"""
+    watch: bool = False
+    """serve a page of the runs under way instead, until Ctrl-C"""
+    port: int = 8765
+    """where that page is, on this machine; 0 is any that is free"""
 
 
 @takes()
@@ -31,5 +37,18 @@ def report(
 
     Example: stagewright report results --cluster titan-v-8
     """
+    if own.watch:
+        _serve(folder, own.port)
+        return
     made = make_report(folder, own.out or folder, clusters=[find_cluster(name) for name in own.cluster])
     show(made.headline, saved(made.page, made.markdown))
+
+
+def _serve(folder: Path, port: int) -> None:
+    """Serves the page until Ctrl-C, which is how one ends it."""
+    from stagewright.training.watching import live_server
+
+    with live_server(folder, port) as server, suppress(KeyboardInterrupt):
+        typer.echo(f"watching {folder} on http://127.0.0.1:{server.server_port} until Ctrl-C")
+        sys.stdout.flush()
+        server.serve_forever(poll_interval=0.2)

@@ -5,7 +5,7 @@ records ─▶ cases ─┬─▶ tables ────┬─▶ page, Markdown
 """
 
 from stagewright.report.cases import Failure
-from stagewright.report.page import ReportPaths, make_report
+from stagewright.report.page import ReportPaths, live_page, make_report
 from stagewright.report.timeline import chrome_trace, timeline_svg
 
-__all__ = ["Failure", "ReportPaths", "chrome_trace", "make_report", "timeline_svg"]
+__all__ = ["Failure", "ReportPaths", "chrome_trace", "live_page", "make_report", "timeline_svg"]

@@ -115,6 +115,18 @@ def _render_page(results: Results, folder: Path) -> str:
     return page
 
 
+def live_page(folder: str) -> str:
+    """A page that asks whoever serves it how the runs in a folder are getting on."""
+    library, told = _read_part("vendor/echarts.min.js"), _as_json({**PAGE_WORDS, "memory_kinds": []})
+    script = f'(() => {{\n"use strict";\n{_read_part("page/base.js")}\n{_read_part("page/live.js")}\n}})();'
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page: str = environment.from_string(_read_part("page/live.html")).render(
+        folder=folder, policy=f"{_security_policy(library, script)}; connect-src 'self'", charts=told,
+        style=Markup(_read_part("page/page.css")), library=Markup(library), script=Markup(script),
+    )  # fmt: skip
+    return page
+
+
 @cache
 def _read_part(name: str) -> str:
     return files("stagewright.report").joinpath(name).read_text(encoding="utf-8")

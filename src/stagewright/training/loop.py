@@ -102,9 +102,9 @@ def _run_worker(run: Run, flight: Flight) -> Record:
     run.job = run.job.with_some_measured()
     checkpointer = _checkpointer_of(run, worker) if run.job.checkpoint_every else None
     with closing(Listener(run, worker, checkpointer, words)) as listener:
+        listener.tell_plan()
         if run.world.size > 1:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
-        listener.tell_plan()
         for word in told:
             listener.announce("resume", word)
         if run.job.first_step >= run.job.steps:

@@ -107,6 +107,13 @@ class Scene:
 
     # Who waits
 
+    def waits(self) -> dict[int, list[int]]:
+        """For each worker that cannot go on those that it waits for."""
+        found: dict[int, list[int]] = {}
+        for wait in self._waits():
+            found.setdefault(wait.worker, []).append(wait.peer)
+        return found
+
     def _waits(self) -> list[_Wait]:
         """Everyone who waits for somebody that has not come to it yet."""
         needed = (wait for worker, (_, action) in self.stands.items() for wait in self._needs_of(worker, action))
