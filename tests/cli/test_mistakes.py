@@ -58,8 +58,8 @@ MISTAKES: list[tuple[str, str, str]] = [
         "",
     ),
     ("plan vgg16 --cluster titan-v-8 --batch 8 --cut fc1,", "--cut 'fc1,' names no layer", "fc1,fc2"),
-    ("schedule nowhere.json", "nowhere.json: No such file or directory", ""),
-    ("schedule --replicas 3,1 --microbatches six", "invalid value for '--microbatches'", "--help"),
+    ("schedule nowhere.json", "nowhere.json: No such file or directory", "give the path of a file that is there"),
+    ("schedule --replicas 3,1 --microbatches six", "--microbatches is 'six': expected a whole number", "--help"),
     ("schedule --replicas 3,x", "--replicas 3,x: expected a number for each stage, such as 7,1", ""),
     ("schedule plan.json --replicas 3,1", "2 of a plan file, --replicas and --placement were given", "for example"),
     (
@@ -109,6 +109,93 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("export nowhere -o model.bin", "model.bin: the ending '.bin' says no format", "use .safetensors"),
     ("doctor nowhere", "nowhere is no folder of a run", "give the folder named by --out"),
     ("report nowhere", "nowhere: no such folder", "give the folder"),
+    ("train vgg16 --batch", "option '--batch' requires an argument", "see `stagewright train --help`"),
+    ("train vgg16 --batch=twelve", "--batch is 'twelve': expected a whole number", "see `stagewright train --help`"),
+    ("train tiny-cnn --learning-rate fast", "--learning-rate is 'fast': expected a number", "--help"),
+    ("train tiny-cnn --learning-rate -1", "--learning-rate is -1.0: expected 0 or more", ""),
+    ("train tiny-cnn --batch 8 --batch-per-device 4", "--batch and --batch-per-device are both given", "leave one"),
+    ("train tiny-cnn --ratio 3:1 --cut fc1", "--ratio and --cut are both given", "leave one of them out"),
+    (
+        "train tiny-cnn --device cpu --batch 8 --placement 0:0.0:1 --cut fc9",
+        "--cut fc9: the model has no such layer",
+        "layers: fc1, fc2",
+    ),
+    ("train tiny-cnn --device cpu --placement 0-3", "placement part '0-3': expected host:device", "write stages as"),
+    ("train tiny-cnn --device cpu --placement 0:3-1", "placement part '0:3-1' counts down: write 0:1-3", ""),
+    (
+        "train tiny-cnn --device cpu --placement 0:0.0:1 --ratio 3:x",
+        "ratio '3:x': expected positive numbers separated by colons, such as 11:7",
+        "",
+    ),
+    (
+        "train tiny-cnn --device cpu --placement 0:0.0:1 --ratio 1:2:3",
+        "--ratio 1:2:3 makes 3 stages, but the placement has 2",
+        "give as many stages to both",
+    ),
+    ("train tiny-cnn --optimizer adamm", "--optimizer is 'adamm': expected one of sgd, adam, adamw", ""),
+    ("train tiny-cnn --decay cosin", "--decay is 'cosin': expected one of none, cosine, linear", ""),
+    ("train tiny-cnn --device cpu --decay step", "--decay step does not say when the rate falls", "--decay-epochs 30"),
+    ("train tiny-cnn --log-format xml", "--log-format is 'xml': expected one of text, json, original", ""),
+    ("train tiny-cnn --stepps 3", "no such option: --stepps (Possible options: ", "--help"),
+    ("train tiny-cnn --resume auto --device cpu", "--resume auto looks for checkpoints in the folder", "name it with"),
+    ("train tiny-cnn --resume nowhere --device cpu", "--resume nowhere: there is no such folder", "use auto"),
+    ("train tiny-cnn --config nowhere.yaml", "--config nowhere.yaml: No such file or directory", "give the path"),
+    (
+        "train tiny-cnn --config plan.json",
+        "plan.json: key format is 'stagewright.plan': expected 'stagewright.config'",
+        "it holds a plan, and a config is wanted",
+    ),
+    (
+        "train tiny-cnn --device cpu --plan nowhere.json",
+        "--plan nowhere.json: No such file or directory",
+        "give the path of a file that is there",
+    ),
+    ("train tiny-cnn --device cpu --out plan.json", "plan.json is a file", "name a folder"),
+    ("train tiny-cnn --checkpoint-every 0", "--checkpoint-every is 0: expected 1 or more", ""),
+    ("train tiny-cnn --device cpu --replan", "--replan goes on from the last checkpoint", "add --checkpoint-every N"),
+    ("train tiny-cnn --lora-alpha 3", "--lora-alpha is given, but no --lora", "add --lora RANK"),
+    ("train python:nowhere.py:model --device cpu", "python:nowhere.py:model: there is no file", "write python:FILE.py"),
+    (
+        "train python:nowhere.py --device cpu",
+        "python:nowhere.py names no function of a file",
+        "python:FILE.py:FUNCTION",
+    ),
+    ("train hf:nowhere --device cpu", "hf:nowhere is no folder", "give the path of a folder"),
+    (
+        "train tiny-cnn --device cpu --placement 1:0",
+        "--placement 1:0 names host 1, and only host 0, this machine, is here",
+        "name the hosts with --nodes",
+    ),
+    (
+        "train tiny-cnn --device cpu --batch 8 --epoch-images 4 --epochs 1",
+        "an epoch of synthetic has 4 images, fewer than the batch of 8",
+        "use a smaller --batch",
+    ),
+    (
+        "train tiny-cnn --device cpu --data text:nowhere",
+        "tiny-cnn takes rows of shape (3, 32, 32), not tokens",
+        "use a",
+    ),
+    ("train tiny-cnn alexnet", "got unexpected extra argument(s) (alexnet)", "see `stagewright train --help`"),
+    ("simulate vgg16 --cluster titan-v-8 --batch 8 --bandwidth x", "--bandwidth 'x': expected factors such as x2", ""),
+    (
+        "simulate vgg16 --cluster titan-v-8 --batch 8,16 --devices 1,2",
+        "more than one of --batch, --bandwidth and --devices has several values",
+        "sweep one at a time",
+    ),
+    ("simulate plan.json --cluster titan-v-8 --devices 2", "--devices is for data parallelism", "leave --placement"),
+    ("simulate vgg16 --batch 8 --placement 0:0,0:0", "placement '0:0,0:0' names 0:0 twice in one stage", ""),
+    ("cluster --device v100", "--device, --rate and --decode go with --topology", "edit the cluster file instead"),
+    ("rehearse tiny-cnn --cluster hosts-4 --device cuda", "--device is 'cuda': emulated hosts compute", "--slices N"),
+    ("rehearse tiny-cnn --cluster hosts-4 --rate 1gbit", "--rate goes with --slices", "into the cluster file"),
+    ("bench pipedream --only nothing-*", "--only 'nothing-*' matches no case of pipedream", "--list"),
+    ("export plan.json -o x.safetensors", "plan.json: no good checkpoint was found", "train with --checkpoint-every"),
+    ("data inspect plan.json", "plan.json is not a directory", "give a directory of images"),
+    ("data tokens nowhere new --tokenizer nowhere", "nowhere does not exist", "give a text file"),
+    ("models --layers", "--layers needs the name of a model", "for example: stagewright models vgg16 --layers"),
+    ("doctor .", ". is no folder of a run: it has no schedule.json", "give the folder named by --out"),
+    ("report .", ". holds no record.json", "run `stagewright train"),
+    ("report . --watch --port 99999", "--port is 99999: expected", ""),
 ]
 """What is typed, what is said of it, and the way out; where that is empty, the first line has it."""
 
@@ -123,7 +210,21 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-INTERNAL = ("Traceback", "Error:", "RecipeFile", "Settings", "PlanOptions", "Errno", "NoneType", "fault of stagewright")
+def test_there_are_sixty_of_them() -> None:
+    assert len({line for line, _, _ in MISTAKES}) >= 60
+
+
+INTERNAL = (
+    "Traceback",
+    "Error:",
+    "RecipeFile",
+    "Settings",
+    "PlanOptions",
+    "Errno",
+    "NoneType",
+    "fault of stagewright",
+    "Input should",
+)
 
 
 @pytest.mark.parametrize(("line", "what", "todo"), MISTAKES, ids=[line for line, _, _ in MISTAKES])

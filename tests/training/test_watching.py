@@ -46,7 +46,7 @@ def asked(address: str) -> Any:
 
 def two_stages(folder: Path) -> None:
     """A schedule of a worker a stage."""
-    ids = [devices for devices in parse_placement("0:0.0:1")]
+    ids = parse_placement("0:0.0:1")
     stages = tuple(Stage(layers=(name,), devices=devices) for name, devices in zip("ab", ids))
     make_schedule(Plan(model="vgg16", stages=stages, batch=4, num_microbatches=2)).save(folder / SCHEDULE_FILE)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -191,7 +192,11 @@ def _explain(fault: Exception, words: Sequence[str]) -> int:
     if hasattr(fault, "format_message"):
         return _explain_usage(fault, words)
     if isinstance(fault, OSError):
-        return _say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
+        what = f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault)
+        is_missing = isinstance(fault, FileNotFoundError)
+        return _say(
+            _option_before(str(fault.filename), words) + what, "give the path of a file that is there" * is_missing
+        )
     _say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
     return 1
 
@@ -204,6 +209,17 @@ def _as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
     return fault.what.replace(f"{fault.schema}: key {fault.key}", told, 1).removeprefix(f"{fault.schema}: ")
 
 
+def _option_before(value: str, words: Sequence[str]) -> str:
+    """The option that a value was typed for, and a space; nothing where it was an argument."""
+    for option, word in zip(words, [*words[1:], ""]):
+        if option.startswith("-") and value in (word, option.partition("=")[2]):
+            return f"{option.partition('=')[0]} "
+    return ""
+
+
+_NUMBER = re.compile(r"[Ii]nvalid value for '(--[\w-]+)[^']*': Input should be a valid (integer|number)")
+
+
 def _explain_usage(fault: Any, words: Sequence[str]) -> int:
     """Says what typer did not understand, or shows the help of a verb that was given nothing."""
     context = getattr(fault, "ctx", None)
@@ -211,6 +227,11 @@ def _explain_usage(fault: Any, words: Sequence[str]) -> int:
         typer.echo(fault.format_message())
         return 2
     message = fault.format_message().rstrip(".")
+    number = _NUMBER.match(message)
+    if number is not None:
+        typed = [value for value in words if _option_before(value, words) == f"{number[1]} "]
+        kind = "a whole number" if number[2] == "integer" else "a number"
+        message = f"{number[1]} is {typed[0] if typed else 'no number'!r}: expected {kind}"
     verb = "".join(f" {word}" for word in words[:1] if word in VERBS)
     path = f"stagewright{verb}" if context is None else context.command_path
     todo = f"see `{path} --help`"

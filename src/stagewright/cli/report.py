@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
 from stagewright.cli.options import takes
 from stagewright.cli.show import saved, show
 from stagewright.cluster import find_cluster
+from stagewright.errors import UsageError
 from stagewright.report import make_report
+from stagewright.schema import schema
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(error=UsageError)
 class _Report:
     out: Path | None = None
     """where the report goes; DIR itself if not given"""
@@ -24,7 +26,7 @@ class _Report:
     """a cluster's name or file, for the drawing"""
     watch: bool = False
     """serve a page of the runs under way instead, until Ctrl-C"""
-    port: int = 8765
+    port: int = Field(default=8765, ge=0, le=65535)
     """where that page is, on this machine; 0 is any that is free"""
 
 

@@ -148,9 +148,9 @@ def _find_folder(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except Exception as error:  # each of the many reasons not to reach it has a class of its own
+    except Exception:  # each of the many reasons not to reach it has a class of its own
         raise ModelError(
-            f"hf:{name} is no folder, and its files are not here and cannot be fetched: {first_line(error)}",
+            f"hf:{name} is no folder, and no model of that name is here or can be fetched from the Hub now",
             "give the path of a folder with config.json and safetensors files",
         ) from None
 

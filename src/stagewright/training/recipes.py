@@ -143,7 +143,9 @@ class Recipe(Optimization):
         if self.decay not in _UNENDING and self.total_steps is None:
             raise UsageError(f"decay {self.decay} needs total_steps, the step at which it ends")
         if self.decay == "step" and not self.decay_steps:
-            raise UsageError("decay step needs decay_steps, the steps after which the rate falls")
+            raise UsageError(
+                "--decay step does not say when the rate falls", "add --decay-epochs 30,60 or --decay-steps 1000,2000"
+            )
 
     def in_words(self) -> str:
         """The optimizer and whatever is not as it is by default; when a decay ends, only where there is one."""
