@@ -105,7 +105,7 @@ def test_polynomial_and_exponential_end_with_the_run() -> None:
 
 
 def test_step_decay_without_steps_is_refused() -> None:
-    with pytest.raises(UsageError, match="decay step needs decay_steps"):
+    with pytest.raises(UsageError, match="--decay step does not say when the rate falls"):
         in_steps(decay="step")
 
 

@@ -123,7 +123,7 @@ def test_a_recipe_gives_precision_batch_and_loss(tmp_path: Path) -> None:
     ("options", "what"),
     [
         ("--recipe moon", "no recipe is named 'moon'"),
-        ("--decay step", "decay step needs decay_steps"),
+        ("--decay step", "--decay step does not say when the rate falls"),
         ("--decay step --decay-epochs thirty", "--decay-epochs is 'thirty'"),
         ("--data DATA --evaluate-every 1", "--evaluate-every needs rows to evaluate on"),
         ("--data DATA --batch 64", "an epoch of DATA has 50 images, fewer than the batch of 64"),

@@ -193,10 +193,8 @@ def _explain(fault: Exception, words: Sequence[str]) -> int:
         return _explain_usage(fault, words)
     if isinstance(fault, OSError):
         what = f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault)
-        is_missing = isinstance(fault, FileNotFoundError)
-        return _say(
-            _option_before(str(fault.filename), words) + what, "give the path of a file that is there" * is_missing
-        )
+        todo = "give the path of a file that is there" if isinstance(fault, FileNotFoundError) else None
+        return _say(_option_before(str(fault.filename), words) + what, todo)
     _say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
     return 1
 
