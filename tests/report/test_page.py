@@ -132,6 +132,76 @@ def test_words_sort_by_the_alphabet(opened: Any) -> None:
     assert told == sorted(told)
 
 
+def choose(browser: Any, element: str, value: str, event: str) -> None:
+    change = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event(arguments[2]))"
+    browser.execute_script(change, browser.find_element(By.ID, element), value, event)
+
+
+def bars(browser: Any) -> list[list[str]]:
+    """The names beside the bars of each chart of throughput that is drawn."""
+    found = browser.execute_script(
+        "const all = stagewright.charts.filter((one) => one.isFiltered && one.element.offsetParent);"
+        "return all.map((one) => { one.open();"
+        "const axis = one.chart.getOption().yAxis; return axis.length === 2 ? axis[0].data : null; })"
+    )
+    return [names for names in found if names]
+
+
+def test_a_filter_leaves_the_cases_that_have_all_its_words_in_tables_and_charts(fresh: Any) -> None:
+    everything = bars(fresh)
+    assert len(everything) > 1
+    choose(fresh, "filter", "SSP measured", "input")
+    assert column(fresh, "case-table", 0) == ["vgg16-7-1"]
+    assert column(fresh, "scaling-table", 0) == ["vgg16-7-1"]
+    assert [[name.split()[0] for name in names] for names in bars(fresh)] == [["●\u00a0vgg16-7-1"]]
+    assert fresh.execute_script("return document.getElementById('filtered').textContent").startswith("1 of ")
+    choose(fresh, "filter", "no such case", "input")
+    assert (column(fresh, "case-table", 0), bars(fresh)) == ([], [])
+    choose(fresh, "filter", "", "input")
+    assert bars(fresh) == everything
+
+
+def test_cases_stand_in_groups_and_sort_inside_them(fresh: Any) -> None:
+    choose(fresh, "group", "model", "change")
+    fresh.find_element(By.XPATH, "//table[@id='case-table']//button[contains(., 'samples/s')]").click()
+    rows = fresh.execute_script(
+        "return [...document.querySelectorAll('#case-table tbody tr')].map((row) =>"
+        "row.className === 'group' ? row.innerText.trim() : Number(row.cells[1].dataset.sort) || 0)"
+    )
+    heads = [place for place, row in enumerate(rows) if isinstance(row, str)]
+    assert [rows[place].split(" · ")[0] for place in heads] == ["ResNet50", "VGG16", "failed"]
+    for start, stop in zip(heads, [*heads[1:], len(rows)]):
+        assert rows[start].endswith(f" · {stop - start - 1}")
+        assert rows[start + 1 : stop] == sorted(rows[start + 1 : stop], reverse=True)
+
+
+def test_the_cases_fit_1280_px_and_the_rest_is_there_on_demand(fresh: Any) -> None:
+    resize(fresh, 1280)
+    fresh.refresh()
+    room = "const s = document.querySelector('#cases .scroll'); return [s.scrollWidth, s.clientWidth]"
+    shown = (
+        "return [...document.querySelectorAll('#case-table th')].filter((h) => h.offsetParent).map((h) => h.innerText)"
+    )
+    needed, there = fresh.execute_script(room)
+    assert needed <= there
+    usual = fresh.execute_script(shown)
+    fresh.find_element(By.ID, "columns").click()
+    everything = fresh.execute_script(shown)
+    assert everything[: len(usual)] == usual
+    assert everything[len(usual) :] == ["model", "data", "schedule", "epoch time", "log"]
+
+
+def test_the_rate_is_what_a_phone_shows_beside_the_name(fresh: Any) -> None:
+    resize(fresh, 400)
+    fresh.refresh()
+    edge, text = fresh.execute_script(
+        "const cell = document.querySelector('#case-table tbody tr').cells[1];"
+        "return [cell.getBoundingClientRect().right, cell.innerText]"
+    )
+    assert edge <= 400
+    assert text.startswith("1,4")
+
+
 def hover(browser: Any, worker: int, kind: str) -> str:
     """What the page shows over the first span of a kind in view."""
     chart = browser.find_element(By.ID, "timeline-chart")
