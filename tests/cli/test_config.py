@@ -14,6 +14,7 @@ import yaml
 from typer.main import get_command
 
 from stagewright.cli.bench import bench
+from stagewright.cli.launch import launch
 from stagewright.cli.options import _PANELS
 from stagewright.cli.plan import plan
 from stagewright.cli.rehearse import rehearse
@@ -169,7 +170,11 @@ def test_help_shows_the_usual_options_in_groups_and_the_rest_on_demand(run: Run)
 
 
 def test_the_usual_options_are_options() -> None:
-    for verb in (train, rehearse):
+    for verb in (train, rehearse, launch):
         names = set(inspect.signature(verb).parameters)
         chosen = {name for group in verb.usual.values() for name in group}  # type: ignore[attr-defined]
-        assert chosen - names <= ({"nodes", "devices", "dry_run"} if verb is rehearse else set())
+        assert (
+            chosen - names <= {"nodes", "devices", "dry_run", "print_config", "json"}
+            if verb is not train
+            else not chosen - names
+        )

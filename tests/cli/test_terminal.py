@@ -31,7 +31,9 @@ train tiny-cnn --batch 8 --device cpu --dry-run --placement 0:0-2.0:3
 rehearse tiny-cnn --batch 8 --cluster hosts-4 --print-config
 train tiny-cnn --batch 8 --device cpu --devices 1 --steps 3 --seed 1 -o runs/one
 export runs/one -o runs/one.safetensors
+checkpoints verify runs/one
 doctor runs/one
+launch tiny-cnn --batch 8 --placement 0:0,1:0 --out runs/two --print slurm
 report results --cluster titan-v-8 -o page
 modells
 train --help

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from stagewright.cli.options import Given, takes
-from stagewright.cli.train import Model, Run
+from stagewright.cli.train import USUAL, Model, Run
 from stagewright.cluster import count
 from stagewright.errors import UsageError
 from stagewright.training.config import NO_OPTION, SECTIONS, Config
@@ -74,6 +74,7 @@ class _Job:
 @takes(
     sections={name: cls for name, cls in SECTIONS.items() if name != "rehearsal"},
     without=(*NO_OPTION, "run.print_config", "run.json"),
+    usual={"Launch": ("print", "image", "volume", "accelerator"), **USUAL},
 )
 def launch(model: Model = None, *, run: _Launch, given: Given) -> None:
     """Prints a script or manifest that trains with these options of `train`, on hosts with unlike numbers of devices.

@@ -72,9 +72,7 @@ class Run:
 class Listener:
     """Keeps the learning rate, the clock, the log, the checkpoints and the watch on numbers while a worker runs."""
 
-    def __init__(
-        self, run: Run, worker: Worker, checkpointer: Checkpointer | None, words: Words | None = None
-    ) -> None:
+    def __init__(self, run: Run, worker: Worker, checkpointer: Checkpointer | None, words: Words | None = None) -> None:
         self.checkpointer = checkpointer
         self.faults: dict[int, str] = {}
         self._run, self._worker, self._plan = run, worker, run.schedule.plan
