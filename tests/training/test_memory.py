@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stagewright.training.listener import _memory_figures
+from stagewright.training.telling import memory_figures
 
 CARD = torch.device("cuda", 1)
 
@@ -39,17 +39,17 @@ def stand_in(used: dict[str, int]) -> SimpleNamespace:
 
 def test_a_card_has_both_figures(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", stand_in({"GPU-card-0": 5, "GPU-card-1": 7}))
-    assert _memory_figures(CARD) == {"memory_bytes": 3, "driver_bytes": 7}
+    assert memory_figures(CARD) == {"memory_bytes": 3, "driver_bytes": 7}
 
 
 def test_a_driver_that_cannot_be_asked_is_left_out(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", stand_in({}))
-    assert _memory_figures(CARD) == {"memory_bytes": 3}
+    assert memory_figures(CARD) == {"memory_bytes": 3}
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert _memory_figures(CARD) == {"memory_bytes": 3}
+    assert memory_figures(CARD) == {"memory_bytes": 3}
 
 
 def test_a_worker_on_the_cpu_has_the_peak_of_its_process() -> None:
-    figures = _memory_figures(torch.device("cpu"))
+    figures = memory_figures(torch.device("cpu"))
     assert list(figures) == ["memory_bytes"]
     assert figures["memory_bytes"] > 1 << 20
