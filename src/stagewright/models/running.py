@@ -27,6 +27,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -179,10 +180,10 @@ def row_keys(seed: int, batch: int, start: int, stop: int, device: torch.device)
 
 @cache
 def _key(number: int) -> int:
-    return int(_mixed(torch.tensor(number & 0x7FFFFFFF, dtype=torch.int32)))
+    return int(_mixed(np.array([number & 0x7FFFFFFF], np.int32))[0])  # numpy, which runs among shapes alone too
 
 
-def _mixed(numbers: Tensor) -> Tensor:
+def _mixed(numbers: Any) -> Any:
     """Numbers that look random, from 32-bit ones that do not (murmur3's finalizer, its factors as signed numbers)."""
     numbers = (numbers * -1640531527) ^ ((numbers >> 16) & 0xFFFF)
     numbers = numbers * -2048144789

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from stagewright.models.counts import parameter_roles
-from stagewright.models.layered import Layered
 from stagewright.models.values import shapes_only
 from stagewright.profile import ROW_BYTES, LayerProfile, Precision
 from stagewright.profiling.kinds import WorkKind
-from stagewright.profiling.layers import Pieces, Unit, run_forward, run_units
+from stagewright.profiling.layers import DTYPES, Pieces, Unit, run_units
+from stagewright.profiling.memory import LayerMemory, record_memory
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitWork:
-    """The operators of one unit's forward and backward, and the bytes that forward leaves for backward."""
+    """The operators of one unit's forward and backward."""
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
-    saved_bytes: float
 
 
 class WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -94,58 +92,22 @@ def _is_view(func: Any) -> bool:
     return (bool(alias) and all(alias)) or func._overloadpacket.__name__ in ("detach", "empty", "empty_like")
 
 
-class _Keeper:
-    """Counts the storages that autograd keeps, each once, parameters left out."""
-
-    def __init__(self, skipped: Sequence[Tensor], float_bytes: int) -> None:
-        self.seen = {_storage_of(tensor) for tensor in skipped}
-        self.alive: list[Tensor] = []  # a freed storage's address may come again
-        self.float_bytes = float_bytes
-        self.num_bytes = 0.0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        key = _storage_of(tensor)
-        if key not in self.seen:
-            self.seen.add(key)
-            self.alive.append(tensor)
-            share = self.float_bytes / 4 if tensor.dtype == torch.float32 else 1.0
-            self.num_bytes += tensor.untyped_storage().nbytes() * share
-        return tensor
-
-    def take(self) -> float:
-        """The bytes since the last time."""
-        num_bytes, self.num_bytes = self.num_bytes, 0.0
-        return num_bytes
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def record_work(pieces: Pieces, rows: int, *, only_forward: bool = False) -> tuple[UnitWork, ...]:
+def record_work(pieces: Pieces, rows: int) -> tuple[UnitWork, ...]:
     """The work of every unit on so many rows."""
     # a precision below fp32 is counted here by its bytes, so that the shapes may run on any device
     plain = replace(pieces, precision="fp32")
     forward: list[tuple[Work, ...]] = []
     backward: list[tuple[Work, ...]] = []
-    saved: list[float] = []
     with shapes_only(pieces.model.sample[0].device):
         inputs, targets = plain.rows(rows)
-        size = _float_bytes(pieces.precision)
-        recorder, keeper = WorkRecorder(size), _Keeper([*pieces.model.model.parameters()], size)
+        recorder = WorkRecorder(_float_bytes(pieces.precision))
 
         def mark(unit: int, is_backward: bool) -> None:
             (backward if is_backward else forward).append(recorder.take())
-            if not is_backward:
-                saved.append(keeper.take())
 
-        with recorder, torch.autograd.graph.saved_tensors_hooks(keeper.pack, lambda tensor: tensor):
-            if only_forward:
-                run_forward(plain, inputs, targets, mark)
-            else:
-                run_units(plain, inputs, targets, mark, accumulate=False)
-    triples = zip(forward, backward[::-1] or [()] * len(forward), saved)
-    return tuple(UnitWork(forward=f, backward=b, saved_bytes=s) for f, b, s in triples)
+        with recorder:
+            run_units(plain, inputs, targets, mark, accumulate=False)
+    return tuple(UnitWork(forward=f, backward=b) for f, b in zip(forward, backward[::-1]))
 
 
 def _float_bytes(precision: Precision) -> int:
@@ -153,23 +115,18 @@ def _float_bytes(precision: Precision) -> int:
     return min(ROW_BYTES[precision], 4) if precision != "fp64" else 8
 
 
-def saved_by_row(model: Layered, edges: Sequence[int], precision: Precision) -> list[float]:
-    """Bytes that the layers between each two edges save of a row for their backward; what all rows share is divided."""
-    units = tuple(Unit(first=a, last=b, module=model.stage(a, b)) for a, b in pairwise(edges))
-    pieces = Pieces(model=model, units=units, precision=precision)
-    return [work.saved_bytes / 4 for work in record_work(pieces, 4, only_forward=True)]
-
-
 def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
     """A profile without times for every unit of a model, called by its last layer."""
+    works = record_work(pieces, 4)
     # The difference tells what grows with rows and what does not; batch norm refuses one row.
-    few, many = record_work(pieces, 2), record_work(pieces, 4)
-    outputs, inputs = _read_crossings(pieces)
+    few, many = (_memory_of(pieces, rows) for rows in (2, 4))
+    outputs, inputs = _read_crossings(pieces, {name: width for each in many for name, width in each.widths.items()})
+    size = 2 if pieces.precision == "fp64" else 1  # twice that of the fp32 that the model is made in
     seen: set[int] = set()
     named, roles = dict(pieces.model.model.named_parameters()), parameter_roles(pieces.model)
     role_of = {id(parameter): roles[name] for name, parameter in named.items()}
     facts = []
-    for number, (unit, work) in enumerate(zip(pieces.units, many)):
+    for number, (unit, work) in enumerate(zip(pieces.units, works)):
         own = [parameter for parameter in unit.module.parameters() if id(parameter) not in seen]
         seen.update(map(id, own))
         is_loss = unit.module.has_loss and unit.last - unit.first == 1
@@ -177,20 +134,44 @@ def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
             LayerProfile(
                 name=pieces.model.names[unit.last - 1], kind="loss" if is_loss else _kind_of(work.forward),
                 forward_s=(), backward_s=(), weight_share=_weight_share(unit, work), output_bytes=outputs[number],
-                saved_bytes=max(0.0, (work.saved_bytes - few[number].saved_bytes) / 2),
-                parameter_bytes=_num_bytes(own), trained_bytes=_trained_by_role(own, role_of),
-                buffer_bytes=_num_bytes(list(unit.module.buffers())),
+                parameter_bytes=size * _num_bytes(own), trained_bytes=_trained_by_role(own, role_of, size),
+                buffer_bytes=size * _num_bytes(list(unit.module.buffers())), **_held(few[number], many[number], size),
                 flops=sum(each.flops for each in work.forward) / 4, inputs=inputs[number],
             )
         )  # fmt: skip
     return tuple(facts)
 
 
-def _trained_by_role(parameters: Sequence[nn.Parameter], role_of: Mapping[int, str]) -> dict[str, int]:
+def _memory_of(pieces: Pieces, rows: int) -> tuple[LayerMemory, ...]:
+    """What the units hold; a model that does not run as autocast has it is counted in single precision."""
+    try:
+        return record_memory(pieces, rows)
+    except Exception:  # whatever it does with formats, on shapes alone: on a card it may well run
+        if pieces.precision not in DTYPES:
+            raise
+        return record_memory(replace(pieces, precision="fp32"), rows)
+
+
+def _held(few: LayerMemory, many: LayerMemory, size: int) -> dict[str, Any]:
+    """The bytes that a layer holds, a row and whatever the rows, from what it held on 2 rows and on 4."""
+
+    def line(first: float, second: float) -> tuple[float, int]:
+        slope = max(0.0, (second - first) / 2)
+        return size * slope, max(0, round(size * (second - 4 * slope)))
+
+    saved, casts = line(few.saved, many.saved)
+    workspace, scratch = line(few.workspace, many.workspace)
+    return {
+        "saved_bytes": saved, "cast_bytes": casts, "workspace_bytes": workspace, "scratch_bytes": scratch,
+        "before_bytes": line(few.before, many.before)[0],
+    }  # fmt: skip
+
+
+def _trained_by_role(parameters: Sequence[nn.Parameter], role_of: Mapping[int, str], size: int) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for each in parameters:
         if each.requires_grad:
-            sizes[role_of[id(each)]] += _num_bytes([each])
+            sizes[role_of[id(each)]] += size * _num_bytes([each])
     return dict(sizes)
 
 
@@ -217,8 +198,10 @@ def _weight_share(unit: Unit, work: UnitWork) -> float:
     return min(0.5, forward / backward) if backward else 0.0
 
 
-def _read_crossings(pieces: Pieces) -> tuple[list[float], list[tuple[str, ...] | None]]:
+def _read_crossings(pieces: Pieces, widths: Mapping[str, int]) -> tuple[list[float], list[tuple[str, ...] | None]]:
     """For each unit the bytes a row of what it makes, and the layers that it is the last to read.
+
+    `widths` are the bytes of a number of each tensor, in the formats that the precision makes.
 
     cut 3 carries {a, b}, cut 4 carries {b, c}:  unit 3 is the last to read a, and makes c
     """
@@ -230,8 +213,8 @@ def _read_crossings(pieces: Pieces) -> tuple[list[float], list[tuple[str, ...] |
         for name, spec in crossing[number].items():
             if name not in makers and name not in crossing[0]:
                 makers[name] = number - 1
-                narrow = _float_bytes(pieces.precision) / 4 if spec.dtype.is_floating_point else 1.0
-                outputs[number - 1] += spec.bytes_per_row * narrow
+                width = 8 if pieces.precision == "fp64" and spec.dtype.is_floating_point else widths[name]
+                outputs[number - 1] += spec.bytes_per_row // spec.dtype.itemsize * width
         later = crossing[number + 1] if number + 1 < len(edges) else {}
         inputs[number] = sorted({makers[name] for name in crossing[number] if name in makers and name not in later})
     names = [model.names[unit.last - 1] for unit in pieces.units]

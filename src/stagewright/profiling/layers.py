@@ -19,7 +19,7 @@ from stagewright.models.layered import Layered
 from stagewright.models.stage import StageModule
 from stagewright.profile import Precision
 
-_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _Mark = Callable[[int, bool], None]
 """Called when a unit's forward or backward is over: (unit, whether backward)."""
@@ -75,7 +75,7 @@ def run_units(
     gradients: list[Tensor | None] = [None] * len(kept[-1][1])
     for number in reversed(range(len(kept))):
         entering, outputs = kept.pop()
-        gradients = _run_backward(pieces.units[number], entering, outputs, gradients, accumulate, weights)
+        gradients = run_backward(pieces.units[number], entering, outputs, gradients, accumulate, weights)
         del entering, outputs
         mark(number, True)
 
@@ -86,7 +86,7 @@ def run_forward(
 ) -> list[tuple[list[Tensor], list[GradientEdge | None]]]:  # fmt: skip
     """Runs every unit forward; for each what entered it, and where backward enters."""
     kept: list[tuple[list[Tensor], list[GradientEdge | None]]] = []
-    tensors, dtype = inputs, _DTYPES.get(pieces.precision)
+    tensors, dtype = inputs, DTYPES.get(pieces.precision)
     with nullcontext() if dtype is None else torch.autocast(inputs[0].device.type, dtype=dtype):
         for number, unit in enumerate(pieces.units):
             specs = unit.module.inputs
@@ -99,7 +99,7 @@ def run_forward(
     return kept
 
 
-def _run_backward(
+def run_backward(
     unit: Unit, entering: Sequence[Tensor], outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None],
     accumulate: bool, weights: bool,
 ) -> list[Tensor | None]:  # fmt: skip
