@@ -13,10 +13,10 @@ from stagewright.cost import (
     Costs,
     Handled,
     _interpolate,
-    crossings,
     handled_by_each,
     num_buckets,
 )
+from stagewright.memory import crossings
 from stagewright.network import Network
 from stagewright.profile import LayerProfile
 from tests.simulation.cases import even_profile, layer, profile, star

@@ -51,7 +51,11 @@ class Device:
     speed: float = Field(default=1.0, gt=0)
     """How fast it computes, against the device that the profile was made on."""
     framework_bytes: int = Field(default=0, ge=0)
-    """What the framework itself occupies: context, libraries, workspaces."""
+    """What the framework itself occupies: context and libraries."""
+    library_bytes: int = Field(default=0, ge=0)
+    """What libraries have of the framework's allocator: the workspace of matrix products."""
+    kept_share: float = Field(default=0.0, ge=0)
+    """What the allocator keeps beside what comes and goes, as a share of that: pieces that fit nothing."""
     step_overhead_s: float = Field(default=0.0, ge=0)
     """What every optimizer step costs beside its actions."""
     saved_factor: float = Field(default=1.0, gt=0)

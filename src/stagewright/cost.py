@@ -1,4 +1,4 @@
-"""Profile × cluster → seconds and bytes: the only formulas of the project, those of links and cores in `network`.
+"""Profile × cluster → seconds: with `memory`, for bytes, and `network`, for links and cores, the only formulas here.
 
 The planner's bounds, the simulator's durations and the reports' limits all come from here. docs/cost-model.md
 explains each of them. `Costs` answers for any run of layers from sums that are made once:
@@ -6,7 +6,7 @@ explains each of them. `Costs` answers for any run of layers from sums that are 
     costs = Costs(profile, cluster)
     costs.seconds(0, 7, rows=32).forward      layers 0 … 6 on 32 rows
     costs.reduce_s(1 << 20, devices)          an all-reduce among devices, alone on the wires
-    costs.stage_bytes(0, 7, rows=32, …)       what a replica of that stage holds, kind by kind
+    costs.stage_bytes(0, 7, rows=32, …)       what a replica of that stage holds, kind by kind: see `memory`
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
-from stagewright.cluster import Cluster, Device, DeviceId, plain_kind
+from stagewright.cluster import Cluster, DeviceId, plain_kind
 from stagewright.errors import ProfileError
+from stagewright.memory import Memory, sums
 from stagewright.network import Network
 from stagewright.plan import Policy, Route
 from stagewright.policy import RULES
@@ -27,7 +27,6 @@ from stagewright.profile import LayerProfile, Profile
 KEPT_SHARE = 0.5
 """Of a linear layer's weights, what the rows that it keeps for later weight gradients may take beside them."""
 
-_Number = TypeVar("_Number", int, float)
 _Each = TypeVar("_Each")
 
 
@@ -67,23 +66,6 @@ def _weight_s(profile: Profile, layer: LayerProfile, rows: float) -> float:
     if not layer.weight_s:
         return whole * layer.weight_share
     return min(_interpolate(profile.batch_sizes, layer.weight_s, rows), whole)
-
-
-def crossings(profile: Profile) -> tuple[float, ...]:
-    """Bytes a row of what is made before each cut and read after it, from 0 (the model's input) to the end (none)."""
-    number_of = {name: number for number, name in enumerate(profile.names)}
-    last_reader = [0] * len(profile.layers)
-    for number, layer in enumerate(profile.layers):
-        for source in (number - 1,) if layer.inputs is None else (number_of[name] for name in layer.inputs):
-            if source >= 0:
-                last_reader[source] = number
-    change = [0.0] * (len(profile.layers) + 2)
-    for number, layer in enumerate(profile.layers):
-        if last_reader[number] > number:
-            change[number + 1] += layer.output_bytes
-            change[last_reader[number] + 1] -= layer.output_bytes
-    running = list(accumulate(change))[1 : len(profile.layers)]
-    return (profile.input_bytes, *running, 0.0)
 
 
 class Handled(NamedTuple):
@@ -131,42 +113,16 @@ class _Seconds(NamedTuple, Generic[_Each]):
     """The part of that for which layers keep rows until a batch's last backward is over; its gradients leave first."""
 
 
-class StageBytes(NamedTuple):
-    """What one replica of a stage holds, by the kinds of `record.MEMORY_KINDS`."""
-
-    weights: int
-    versions: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
-    workspace: int
-    framework: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(self)
-
-
-class Costs:
+class Costs(Memory):
     """Seconds and bytes of any run of layers `first … last − 1`; `speed` is that of the device (`Device.speed`)."""
 
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         _check_kind(profile, cluster)
-        self.profile, self.cluster = profile, cluster
-        self.network = Network(cluster)
-        self.crossings = crossings(profile)
-        layers = profile.layers
-        self._parameters = _sums([layer.parameter_bytes for layer in layers])
-        self._trained = _sums([layer.gradient_bytes for layer in layers])
-        states = (layer.gradient_bytes if layer.state_bytes is None else layer.state_bytes for layer in layers)
-        self._states = _sums([*states])
-        self._buffers = _sums([layer.buffer_bytes for layer in layers])
-        self._saved = _sums([layer.saved_bytes for layer in layers])
+        super().__init__(profile)
+        self.cluster, self.network = cluster, Network(cluster)
+        self.in_common = bool(cluster.sum_core_s_per_byte)
         self._rows: dict[tuple[float, Handled], _Seconds[tuple[float, ...]]] = {}
         self._buckets: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        self._workspaces = [layer.workspace_bytes for layer in layers]
 
     # seconds
 
@@ -182,7 +138,7 @@ class Costs:
             forward = [_interpolate(sizes, layer.forward_s, rows) for layer in layers]
             backward, weight = zip(*(self._backward_halves(layer, rows, handled) for layer in layers))
             kept = [own if handled.keeps(layer, rows) else 0.0 for layer, own in zip(layers, weight)]
-            found = self._rows[rows, handled] = _Seconds(_sums(forward), _sums(backward), _sums(weight), _sums(kept))
+            found = self._rows[rows, handled] = _Seconds(sums(forward), sums(backward), sums(weight), sums(kept))
         return found
 
     def _backward_halves(self, layer: LayerProfile, rows: float, handled: Handled) -> tuple[float, float]:
@@ -261,62 +217,6 @@ class Costs:
         way = self.network.collective(devices, num_bytes / num_buckets)
         return 0.0 if way is None else num_buckets * way.seconds(num_bytes / num_buckets)
 
-    # bytes
-
-    def gradient_bytes(self, first: int, last: int) -> int:
-        """Bytes of the parameters that are trained, which are also those of their gradients."""
-        return self._trained[last] - self._trained[first]
-
-    def workspace_bytes(self, first: int, last: int) -> float:
-        """Bytes a row that come and go: those of the layer that needs most."""
-        return max(self._workspaces[first:last], default=0)
-
-    def stage_bytes(
-        self,
-        first: int,
-        last: int,
-        *,
-        rows: float,
-        held: int = 1,
-        versions: int = 1,
-        num_replicas: int = 1,
-        recompute: bool = False,
-        device: Device | None = None,
-    ) -> StageBytes:
-        """The most that one replica of a stage holds, `rows` being those of its largest microbatch share.
-
-        weights      parameters and buffers             versions   (K − 1) P      P: parameters that are trained
-        gradients    P; 2 P where reductions of one     optimizer  what the profile says of the layers
-                     batch overlap the next (K > 1)
-        activations  rows · held · saved; with recompute only inputs are held, and one microbatch in full; held is at
-                     least K on a device that sets memory aside for every batch that may be under way
-        buffers      rows · (inputs and outputs, twice each: one on the wire, one at work); P more to reduce from, and
-                     P for the sum where replicas have that in common
-        workspace    rows · that of the hungriest layer     framework  as the device says
-        """
-        parameters, trained = self._parameters[last] - self._parameters[first], self.gradient_bytes(first, last)
-        entering = self.crossings[first] if first else 0.0
-        wire = 2 * rows * (entering + self.crossings[last])
-        many = num_replicas > 1
-        held = max(held, versions) if device is not None and device.sets_aside else held
-        return StageBytes(
-            weights=parameters + self._buffers[last] - self._buffers[first],
-            versions=(versions - 1) * trained,
-            gradients=trained * (2 if versions > 1 and many else 1),
-            optimizer=self._states[last] - self._states[first],
-            activations=math.ceil(rows * self.held_bytes(first, last, held, recompute, device)),
-            buffers=math.ceil(wire) + (trained * (2 if self.cluster.sum_core_s_per_byte else 1) if many else 0),
-            workspace=math.ceil(rows * self.workspace_bytes(first, last)),
-            framework=device.framework_bytes if device is not None else 0,
-        )
-
-    def held_bytes(
-        self, first: int, last: int, held: int, recompute: bool = False, device: Device | None = None
-    ) -> float:
-        """Bytes a row of `held` microbatches' activations: what forward leaves behind for backward."""
-        saved = (self._saved[last] - self._saved[first]) * (device.saved_factor if device is not None else 1.0)
-        return held * self.crossings[first] + saved if recompute and held else held * saved
-
 
 def _check_kind(profile: Profile, cluster: Cluster) -> None:
     """Refuses a profile of another kind of device than the cluster's.
@@ -336,10 +236,6 @@ def _check_kind(profile: Profile, cluster: Cluster) -> None:
     if unsaid:
         todo = f"say in the cluster file how fast these are against {own}: key speed"
         raise ProfileError(f"{said}{', '.join(sorted(unsaid))} too", todo)
-
-
-def _sums(values: Sequence[_Number]) -> tuple[_Number, ...]:
-    return tuple(accumulate(values, initial=type(values[0])(0)))
 
 
 def num_buckets(gradient_bytes: int, most_bytes: int = 16 << 20) -> int:

@@ -105,6 +105,8 @@ class Profile(Saved):
     """Bytes of the model's input, a row."""
     optimizer_s: float = Field(default=0.0, ge=0)
     """One optimizer step over all trained parameters: of SGD with momentum, or of what `with_states` was told."""
+    update_scratch: float = Field(default=0.0, ge=0)
+    """How many numbers the optimizer takes, while it updates, for each number of a trained parameter."""
     model_s: tuple[float, ...] = ()
     """Forward and backward of the whole model in one piece, at each batch size: the check on the sum of layers."""
     versions: Mapping[str, str] = Field(default_factory=dict)
@@ -146,8 +148,9 @@ class Profile(Saved):
             self, device=kind, notes=(*self.notes, f"a profile of {self.device}, assumed to hold for {kind}")
         )
 
-    def with_states(self, states: Callable[[str], float]) -> Profile:
-        """The profile of a run whose optimizer keeps so many numbers for each number of a parameter, by its role.
+    def with_states(self, states: Callable[[str], float], scratch: float = 0.0) -> Profile:
+        """The profile of a run whose optimizer keeps so many numbers for each number of a parameter, by its role, and
+        takes `scratch` for each while it updates.
 
         A step reads weights, gradients and states, and writes weights and states: SGD with momentum, which keeps one,
         goes five times over memory.
@@ -158,7 +161,9 @@ class Profile(Saved):
         ]
         trained, kept = sum(each.gradient_bytes for each in layers), sum(each.state_bytes or 0 for each in layers)
         passes = 3 + 2 * kept / trained if trained else 5.0
-        return replace(self, layers=tuple(layers), optimizer_s=self.optimizer_s * passes / 5)
+        return replace(
+            self, layers=tuple(layers), optimizer_s=self.optimizer_s * passes / 5, update_scratch=scratch
+        )  # fmt: skip
 
     def slowed(self, factors: Sequence[float]) -> Profile:
         """The profile with layers that take so many times as long, at each batch size."""

@@ -19,8 +19,8 @@ from pydantic import (
     WrapValidator,
 )
 
-from stagewright.cost import StageBytes
 from stagewright.errors import RecordError, StagewrightError
+from stagewright.memory import StageBytes
 from stagewright.plan import Plan
 from stagewright.schema import Saved, schema
 

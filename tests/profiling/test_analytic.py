@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from stagewright.cost import crossings
 from stagewright.errors import ProfileError
+from stagewright.memory import crossings
 from stagewright.models import Layered, build_model, cross_entropy_sum, make_layered
 from stagewright.profiling.analytic import (
     Measurement,

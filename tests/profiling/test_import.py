@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cost import crossings
 from stagewright.errors import FileError, ProfileError
+from stagewright.memory import crossings
 from stagewright.profiling.pipedream import import_pipedream, read_pipedream
 from tests.planning.cases import PIPEDREAM, ROWS, needs_pipedream
 

@@ -175,7 +175,8 @@ def rows_drawn(keys: Tensor | None) -> Iterator[None]:
 def row_keys(seed: int, batch: int, start: int, stop: int, device: torch.device) -> Tensor:
     """One number for each of some rows of a batch, the same wherever they are computed."""
     rows = torch.arange(start, stop, dtype=torch.int32, device=device)
-    return _mixed(_mixed(rows ^ _key(seed)) ^ _key(batch))
+    made: Tensor = _mixed(_mixed(rows ^ _key(seed)) ^ _key(batch))
+    return made
 
 
 @cache
@@ -250,7 +251,8 @@ class _ByRow(TorchFunctionMode):
         place = _key(self.place + self.count)
         self.count += 1
         each = _mixed(torch.arange(size.numel() // rows, dtype=torch.int32, device=self.keys.device) ^ place)
-        return _mixed(self.keys[:, None] ^ each).view(size)
+        made: Tensor = _mixed(self.keys[:, None] ^ each)
+        return made.view(size)
 
 
 def _dropout(

@@ -197,7 +197,7 @@ class Estimator:
         for rows, id, device, _ in self.group(devices).kinds:
             need = self.costs.stage_bytes(
                 first, last, rows=rows, held=held, versions=versions, num_replicas=len(devices), recompute=recompute,
-                device=device,
+                microbatches=self.group(devices).handled.microbatches, device=device,
             )  # fmt: skip
             uses.append(Shortage(first, last, id, need.total, device.memory_bytes))
         worst = max(uses, key=lambda use: use.ratio)

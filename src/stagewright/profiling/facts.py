@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from stagewright.models.counts import parameter_roles
+from stagewright.models.layered import Layered
 from stagewright.models.values import shapes_only
-from stagewright.profile import ROW_BYTES, LayerProfile, Precision
+from stagewright.profile import ROW_BYTES, LayerProfile, Precision, Profile
 from stagewright.profiling.kinds import WorkKind
-from stagewright.profiling.layers import DTYPES, Pieces, Unit, run_units
+from stagewright.profiling.layers import DTYPES, Pieces, Unit, make_pieces, run_units
 from stagewright.profiling.memory import LayerMemory, record_memory
 
 
@@ -115,9 +116,20 @@ def _float_bytes(precision: Precision) -> int:
     return min(ROW_BYTES[precision], 4) if precision != "fp64" else 8
 
 
-def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
-    """A profile without times for every unit of a model, called by its last layer."""
-    works = record_work(pieces, 4)
+def memory_profile(model: Layered, precision: Precision) -> Profile:
+    """What a model's layers hold, as a profile that says nothing of time."""
+    pieces = make_pieces(model, precision)
+    zeros = [(0.0,)] * len(pieces.units)
+    return Profile(
+        model=type(model.model).__name__.lower(), device="any", precision=precision, source="analytic",
+        batch_sizes=(1,), layers=layer_profiles(pieces, find_facts(pieces, has_work=False), zeros, zeros),
+        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
+    )  # fmt: skip
+
+
+def find_facts(pieces: Pieces, *, has_work: bool = True) -> tuple[LayerProfile, ...]:
+    """A profile without times for every unit of a model, called by its last layer; without its work only of bytes."""
+    works = record_work(pieces, 4) if has_work else (UnitWork(forward=(), backward=()),) * len(pieces.units)
     # The difference tells what grows with rows and what does not; batch norm refuses one row.
     few, many = (_memory_of(pieces, rows) for rows in (2, 4))
     outputs, inputs = _read_crossings(pieces, {name: width for each in many for name, width in each.widths.items()})
@@ -129,12 +141,13 @@ def find_facts(pieces: Pieces) -> tuple[LayerProfile, ...]:
     for number, (unit, work) in enumerate(zip(pieces.units, works)):
         own = [parameter for parameter in unit.module.parameters() if id(parameter) not in seen]
         seen.update(map(id, own))
-        is_loss = unit.module.has_loss and unit.last - unit.first == 1
+        is_loss, trained = unit.module.has_loss and unit.last - unit.first == 1, _trained_by_role(own, role_of, size)
+        kind = _kind_of(work.forward) if has_work else "matmul" if "matrix" in trained else "memory"
         facts.append(
             LayerProfile(
-                name=pieces.model.names[unit.last - 1], kind="loss" if is_loss else _kind_of(work.forward),
+                name=pieces.model.names[unit.last - 1], kind="loss" if is_loss else kind,
                 forward_s=(), backward_s=(), weight_share=_weight_share(unit, work), output_bytes=outputs[number],
-                parameter_bytes=size * _num_bytes(own), trained_bytes=_trained_by_role(own, role_of, size),
+                parameter_bytes=size * _num_bytes(own), trained_bytes=trained,
                 buffer_bytes=size * _num_bytes(list(unit.module.buffers())), **_held(few[number], many[number], size),
                 flops=sum(each.flops for each in work.forward) / 4, inputs=inputs[number],
             )

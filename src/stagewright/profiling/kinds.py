@@ -32,6 +32,8 @@ class DeviceKind(Saved):
     """How drivers call it, in lower case; the first file with a name in the driver's name is meant."""
     memory_bytes: int = Field(gt=0)
     framework_bytes: int = Field(default=0, ge=0)
+    library_bytes: int = Field(default=0, ge=0)
+    kept_share: float = Field(default=0.0, ge=0)
     peak_flops: Mapping[Precision, float]
     """Operations a second by the data sheet."""
     memory_bytes_per_s: float = Field(gt=0)
@@ -69,7 +71,7 @@ class DeviceKind(Saved):
         """One such device."""
         return Device(
             kind=self.name, memory_bytes=self.memory_bytes, framework_bytes=self.framework_bytes,
-            step_overhead_s=self.step_overhead_s,
+            library_bytes=self.library_bytes, kept_share=self.kept_share, step_overhead_s=self.step_overhead_s,
         )  # fmt: skip
 
 

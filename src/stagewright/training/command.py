@@ -33,7 +33,7 @@ from stagewright.training.config import Config, DataOptions, Job, JobOptions
 from stagewright.training.events import check_sinks
 from stagewright.training.loop import nothing_left
 from stagewright.training.rows import data_and_model, feed_for
-from stagewright.training.start import check_device, states_of, train
+from stagewright.training.start import check_device, scratch_of, states_of, train
 
 _DEFAULT_ROWS = 32
 """Rows a device, where no batch is given."""
@@ -73,7 +73,10 @@ def run_command(
     in_steps = recipe.in_steps(batch=plan.batch, per_epoch=job.steps_per_epoch, total_steps=total)
     if where.nodes and not is_worker():
         hosts = over_ssh = _hosts_of(config, plan)
-        check_hosts(over_ssh, [os.getcwd(), *config.data.folders], plan, model, settings, states=states_of(in_steps))
+        check_hosts(
+            over_ssh, [os.getcwd(), *config.data.folders], plan, model, settings, states=states_of(in_steps),
+            scratch=scratch_of(in_steps, device),
+        )  # fmt: skip
     done = _steps_done(job, where.out)
     if done >= job.steps:
         console.print(nothing_left(done, job.steps), highlight=False, markup=False, soft_wrap=True)

@@ -37,6 +37,8 @@ class OptimizerKind:
     """How many numbers it keeps for each number of a parameter; planner, simulator and checks of memory count them."""
     states_by_role: Mapping[str, float] = field(default_factory=dict)
     """The same for parameters of some roles (see models/counts.py), where these are others."""
+    scratch: Mapping[str, float] = field(default_factory=dict)
+    """For a kind of device how many numbers a step takes for itself for each number of a parameter; 0 left out."""
     splits: bool = False
     """Whether it treats matrices apart."""
     options: tuple[str, ...] = ()
@@ -49,6 +51,10 @@ class OptimizerKind:
     def states_of(self, role: str) -> float:
         """How many numbers it keeps for each number of a parameter of a role."""
         return self.states_by_role.get(role, self.states)
+
+    def scratch_on(self, device: str) -> float:
+        """How many numbers a step takes for itself, for each number of a parameter, on a kind of device."""
+        return self.scratch.get("cpu" if device == "cpu" else "cuda", 0.0)
 
 
 def _lazily(module: str, name: str) -> Callable[..., Optimizer]:
@@ -65,9 +71,12 @@ _torch = partial(_lazily, "torch.optim")
 _BOTH, _ADAM = {"cuda": "fused", "cpu": "foreach"}, ("beta1", "beta2", "eps")
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "sgd": OptimizerKind(make=_torch("SGD"), states=1, options=("momentum",), fast=_BOTH),
-    "adam": OptimizerKind(make=_torch("Adam"), states=2, options=_ADAM, fast=_BOTH),
-    "adamw": OptimizerKind(make=_torch("AdamW"), states=2, options=_ADAM, fast=_BOTH),
-    "rmsprop": OptimizerKind(make=_torch("RMSprop"), states=2, options=("momentum", "eps"), fast={"cpu": "foreach"}),
+    "adam": OptimizerKind(make=_torch("Adam"), states=2, scratch={"cpu": 1}, options=_ADAM, fast=_BOTH),
+    "adamw": OptimizerKind(make=_torch("AdamW"), states=2, scratch={"cpu": 1}, options=_ADAM, fast=_BOTH),
+    "rmsprop": OptimizerKind(
+        make=_torch("RMSprop"), states=2, scratch={"cpu": 1, "cuda": 1}, options=("momentum", "eps"),
+        fast={"cpu": "foreach"}
+    ),
     "muon": OptimizerKind(
         make=_lazily("stagewright.training.muon", "Muon"), states=2, states_by_role={"matrix": 1}, splits=True,
         options=("momentum", *_ADAM), fast=_BOTH
@@ -75,7 +84,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     # Of a matrix it keeps a number a row and one a column.
     "adafactor": OptimizerKind(
         make=_torch("Adafactor"), states=1, states_by_role={"matrix": 0, "embedding": 0, "head": 0},
-        fast={"cuda": "foreach"}
+        scratch={"cuda": 2}, fast={"cuda": "foreach"}
     ),
 }  # fmt: skip
 """By the name that --optimizer and recipe files have for it; docs/extending.md adds one."""

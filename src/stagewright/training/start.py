@@ -97,7 +97,10 @@ def train(
     with _taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
         keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
         if not is_remote:
-            check_before_launch(schedule, model, settings, run.path, states=states_of(recipe), keep=keep)
+            check_before_launch(
+                schedule, model, settings, run.path, states=states_of(recipe), keep=keep,
+                scratch=scratch_of(recipe, settings.device),
+            )  # fmt: skip
         if len(schedule.plan.devices) == 1 and hosts is None:
             return work(lambda again: nullcontext(run), shown, *rest)
         if config is not None:
@@ -143,6 +146,11 @@ def _about_run(
 def states_of(recipe: Recipe | OptimizerMaker) -> Callable[[str], float]:
     """How many numbers the optimizer keeps for each of a parameter, by its role; of one not known the usual two."""
     return OPTIMIZERS[recipe.optimizer].states_of if isinstance(recipe, Recipe) else lambda role: 2
+
+
+def scratch_of(recipe: Recipe | OptimizerMaker, device: str) -> float:
+    """How many numbers the optimizer takes for each of a parameter while it updates; of one not known one."""
+    return OPTIMIZERS[recipe.optimizer].scratch_on(device) if isinstance(recipe, Recipe) else 1.0
 
 
 # ── what cannot be started ──────────────────────────────────────────────────────────────────────────────

@@ -12,19 +12,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from stagewright.cluster import count, format_devices
+from stagewright.cluster import Device, count, format_devices
 from stagewright.errors import StagewrightError, UsageError
+from stagewright.memory import Memory, StageBytes, in_words, plan_bytes
 from stagewright.models import Layered
 from stagewright.models.counts import parameter_roles
 from stagewright.plan import Plan
-from stagewright.policy import outstanding
-from stagewright.profiling.facts import saved_by_row
+from stagewright.profiling.facts import memory_profile
+from stagewright.profiling.kinds import find_kind, kind_called
 from stagewright.runtime.launch.ssh import PORT, OverSsh
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
@@ -34,12 +34,13 @@ _States = Callable[[str], float]
 
 
 def check_before_launch(
-    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: _States, keep: int | None
-) -> None:
+    schedule: Schedule, layered: Layered, settings: Settings, folder: Path, *, states: _States, keep: int | None,
+    scratch: float = 0.0,
+) -> None:  # fmt: skip
     """Refuses a run that cannot work, with everything that is wrong with it.
 
-    `states` says how many numbers the optimizer keeps for each number of a parameter, by its role; `keep` is how many
-    checkpoints there will be.
+    `states` says how many numbers the optimizer keeps for each number of a parameter, by its role, `scratch` how many
+    it takes while it updates; `keep` is how many checkpoints there will be.
     """
     plan, found = schedule.plan, list[str]()
     try:
@@ -48,7 +49,8 @@ def check_before_launch(
         found.append(fault.what)
     sizes = _stage_bytes(plan, layered, settings, states)
     here = {"this host": (_this_machine(), sorted({id.host for id in plan.devices}))}
-    found += _too_little_memory(plan, _needed_bytes(plan, layered, settings, sizes), settings, here)
+    needed = needed_bytes(plan, layered, settings, states=states, scratch=scratch, device=device_of(settings))
+    found += _too_little_memory(plan, needed, settings, here)
     found += _unwritable(folder)
     _refuse([*found, *(_too_little_disk(plan, sizes, folder, keep) if keep else ())])
 
@@ -63,7 +65,7 @@ def _refuse(found: Sequence[str]) -> None:
 
 
 class _Bytes(NamedTuple):
-    """What the parameters of a stage take."""
+    """What the parameters of a stage take, in the order of `Memory.parameter_bytes`."""
 
     weights: int
     trained: int
@@ -86,29 +88,40 @@ def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: _Stat
     return found
 
 
-def _needed_bytes(plan: Plan, layered: Layered, settings: Settings, sizes: Sequence[_Bytes]) -> list[int]:
-    """What each worker holds at least: weights, gradients, optimizer, and the activations of its fullest stage."""
-    saved = _saved_bytes(plan, layered, settings)
-    needed, held, fullest = [0] * len(plan.devices), outstanding(plan), [0.0] * len(plan.devices)
-    for number, (stage, members, size) in enumerate(zip(plan.stages, plan.workers, sizes)):
-        reduced = stage.versions if len(members) > 1 else 0
-        shares = [share for each in range(plan.num_microbatches) for share in plan.shares(number, each)]
-        for replica, worker in enumerate(members):
-            rows = max((share.stop - share.start for share in shares if share.replica == replica), default=0)
-            alive = 1 if stage.recompute else held[number]
-            needed[worker] += size.weights + size.trained * (stage.versions + reduced) + size.states
-            fullest[worker] = max(fullest[worker], alive * rows * saved[number])
-    return [base + math.ceil(more) for base, more in zip(needed, fullest)]
+def needed_bytes(
+    plan: Plan, layered: Layered, settings: Settings, *, states: _States, scratch: float, device: Device
+) -> list[StageBytes]:
+    """What each worker holds at most; without activations where shapes do not suffice for a model."""
+    memory = _memory_of(layered, settings, states, scratch)
+    found = [StageBytes(*[0] * 9)] * len(plan.devices)
+    if memory is not None:
+        found = plan_bytes(memory, plan, [device] * len(plan.devices))
+    for number, (members, size) in enumerate(zip(plan.workers, _stage_bytes(plan, layered, settings, states))):
+        for worker in members:
+            found[worker] = _with_tied(found[worker], plan, number, size, memory)
+    return found
 
 
-def _saved_bytes(plan: Plan, layered: Layered, settings: Settings) -> list[float]:
-    """What each stage saves of a row for its backward, from shapes alone; 0 where shapes do not suffice for a model."""
-    edges = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+def _memory_of(layered: Layered, settings: Settings, states: _States, scratch: float) -> Memory | None:
+    """The memory model of a model as layers; None where shapes do not suffice for it."""
     with torch.random.fork_rng(devices=()):
         try:
-            return saved_by_row(layered, edges, settings.precision)
+            memory = Memory(memory_profile(layered, settings.precision).with_states(states, scratch))
         except Exception:  # whatever a model does with values that are not there: it may well run
-            return [0.0] * len(plan.stages)
+            return None
+    memory.in_common = settings.device == "cpu"
+    return memory
+
+
+def _with_tied(found: StageBytes, plan: Plan, number: int, size: _Bytes, memory: Memory | None) -> StageBytes:
+    """With what a stage has of parameters that the profile counts in another one, which uses them first."""
+    first, last, stage = plan.edges[number], plan.edges[number + 1], plan.stages[number]
+    known = (0, 0, 0) if memory is None else memory.parameter_bytes(first, last)
+    weights, trained, states = (max(own - each, 0) for own, each in zip(size, known))
+    return found._replace(
+        weights=found.weights + weights, versions=found.versions + trained * (stage.versions - 1),
+        gradients=found.gradients + trained, optimizer=found.optimizer + states,
+    )  # fmt: skip
 
 
 class _Machine(NamedTuple):
@@ -128,30 +141,39 @@ def _this_machine() -> _Machine:
     return _Machine(_available_memory(), tuple(torch.cuda.get_device_properties(card).total_memory for card in cards))
 
 
-def _too_little_memory(plan: Plan, needed: Sequence[int], settings: Settings, machines: _Machines) -> list[str]:
+def device_of(settings: Settings) -> Device:
+    """A device of a run's kind, for what a framework takes there: the first card here, or whatever a card is."""
+    if settings.device == "cpu":
+        return find_kind("cpu").device()
+    called = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    return (kind_called(called) or find_kind("h100")).device()
+
+
+def _too_little_memory(plan: Plan, needed: Sequence[StageBytes], settings: Settings, machines: _Machines) -> list[str]:
     """Hosts and cards whose memory cannot hold what their workers need.
 
     A worker has the card of its place among its host's workers; where there are more workers than cards, they share.
     """
     found = []
 
-    def judge(who: str, size: int, where: str, has: int) -> None:
+    def judge(who: str, members: Sequence[int], where: str, has: int) -> None:
+        size = sum(needed[worker].total for worker in members)
         if size > has:
+            parts = in_words(max((needed[worker] for worker in members), key=sum))
             found.append(
-                f"{who} {size / 2**30:.1f} GiB for weights, gradients, optimizer and activations, {where} has "
-                f"{has / 2**30:.1f} GiB: use more devices, fewer rows or versions, more microbatches, or recompute"
+                f"{who} {size / 2**30:.1f} GiB, {where} has {has / 2**30:.1f} GiB; the fullest worker holds {parts}: "
+                "use more devices, fewer rows or versions, more microbatches, --recompute, or --shard-optimizer"
             )
 
     for name, (machine, hosts) in machines.items():
         here = [[worker for worker, id in enumerate(plan.devices) if id.host == host] for host in hosts]
-        total = sum(needed[worker] for members in here for worker in members)
         if settings.device == "cpu":
-            judge("the workers together need", total, name, machine.memory_bytes)
+            everyone = [worker for members in here for worker in members]
+            judge("the workers together need", everyone, name, machine.memory_bytes)
         for card, has in enumerate(machine.card_bytes if settings.device != "cpu" else ()):
             members = [worker for each in here for worker in each[card :: len(machine.card_bytes)]]
             where = format_devices([plan.devices[worker] for worker in members]) if members else ""
-            size = sum(needed[worker] for worker in members)
-            judge(f"the stages on {where} need", size, f"card {card} of {name}", has)
+            judge(f"the stages on {where} need", members, f"card {card} of {name}", has)
     return found
 
 
@@ -210,7 +232,7 @@ def _facts(paths: Sequence[str], port: int | None) -> dict[str, Any]:
 
 def check_hosts(
     hosts: OverSsh, paths: Sequence[str], plan: Plan, layered: Layered, settings: Settings, *, states: _States,
-    port: int = PORT,
+    scratch: float = 0.0, port: int = PORT,
 ) -> None:  # fmt: skip
     """Asks every host for its facts, side by side, and refuses what does not fit together or is too small."""
     running = []
@@ -222,7 +244,7 @@ def check_hosts(
     known = {host: each for host, each in told.items() if isinstance(each, dict)}
     numbers = {name: [number] for number, name in enumerate(hosts.names)}
     machines = {host: (_Machine(*each["machine"]), numbers[host]) for host, each in known.items()}
-    needed = _needed_bytes(plan, layered, settings, _stage_bytes(plan, layered, settings, states))
+    needed = needed_bytes(plan, layered, settings, states=states, scratch=scratch, device=device_of(settings))
     silent = [f"host {host} cannot be asked: {each}" for host, each in told.items() if isinstance(each, str)]
     _refuse([*silent, *_differences(known, port), *_too_little_memory(plan, needed, settings, machines)])
 
