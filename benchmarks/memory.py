@@ -33,8 +33,8 @@ LLAMA = {
 }  # fmt: skip
 COLUMNS = (
     "case", "model", "size", "placement", "worker", "stage", "batch", "microbatches", "optimizer", "precision",
-    "recompute", "shard", "staleness", "policy", "limit", "ok", "seconds", "predicted", "allocated", "reserved", "error",
-    "weights", "versions", "gradients", "optimizer_states", "activations", "buffers", "workspace", "framework",
+    "recompute", "shard", "staleness", "policy", "limit", "ok", "seconds", "predicted", "allocated", "reserved",
+    "error", "weights", "versions", "gradients", "optimizer_states", "activations", "buffers", "workspace", "framework",
     "allocator", "told",
 )  # fmt: skip
 
@@ -193,7 +193,7 @@ def drawn(count: int, seed: int, *, limits: bool, shards: bool) -> list[dict[str
             "policy": draw.choice(("1f1b", "1f1b", "gpipe")), "recompute": draw.random() < 0.3,
             "optimizer": draw.choice(("sgd", "adamw", "adamw", "adam", "rmsprop", "adafactor", "muon")),
             "shard": shards and many and draw.random() < 0.5,
-            "limit": (draw.uniform(0.6, 0.85) if number % 4 == number // 4 % 4 else draw.uniform(1.0, 1.2)) if limits else 0,
+            "limit": draw.uniform(*((0.6, 0.85) if number % 4 == number // 4 % 4 else (1.0, 1.2))) if limits else 0,
         })  # fmt: skip
     return found
 
@@ -280,16 +280,15 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["worker"] >= 0 and row["predicted"] >= best.get(row["case"], {"predicted": -1})["predicted"]:
             best[row["case"]] = row
-    print(
-        "case model      place        opt       prec rc sh stale mb rows   lim   ok  predicted allocated  reserved  error"
-    )
+    heads = "case model      place        opt       prec rc sh stale mb  rows   lim  ok predicted allocated  reserved"
+    print(f"{heads}   error")
     for row in sorted(best.values(), key=lambda row: row["case"]):
         error = f"{row['error']:+7.1%}" if row["error"] != "" else "      –"
         print(
             f"{row['case']:4} {row['model']:10} {row['placement']:12} {row['optimizer']:9} {row['precision']:4} "
-            f"{int(row['recompute'])}  {int(row['shard'])}  {row['staleness']:5} {row['microbatches']:2} {row['batch']:5} "
-            f"{row['limit']:5.2f}  {row['ok']} {row['predicted'] / GIB:9.2f} {row['allocated'] / GIB:9.2f} "
-            f"{row['reserved'] / GIB:9.2f} {error} {row.get('told', '')[:60]}"
+            f"{int(row['recompute'])}  {int(row['shard'])}  {row['staleness']:5} {row['microbatches']:2} "
+            f"{row['batch']:5} {row['limit']:5.2f}  {row['ok']} {row['predicted'] / GIB:9.2f} "
+            f"{row['allocated'] / GIB:9.2f} {row['reserved'] / GIB:9.2f} {error} {row.get('told', '')[:60]}"
         )
     lost = [row for row in rows if row["worker"] < 0]
     for row in lost:

@@ -85,7 +85,10 @@ class Memory:
         states = (layer.gradient_bytes if layer.state_bytes is None else layer.state_bytes for layer in layers)
         self._states = sums([*states])
         self._saved = sums([layer.saved_bytes for layer in layers])
-        self._before = [*(layer.before_bytes for layer in layers), 0.0]
+        before = (layer.before_bytes for layer in layers)
+        self._left = [0.0 if b is None else max(all_ - b, 0.0) for b, all_ in zip(before, self.crossings)] + [0.0]
+        """Bytes a row of what crosses each cut that no layer before it has saved."""
+        self._entered = [layer.before_bytes or 0.0 for layer in layers]
         self._peaks: dict[tuple[float, bool, bool], list[float]] = {}
 
     def parameter_bytes(self, first: int, last: int) -> tuple[int, int, int]:
@@ -105,10 +108,9 @@ class Memory:
         With recompute what entered and what leaves is held, and one microbatch in full.
         """
         factor = device.saved_factor if device is not None else 1.0
-        leaving = max(self.crossings[last] - self._before[last], 0.0) if last < len(self._saved) - 1 else 0.0
-        whole = (self._saved[last] - self._saved[first]) * factor + self._before[first] + leaving
+        whole = (self._saved[last] - self._saved[first]) * factor + self._entered[first] + self._left[last]
         if recompute and held:
-            return whole + (held - 1) * (self.crossings[first] + self.crossings[last])
+            return whole - self._entered[first] + held * (self.crossings[first] + self.crossings[last])
         return held * whole
 
     def saved_bytes(self, first: int, last: int) -> float:
@@ -120,7 +122,7 @@ class Memory:
         go to buckets that are set aside."""
         key = (rows, adds, many)
         if key not in self._peaks:
-            self._peaks[key] = [self._at(number, rows, adds=adds, many=many) for number in range(len(self._before) - 1)]
+            self._peaks[key] = [self._at(number, rows, adds=adds, many=many) for number in range(len(self._entered))]
         here = self._peaks[key][first:last]
         layer = first + here.index(max(here))
         return BackwardPeak(

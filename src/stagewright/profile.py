@@ -42,8 +42,9 @@ class LayerProfile:
     state_bytes: int | None = Field(default=None, ge=0)
     """Bytes that the optimizer keeps for them; as many as they have where None."""
     buffer_bytes: int = Field(default=0, ge=0)
-    before_bytes: float = Field(default=0.0, ge=0)
-    """Bytes of what enters it that layers before it have saved already, a row."""
+    before_bytes: float | None = Field(default=None, ge=0)
+    """Bytes of what enters it that layers before it have saved already, a row; None: all, so that a stage that ends
+    before it holds nothing more."""
     cast_bytes: int = Field(default=0, ge=0)
     """Bytes of the copies of its weights in the format that it computes in."""
     workspace_bytes: float = Field(default=0.0, ge=0)

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import stagewright as sw
-from stagewright.cluster import DeviceId, parse_placement
+from stagewright.cluster import parse_placement
 from stagewright.errors import UsageError
+from stagewright.memory import StageBytes
 from stagewright.models import Layered, build_model
 from stagewright.plan import Plan, Stage
 from stagewright.runtime.launch.ssh import OverSsh
@@ -24,12 +25,12 @@ from stagewright.runtime.safety import preflight
 from stagewright.runtime.safety.preflight import (
     _facts,
     _Machine,
-    _needed_bytes,
-    _saved_bytes,
-    _stage_bytes,
+    _memory_of,
     _too_little_memory,
     check_before_launch,
     check_hosts,
+    device_of,
+    needed_bytes,
 )
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
@@ -63,7 +64,8 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.M
     lines = str(told.value).splitlines()
     assert lines[0] == "the run cannot start: 3 things must be put right first"
     assert [line[:2] for line in lines[1:]] == ["1.", "2.", "3."]
-    assert "0.0 GiB for weights" in lines[2]
+    assert "the workers together need" in lines[2]
+    assert "the fullest worker holds framework" in lines[2]
     assert "cannot be written to" in lines[3]
 
 
@@ -88,19 +90,20 @@ def test_each_card_is_judged_by_its_own_memory_and_the_workers_on_it(
     known = {
         name: (_Machine(GIB, tuple(GIB * card for card in cards)), hosts) for name, (cards, hosts) in machines.items()
     }
-    found = _too_little_memory(plan, [10 * GIB] * len(plan.devices), ON_CARDS, known)
+    held = StageBytes(*[10 * GIB, *[0] * 8])
+    found = _too_little_memory(plan, [held] * len(plan.devices), ON_CARDS, known)
     assert len(found) == bool(short)
     assert all(words in found[0] for words in short)
 
 
-def needed(plan: Plan, layered: Layered, states: Callable[[str], float]) -> list[int]:
+def needed(plan: Plan, layered: Layered, states: Callable[[str], float]) -> list[StageBytes]:
     """What each worker of a plan holds."""
-    return _needed_bytes(plan, layered, Settings(), _stage_bytes(plan, layered, Settings(), states))
+    return needed_bytes(plan, layered, Settings(), states=states, scratch=0.0, device=device_of(Settings()))
 
 
 def test_on_cpus_each_host_holds_its_own_workers() -> None:
     plan = Plan(model="any", stages=(Stage(layers=("l",), devices=parse_placement("0:0-1,1:0-1")[0]),), batch=8)
-    needed = [3 * GIB] * 4
+    needed = [StageBytes(*[3 * GIB, *[0] * 8])] * 4
     apart = {host: (_Machine(7 * GIB, ()), [number]) for number, host in enumerate("ab")}
     assert not _too_little_memory(plan, needed, Settings(), apart)
     (word,) = _too_little_memory(plan, needed, Settings(), {"here": (_Machine(7 * GIB, ()), [0, 1])})
@@ -115,20 +118,22 @@ def test_activations_count(recompute: bool, held: int) -> None:
         needed(plan_of(Case("2-2", batch=rows, recompute=recompute), layered.names), layered, lambda role: 1)
         for rows in (8, 808)
     )
-    saved = _saved_bytes(plan_of(Case("2-2"), layered.names), layered, Settings())
-    assert min(saved) > 0
+    memory = _memory_of(layered, Settings(), lambda role: 1, 0.0)
+    assert memory is not None
+    cut = plan_of(Case("2-2"), layered.names).edges[1]
     # 800 rows more are 100 more for each of two replicas in each of four microbatches
-    assert [after - before for before, after in zip(few, many)] == [
-        *[100 * held * saved[0]] * 2, *[100 * saved[1]] * 2
-    ]  # fmt: skip
+    more = 100 * memory.held_bytes(0, cut, held, recompute)
+    for before, after in zip(few[:2], many[:2]):
+        assert more * 0.5 < after.activations - before.activations <= more + 100 * memory.held_bytes(0, cut, 2, True)
 
 
 def test_counting_activations_leaves_the_model_as_it_is() -> None:
     layered = build_model("tiny-cnn", seed=1)
     before = {name: tensor.clone() for name, tensor in layered.model.state_dict().items()}
     drawn = torch.random.get_rng_state()
-    plan = Plan(model="tiny-cnn", stages=(Stage(layers=layered.names, devices=(DeviceId(0, 0),)),), batch=8)
-    assert _saved_bytes(plan, layered, Settings())[0] > 0
+    memory = _memory_of(layered, Settings(), lambda role: 1, 0.0)
+    assert memory is not None
+    assert memory.saved_bytes(0, layered.num_layers) > 0
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert all(torch.equal(tensor, before[name]) for name, tensor in layered.model.state_dict().items())
     assert all(parameter.grad is None for parameter in layered.model.parameters())
@@ -200,8 +205,8 @@ def test_what_hosts_disagree_on_is_told_at_once(tmp_path: Path) -> None:
     assert "the clocks are apart" in text
     assert "host two has no /no/such/data" in text
     assert f"port {port} of host one is taken" in text
-    assert "for weights, gradients, optimizer and activations, one has" in text
-    assert "for weights, gradients, optimizer and activations, two has" in text
+    assert "GiB, one has" in text
+    assert "GiB, two has" in text
 
 
 def test_facts_are_plain() -> None:
@@ -246,11 +251,11 @@ def test_states_count_by_role_and_frozen_parameters_have_none() -> None:
     layered = layered_tower()
     plan = plan_of(Case("1", batch=8), layered.names)
     matrices = sum(each.numel() for each in layered.model.parameters() if each.dim() == 2)
-    one, more = (needed(plan, layered, count) for count in (lambda role: 1, lambda role: 2))
-    whole = 4 * sum(each.numel() for each in layered.model.parameters())
-    assert more[0] - one[0] == whole
-    less = needed(plan, layered, lambda role: 0 if role == "matrix" else 1)
-    assert one[0] - less[0] == 4 * (matrices - 6 * 4)  # the last one, of six inputs and four scores, is the head
+    one, more = (needed(plan, layered, count)[0] for count in (lambda role: 1, lambda role: 2))
+    whole = sum(each.nbytes for each in layered.model.parameters())
+    assert more.optimizer - one.optimizer == whole
+    less = needed(plan, layered, lambda role: 0 if role == "matrix" else 1)[0]
+    assert one.optimizer - less.optimizer == 8 * (matrices - 6 * 4)  # the last, of six inputs and four scores: the head
     for each in layered.model.parameters():
         each.requires_grad_(False)
-    assert one[0] - needed(plan, layered, lambda role: 1)[0] >= 2 * whole
+    assert needed(plan, layered, lambda role: 1)[0].optimizer == 0

@@ -133,7 +133,8 @@ def find_facts(pieces: Pieces, *, has_work: bool = True) -> tuple[LayerProfile, 
     # The difference tells what grows with rows and what does not; batch norm refuses one row.
     few, many = (_memory_of(pieces, rows) for rows in (2, 4))
     outputs, inputs = _read_crossings(pieces, {name: width for each in many for name, width in each.widths.items()})
-    size = 2 if pieces.precision == "fp64" else 1  # twice that of the fp32 that the model is made in
+    is_double = any(each.dtype == torch.float64 for each in pieces.model.model.parameters())
+    size = 2 if pieces.precision == "fp64" and not is_double else 1  # twice that of the fp32 that it is made in
     seen: set[int] = set()
     named, roles = dict(pieces.model.model.named_parameters()), parameter_roles(pieces.model)
     role_of = {id(parameter): roles[name] for name, parameter in named.items()}

@@ -169,8 +169,9 @@ class Ledger:
         kind, number, rows, device = work
         bounds, stage = self.bounds[number], self.plan.stages[number]
         many, adds = len(stage.devices) > 1, self.microbatches[number] > 1 or kind is not Kind.BACKWARD
-        whole = rows * self.costs.held_bytes(*bounds, 1, device=device)
-        kept = rows * self.costs.held_bytes(*bounds, 2, True, device) - whole if stage.recompute else whole
+        whole = kept = rows * self.costs.held_bytes(*bounds, 1, stage.recompute, device)
+        if stage.recompute:
+            kept = rows * self.costs.held_bytes(*bounds, 2, True, device) - whole
         peak = self.costs.backward_peak(*bounds, rows, adds=adds, many=many)
         if kind is Kind.FORWARD:
             return 1.0, peak.workspace, kept, 0.0, 0.0
