@@ -2,7 +2,7 @@
 
     python benchmarks/staleness.py data FOLDER                   real images and text, by pip and apt, into a file
     python benchmarks/staleness.py run FOLDER [--only text,…]    trains what is still to do, the most telling first
-    python benchmarks/staleness.py table FOLDER -o FILE.md       what came out: gaps, tables, curves
+    python benchmarks/staleness.py table FOLDER                  what came out, as table.md and curves.svg
 
 The delays are applied in one process by the workers' own code: a store of versions for each stage, and its correction.
 tests/test_staleness.py holds it to real workers. A run is one JSON file, so a study goes on where it was stopped.
@@ -257,13 +257,17 @@ class Trial:
     correct: str = "none"
     seed: int = 0
     rate: float | None = None
-    """None is the one with which the synchronous run came furthest."""
+    """None is the one with which the synchronous run came furthest, or where it is tuned this one itself."""
+    tuned: bool = False
+    more: float = 1.0
+    """How many times as many samples it sees."""
 
     @property
     def name(self) -> str:
         """What its file is called."""
         rate = "" if self.rate is None else f"-{self.rate:g}"
-        return f"{self.workload}-{self.optimizer}-{self.staleness}x{self.stages}-{self.correct}-{self.seed}{rate}"
+        rest = f"{'-tuned' * self.tuned}{f'-more{self.more:g}' * (self.more != 1)}"
+        return f"{self.workload}-{self.optimizer}-{self.staleness}x{self.stages}-{self.correct}-{self.seed}{rate}{rest}"
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -276,7 +280,7 @@ class Trial:
 def train(trial: Trial, folder: Path, device: str, steps: int | None = None) -> dict[str, Any]:
     """Trains, and returns the validation losses on the way."""
     workload, started = WORKLOADS[trial.workload], time.perf_counter()
-    steps = steps or workload.steps
+    steps = steps or round(workload.steps * trial.more)
     layered, rows = _model(workload, trial.seed), Rows(workload, folder, trial.seed, device)
     recipe = Recipe(
         optimizer=trial.optimizer, learning_rate=trial.rate or 0.0,
@@ -358,12 +362,46 @@ def trials(workloads: Sequence[str], seeds: int = 3) -> list[Trial]:
     return list(dict.fromkeys(found))
 
 
+_STALE_RATES = {
+    ("text", "adamw"): (5e-4, 1e-3), ("text", "muon"): (1e-3, 2e-3), ("resnet", "sgd"): (5e-3, 1e-2),
+    ("alexnet", "sgd"): (1e-2, 2e-2), ("resnet", "adamw"): (2.5e-4, 5e-4), ("alexnet", "adamw"): (5e-4, 1e-3),
+}  # fmt: skip
+"""Lower rates to choose from where weights are stale."""
+
+
+def retuned(seeds: int = 3) -> list[Trial]:
+    """Stale runs with rates of their own: their choice first, then other seeds, and more samples on four stages."""
+
+    def sweep(workload: str, optimizer: str, ways: Sequence[tuple[str, int]], names: Sequence[str]) -> list[Trial]:
+        flat = product(ways, names, _STALE_RATES[workload, optimizer])
+        return [Trial(workload, optimizer, *way, name, rate=rate) for way, name, rate in flat]
+
+    some, names = (("none", "predict", "slow-predict"), _WAYS[:5])
+    slow = [
+        each for each in sweep("text", "muon", _STALE[:4], ("predict",)) if each.rate == 2e-3 or each.staleness == "ssp"
+    ]
+    found = [*slow, *sweep("text", "muon", _STALE[:1], ("none",)), *sweep("text", "adamw", _STALE[:1], names)]
+    found += sweep("text", "adamw", _STALE[1:4], names)
+    for more, seed in product((1.25, 1.5), range(seeds)):
+        found.append(Trial("text", "adamw", "ssp", 4, "predict", seed, tuned=True, more=more))
+    tuned = product(_STALE[:4], some, range(1, seeds))
+    found += [Trial("text", "adamw", *way, name, seed, tuned=True) for way, name, seed in tuned]
+    for kind in (("resnet", "sgd"), ("alexnet", "sgd"), ("alexnet", "adamw"), ("resnet", "adamw")):
+        found += [Trial(*kind, rate=rate) for rate in _STALE_RATES[kind]] + sweep(*kind, _STALE[:1], names)
+    found += sweep("resnet", "sgd", _STALE[1:4], some)
+    for kind in (("resnet", "sgd"), ("alexnet", "sgd")):
+        found += [Trial(*kind, *_STALE[0], name, seed, tuned=True) for name in some for seed in range(1, seeds)]
+    return found
+
+
 def _with_rate(trial: Trial, out: Path) -> Trial | None:
     """The trial with the rate that was best; None where the runs that tell are still to come."""
-    rates = WORKLOADS[trial.workload].rates[trial.optimizer]
+    rates, like = WORKLOADS[trial.workload].rates[trial.optimizer], Trial(trial.workload, trial.optimizer)
+    if trial.tuned:
+        rates, like = _STALE_RATES[trial.workload, trial.optimizer], replace(trial, seed=0, tuned=False, more=1.0)
     if trial.rate is not None or len(rates) == 1:
         return replace(trial, rate=trial.rate or rates[0])
-    files = [out / f"{Trial(trial.workload, trial.optimizer, rate=rate).name}.json" for rate in rates]
+    files = [out / f"{replace(like, rate=rate).name}.json" for rate in rates]
     if not all(file.exists() for file in files):
         return None
     told = [json.loads(file.read_text()) for file in files]
@@ -392,7 +430,8 @@ def work(folder: Path, out: Path, todo: Sequence[Trial], device: str, stop_at: f
             except FileExistsError:
                 continue
             known = out / f"{replace(ready, stages=8).name}.json"  # of a synchronous run that chose the rate
-            told = json.loads(known.read_text()) if known.exists() else train(ready, folder, device)
+            is_known = trial.staleness == "0" and known.exists()
+            told = json.loads(known.read_text()) if is_known else train(ready, folder, device)
             told = {**told, "name": trial.name, "chooses": trial.rate is not None}
             path.with_suffix(".part").write_text(json.dumps(told))
             path.with_suffix(".part").rename(path)
@@ -402,13 +441,13 @@ def work(folder: Path, out: Path, todo: Sequence[Trial], device: str, stop_at: f
             time.sleep(0.2)
 
 
-def run(folder: Path, workloads: Sequence[str], seeds: int, workers: int, budget_s: float, device: str) -> None:
+def run(folder: Path, todo: Sequence[Trial], workers: int, budget_s: float, device: str) -> None:
     """Runs as many processes side by side until all is done or time is up; what was not finished is done anew."""
     out = folder / "runs"
     out.mkdir(exist_ok=True)
     for left in out.glob("*.taken"):
         left.unlink()
-    stop_at, todo = time.time() + budget_s, trials(workloads, seeds)
+    stop_at = time.time() + budget_s
     context = torch.multiprocessing.get_context("spawn")
     started = [context.Process(target=work, args=(folder, out, todo, device, stop_at)) for _ in range(workers)]
     for each in started:
@@ -424,11 +463,125 @@ def run(folder: Path, workloads: Sequence[str], seeds: int, workers: int, budget
     print(f"{len(done)} of {len(todo)} runs are done")
 
 
+# ── what came out ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The runs that are done, or those in stale.json where they were done elsewhere."""
+    files = sorted((folder / "runs").glob("*.json"))
+    if files:
+        return [json.loads(path.read_text()) for path in files]
+    told: list[dict[str, Any]] = json.loads((folder / "stale.json").read_text())
+    return told
+
+
+_Key = tuple[str, str, str, int, str]
+
+
+def by_setting(told: Sequence[dict[str, Any]]) -> dict[_Key, dict[int, dict[str, Any]]]:
+    """The runs of each setting by seed; the number of stages is told only where it matters."""
+    found: dict[_Key, dict[int, dict[str, Any]]] = {}
+    for each in told:
+        if not each.get("chooses"):
+            stages = each["stages"] if each["staleness"] == "ssp" else 0
+            key = each["workload"], each["optimizer"], each["staleness"], stages, each["correct"]
+            found.setdefault(key, {})[each["seed"]] = each
+    return found
+
+
+def gaps(told: Sequence[dict[str, Any]]) -> dict[_Key, list[float]]:
+    """For each stale setting how much higher its final validation loss is than the exact run's of the same seed."""
+    runs, found = by_setting(told), dict[_Key, list[float]]()
+    for key, own in runs.items():
+        exact = runs.get((*key[:2], "0", 0, "none"), {})
+        both = sorted(own.keys() & exact.keys())
+        if key[2] != "0" and both:
+            found[key] = [_ratio(own[seed], exact[seed]) for seed in both]
+    return found
+
+
+def _ratio(run: dict[str, Any], exact: dict[str, Any]) -> float:
+    return float("inf") if not np.isfinite(run["final"]) else run["final"] / exact["final"] - 1
+
+
+def _shown(values: Sequence[float]) -> str:
+    """`+3.1 % (2.8 … 3.5)`: the mean over seeds, and their spread."""
+    if not all(map(np.isfinite, values)):
+        return f"diverges in {sum(not np.isfinite(each) for each in values)} of {len(values)}"
+    low, high = min(values) * 100, max(values) * 100
+    spread = f" ({low:+.1f} … {high:+.1f})" if len(values) > 1 else " (1 seed)"
+    return f"{np.mean(values) * 100:+.2f} %{spread}"
+
+
+def table(told: Sequence[dict[str, Any]]) -> str:
+    """For each model and optimizer the exact runs' loss, and below it the gap of each delay and correction."""
+    runs, apart, lines = by_setting(told), gaps(told), list[str]()
+    for workload, optimizer in dict.fromkeys(key[:2] for key in runs if key[2] != "0"):
+        exact = runs.get((workload, optimizer, "0", 0, "none"), {})
+        finals = [each["final"] for each in exact.values()]
+        if not finals:
+            continue
+        rate, rest = next(iter(exact.values()))["rate"], " |" * len(_WAYS)
+        lines += [
+            "", f"| {workload}, {optimizer} | " + " | ".join(_WAYS) + " |", "|---" * (len(_WAYS) + 1) + "|",
+            f"| exact: {np.mean(finals):.4f} ± {np.std(finals):.4f}, {len(finals)} seeds, rate {rate:g} |{rest}",
+        ]  # fmt: skip
+        ways = dict.fromkeys(key[2:4] for key in apart if key[:2] == (workload, optimizer))
+        for staleness, stages in sorted(ways, key=lambda way: (_STALE_NAMES.index(way[0]), way[1])):
+            name = {"2bw": "2bw, d = 1", "ssp": f"ssp, {stages} stages"}.get(staleness, f"K = {staleness} everywhere")
+            cells = (apart.get((workload, optimizer, staleness, stages, way)) for way in _WAYS)
+            lines.append(f"| {name} | " + " | ".join(_shown(each) if each else "" for each in cells) + " |")
+    return "\n".join(lines).strip() + "\n"
+
+
+_STALE_NAMES = ("2bw", "ssp", "4", "8")
+_COLOURS = ("#222222", "#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#707b7c")
+
+
+def draw(told: Sequence[dict[str, Any]], panels: Sequence[tuple[str, str, str, int]], file: Path) -> None:
+    """Validation loss over samples as an SVG: a panel for each (workload, optimizer, staleness, stages)."""
+    wide, high, runs, parts = 420, 250, by_setting(told), list[str]()
+    for number, (workload, optimizer, staleness, stages) in enumerate(panels):
+        lines = {"exact": runs.get((workload, optimizer, "0", 0, "none"))}
+        lines |= {way: runs.get((workload, optimizer, staleness, stages, way)) for way in _WAYS}
+        curves = {name: np.mean([np.array(run["curve"])[:, :2] for run in each.values()
+                                 if np.isfinite(run["final"])], axis=0) for name, each in lines.items() if each
+                  and any(np.isfinite(run["final"]) for run in each.values())}  # fmt: skip
+        if "exact" not in curves:
+            continue
+        last = curves["exact"][-1, 0]
+        low = min(curve[-1, 1] for curve in curves.values()) * 0.98
+        top = max(curves["exact"][2, 1], min(curve[-1, 1] for curve in curves.values()) * 1.3)
+        x0, y0 = 50 + wide * (number % 2), 30 + high * (number // 2)
+        parts.append(f'<text x="{x0}" y="{y0 - 8}" font-weight="bold">{workload}, {optimizer}, {staleness}'
+                     f'{f" of {stages} stages" if stages else ""}</text>')  # fmt: skip
+        parts.append(f'<rect x="{x0}" y="{y0}" width="{wide - 70}" height="{high - 60}" fill="none" stroke="#bbb"/>')
+        for share in (0, 0.5, 1):
+            value = low + share * (top - low)
+            parts.append(
+                f'<text x="{x0 - 4}" y="{y0 + (1 - share) * (high - 60) + 4}" text-anchor="end">{value:.2f}</text>'
+            )
+        parts.append(f'<text x="{x0 + wide - 70}" y="{y0 + high - 46}" text-anchor="end">{last:.0f} steps</text>')
+        for colour, curve in zip(_COLOURS, curves.values()):
+            points = " ".join(
+                f"{x0 + step / last * (wide - 70):.1f},{y0 + (top - min(loss, top)) / (top - low) * (high - 60):.1f}"
+                for step, loss in curve
+            )
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+    for place, (colour, name) in enumerate(zip(_COLOURS, ("exact", *_WAYS))):
+        y = 30 + high * -(-len(panels) // 2) - 8
+        parts.append(f'<text x="{50 + 115 * place}" y="{y}" fill="{colour}">{name}</text>')
+    size = f'width="{50 + 2 * wide}" height="{40 + high * -(-len(panels) // 2)}"'
+    style = "<style>text{font:12px sans-serif}svg{background:#fff}</style>"
+    file.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{"".join(parts)}</svg>\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("data", "run", "table"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="text-small,resnet,alexnet")
+    parser.add_argument("--retune", action="store_true", help="stale runs with rates of their own")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds")
@@ -436,8 +589,15 @@ def main() -> None:
     told = parser.parse_args()
     if told.what == "data":
         gather_data(told.folder)
-    elif told.what == "run":
-        run(told.folder, told.only.split(","), told.seeds, told.workers, told.budget, told.device)
+    elif told.what == "table":
+        runs = read(told.folder)
+        (told.folder / "table.md").write_text(table(runs))
+        panels = dict.fromkeys(key[:4] for key in by_setting(runs) if key[2] != "0")
+        draw(runs, list(panels), told.folder / "curves.svg")
+        print(table(runs))
+    else:
+        todo = retuned(told.seeds) if told.retune else trials(told.only.split(","), told.seeds)
+        run(told.folder, todo, told.workers, told.budget, told.device)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from stagewright.record import Record
+from stagewright.record import Point, Record
 from stagewright.report import Failure
 from stagewright.report.cases import Results, find_pairs, make_cases
 from stagewright.report.figures import percent, rate, seconds, size, times
@@ -15,6 +15,7 @@ from stagewright.report.tables import (
     markdown_table,
     markdown_text,
     pair_table,
+    reach_table,
     scaling_table,
 )
 
@@ -149,3 +150,28 @@ def test_what_was_seen_from_outside_stands_beneath_the_memory() -> None:
     row = case_table(Results(cases=(case,))).rows[0]
 
     assert any(cell.note == "driver 7.0 / 5.0 GiB, 60% / 33% busy" for cell in row.cells)
+
+
+def losing(name: str, versions: tuple[int, int], pace: float, samples_per_s: float, seed: int) -> Record:
+    """A run of 100 steps whose loss falls along a line, by `pace` a step."""
+    points = tuple(
+        Point(name="validation_loss", step=step, epoch=0.0, value=5 - pace * step) for step in range(0, 101, 10)
+    )
+    record = make_record(name, versions=versions, samples_per_s=samples_per_s, seed=seed, with_spans=False)
+    return replace(record, points=points, step_s=(224 / samples_per_s,))
+
+
+def test_time_to_loss_is_that_of_the_steps_it_takes() -> None:
+    """The exact runs end at 1, 1.1 and 0.9; the stale ones are twice as fast and take 80 and 100 steps to come to 1."""
+    exact = [losing("exact", (1, 1), pace, 1000, seed) for seed, pace in enumerate((0.04, 0.039, 0.041))]
+    stale = [losing("stale", (2, 1), pace, 2000, seed) for seed, pace in enumerate((0.05, 0.04))]
+    never = losing("worse", (2, 1), 0.03, 3000, 0)
+    table = reach_table(results(*exact, *stale, never))
+    assert table is not None
+    assert column(table, "final loss") == ["1.0000 0.9000 to 1.1000", "0.5000 0.0000 to 1.0000", "2.0000"]
+    assert column(table, "time to the loss") == [
+        "22.12 s 21.85 s to 22.40 s; 1 of 3 runs never come to it", "10.08 s 8.96 s to 11.20 s",
+        "– 1 of 1 runs never come to it",
+    ]  # fmt: skip
+    assert column(table, "against")[1].startswith("0.46")
+    assert reach_table(results(stale[0])) is None, "nothing exact to compare with"

@@ -212,7 +212,8 @@ def _simulate(task: Task, place: _Place, session: Session) -> Record | Failure:
 
 def _run_process(task: Task, place: _Place, run: Path, session: Session) -> Record | Failure:
     """The case as a process of its own, watched from outside while it runs; none outlives who started it."""
-    words, log = [*session.program, *task.words, "-o", str(run), "--json"], place.path(".log")
+    seed = ["--seed", str(place.number)] if task.case.seeds else []
+    words, log = [*session.program, *task.words, *seed, "-o", str(run), "--json"], place.path(".log")
     log.write_text(f"$ {task.command}\n", encoding="utf-8")
     process = start_process("run", words, os.environ, log)
     uses_cards = session.num_cards > 0 and task.case.device != "cpu" and task.mode == "train"

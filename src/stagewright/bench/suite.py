@@ -66,6 +66,8 @@ class Case:
     warm_up: int = Field(default=5, ge=0)
     """First steps that are not measured."""
     epoch_images: int | None = Field(default=None, ge=1)
+    seeds: bool = False
+    """Whether each repetition has a seed of its own, its number."""
     limit_s: float = Field(default=3600.0, gt=0)
     """The longest that one run may take."""
     options: Mapping[str, _Value] = Field(default_factory=dict)

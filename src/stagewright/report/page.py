@@ -43,6 +43,7 @@ from stagewright.report.tables import (
     markdown_table,
     markdown_text,
     pair_table,
+    reach_table,
     scaling_table,
 )
 from stagewright.report.timeline import PAGE_WORDS, run_data, stride
@@ -159,8 +160,9 @@ def _facts_of(results: Results) -> tuple[str, ...]:
 def _tables_of(results: Results, folder: Path) -> dict[str, Table]:
     """The page's tables, by the section that they stand in; those without rows are left out."""
     found = {"cases": case_table(results, folder), "scaling": scaling_table(results)}
-    pairs = find_pairs(results.cases)
-    return {**found, "pairs": pair_table(pairs)} if pairs else found
+    pairs, reach = find_pairs(results.cases), reach_table(results)
+    found |= {"pairs": pair_table(pairs)} if pairs else {}
+    return found | ({"reach": reach} if reach is not None else {})
 
 
 def _runs_of(cases: Sequence[Case]) -> list[_Plain]:
@@ -307,22 +309,36 @@ def _parts_of(use: DeviceUse) -> dict[str, int]:
 
 
 def _curve_charts(title: str, family: Sequence[Case]) -> list[_Plain]:
-    """A chart for each curve (loss, top1 …) with a line a case: step, value and epoch, evenly thinned."""
-    charts: dict[str, list[_Plain]] = {}
+    """A chart for each curve (loss, top1 …) over steps, for losses over samples and over seconds, a line a case.
+
+    A point is its place, value and epoch; lines are evenly thinned.
+    """
+    charts: dict[tuple[str, str], list[_Plain]] = {}
     for case in family:
-        for name in dict.fromkeys(point.name for point in case.record.points):
-            points = [[point.step, point.value, point.epoch] for point in case.record.points if point.name == name]
-            kept = [*points[: -1 : stride(len(points))], points[-1]]
-            line = {
-                "name": case.name,
-                "case": case.name,
-                "source": case.source,
-                "batch": case.plan.batch,
-                "points": kept,
-            }
-            charts.setdefault(name, []).append(line)
+        record = case.record
+        units = {"samples": record.step_samples, "seconds": record.median_step_s}
+        for name in dict.fromkeys(point.name for point in record.points):
+            for unit, each in units.items() if name.endswith("loss") else (("step", 1),):
+                points = [
+                    [point.step * each, point.value, point.epoch] for point in record.points if point.name == name
+                ]
+                kept = [*points[: -1 : stride(len(points))], points[-1]]
+                line = {
+                    "name": case.name,
+                    "case": case.name,
+                    "source": case.source,
+                    "batch": case.plan.batch,
+                    "points": kept,
+                }
+                charts.setdefault((name, unit), []).append(line)
     return [
-        {"title": f"{name} · {title}", "lines": lines, "coincide": _coinciding(lines)} for name, lines in charts.items()
+        {
+            "title": f"{name} over {unit}{'s' * (unit == 'step')} · {title}",
+            "unit": unit,
+            "lines": lines,
+            "coincide": _coinciding(lines),
+        }
+        for (name, unit), lines in charts.items()
     ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path
+from statistics import median
 from typing import Literal, NamedTuple
 
 from stagewright.report.cases import (
@@ -21,6 +22,7 @@ from stagewright.report.cases import (
     strategy,
 )
 from stagewright.report.figures import GAP, percent, rate, row_count, seconds, size, span_of, times
+from stagewright.report.reaching import final_losses, find_goals, times_to_loss
 
 SOURCE_MARKS: Mapping[str, str] = {"measured": "●", "rehearsed": "◐", "simulated": "◇", "failed": "✕"}
 """A shape beside the word, so that no one has to tell rows apart by colour."""
@@ -264,6 +266,44 @@ def _pair_cells(pair: Pair) -> tuple[_Cell, ...]:
         _word(_memory_text(found)),
         _EMPTY if memory is None else _Cell(percent(memory), memory),
     )
+
+
+# ── time to a loss ──────────────────────────────────────────────────────────────────────────────────────
+
+_REACH_COLUMNS = _columns("case | source | samples/s> | final loss> | time to the loss> | against>")
+
+
+def reach_table(results: Results) -> Table | None:
+    """How soon each case comes to the final loss of the fastest exact one; None where there is nothing to compare."""
+    goals = find_goals(results.cases)
+    notes = (
+        "Time is that of the steps until a loss is reached, at the median step; evaluations are left out.",
+        *(
+            f"{base.plan.model}: to a loss of {target:.4g}, with which {base.name} ends in the median"
+            for base, target, _ in goals
+        ),
+    )
+    rows = tuple(_reach_row(case, base, target) for base, target, cases in goals for case in cases)
+    return Table(title="Time to loss", columns=_REACH_COLUMNS, rows=rows, notes=notes) if rows else None
+
+
+def _reach_row(case: Case, base: Case, target: float) -> _Row:
+    """A case's losses and times, with their spread over repetitions, and the share of the exact case's time."""
+    finals, found, others = final_losses(case), times_to_loss(case, target), times_to_loss(base, target)
+    missed = len(case.records) - len(found)
+    told = [f"{seconds(min(found))} to {seconds(max(found))}"] if len(found) > 1 else []
+    told += [f"{missed} of {len(case.records)} runs never come to it"] if missed else []
+    spread = f"{min(finals):.4f} to {max(finals):.4f}" if len(finals) > 1 else ""
+    share = median(found) / median(others) if found and others else -1.0
+    cells = (
+        _word(case.name),
+        _source_cell(case.source),
+        _Cell(rate(case.samples_per_s), case.samples_per_s),
+        _Cell(f"{median(finals):.4f}", median(finals), spread),
+        _Cell(seconds(median(found)) if found else GAP, median(found) if found else -1.0, "; ".join(told)),
+        _EMPTY if share < 0 else _Cell(times(share), share, "itself" if case is base else base.name),
+    )
+    return _Row(case.source, cells)
 
 
 # ── Markdown ────────────────────────────────────────────────────────────────────────────────────────────

@@ -236,11 +236,11 @@ function curveOptions(chart, lines, c) {
       trigger: "axis",
       formatter: (items) =>
         tip(
-          `step ${items[0].value[0].toLocaleString("en")}, epoch ${items[0].value[2].toFixed(2)}`,
+          `${chart.unit} ${items[0].value[0].toLocaleString("en", { maximumFractionDigits: 1 })}, epoch ${items[0].value[2].toFixed(2)}`,
           ...items.map((item) => `${item.seriesName}: ${Number(item.value[1].toPrecision(5))}`),
         ),
     },
-    xAxis: axisLook(c, { type: "value", name: "step", nameLocation: "middle", nameGap: 28 }),
+    xAxis: axisLook(c, { type: "value", name: chart.unit, nameLocation: "middle", nameGap: 28 }),
     yAxis: axisLook(c, { type: "value", scale: true }),
     series: lines.map((line) => ({
       type: "line",
