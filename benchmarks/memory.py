@@ -117,15 +117,12 @@ def one(path: Path) -> None:
     layered = build(case)
     plan = plan_of(case, layered)
     number = len(plan.devices)
-    if rank <= 0:
+    if rank < 0:
         told = predict(case, layered, plan, settings)
         (folder / "predicted.json").write_text(
             json.dumps({"kinds": told, "stages": plan.stages_of, "batch": plan.batch}), encoding="utf-8"
         )
     if case["device"] == "cuda" and case["limit"] and (rank >= 0 or number == 1):
-        while not (folder / "predicted.json").exists():
-            time.sleep(0.05)
-        time.sleep(0.2)
         kinds = json.loads((folder / "predicted.json").read_text(encoding="utf-8"))["kinds"]
         sizes = [sum(each.values()) - each["framework"] for each in kinds]
         me = max(rank, 0)
@@ -173,7 +170,7 @@ def drawn(count: int, seed: int, *, limits: bool, shards: bool) -> list[dict[str
             rows = draw.choice((64, 128, 256) if model == "alexnet" else (8, 16, 32))
         else:
             length, width = draw.choice((256, 512, 1024)), draw.choice((512, 768, 1024))
-            blocks, rows = draw.choice((4, 6, 8, 12)), draw.choice((2, 4, 8))
+            blocks, rows = draw.choice((4, 6, 8, 12)), draw.choice((1024, 2048, 4096)) // length
             if model == "gpt-tiny":
                 size = {
                     "num_blocks": blocks, "width": width, "num_heads": width // 64, "vocabulary": 32000,
@@ -184,11 +181,11 @@ def drawn(count: int, seed: int, *, limits: bool, shards: bool) -> list[dict[str
                     "hidden_size": width, "intermediate_size": width * 3, "num_hidden_layers": blocks,
                     "num_attention_heads": width // 64, "num_key_value_heads": width // 128, "length": length,
                 }  # fmt: skip
-        placement = places[(number // 4 + number) % len(places)]
+        placement = draw.choice(places)
         piped, many = "." in placement, "-" in placement
         found.append({
             "model": model, "size": size, "rows": rows, "placement": placement, "precision": precision,
-            "microbatches": draw.choice((1, 2, 4)), "steps": 3, "device": "cuda",
+            "microbatches": draw.choice((1, 1, 2, 4)), "steps": 3, "device": "cuda",
             "staleness": draw.choice(("0", "0", "ssp", "2bw")) if piped else "0",
             "policy": draw.choice(("1f1b", "1f1b", "gpipe")), "recompute": draw.random() < 0.3,
             "optimizer": draw.choice(("sgd", "adamw", "adamw", "adam", "rmsprop", "adafactor", "muon")),
@@ -338,7 +335,7 @@ def main() -> None:
     parser.add_argument("--limits", action="store_true")
     parser.add_argument("--shards", action="store_true")
     parser.add_argument("--seconds", type=float, default=370.0)
-    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--at-once", type=int, default=18)
     parser.add_argument("--only", type=int, nargs="*")
     parser.add_argument("--out", type=Path, default=Path("."))
     given = parser.parse_args()
