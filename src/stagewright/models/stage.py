@@ -54,6 +54,9 @@ class StageModule(nn.Module):
         self.draws = any("place" in node.meta for node in graph.nodes)
         """Whether anything may be drawn at random."""
         places = {path: nn.Identity() for path in (*paths_in(graph), TRAINING)}
+        self.called = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module"))
+        """The paths of the parts that it calls; what else it uses of parameters it reads by itself."""
+        self.read = frozenset(str(node.target) for node in graph.nodes if node.op == "get_attr")
         self._compute: Callable[..., Any] = type(fx.GraphModule({**places}, runnable(graph))).forward
         """The graph as a function of a module that holds its parts, and of the inputs."""
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,6 +28,9 @@ from stagewright.runtime.world import gather_json
 
 APART = "STAGEWRIGHT_APART"
 """The variable under which workers have nothing in common, wherever they run."""
+
+Spans = Sequence[tuple[int, int]]
+"""For each replica the numbers of a tensor, first and end, that are its share."""
 
 
 class Common:
@@ -46,10 +51,20 @@ class Common:
 
     def add_up(self, start: int, stop: int, group: dist.ProcessGroup) -> None:
         """Makes the sum of some numbers; every replica must have written its own, and must come."""
-        first, last = (start + (stop - start) * part // self._size for part in (self._replica, self._replica + 1))
+        edges = [start + (stop - start) * part // self._size for part in range(self._size + 1)]
+        spans = list(pairwise(edges))
+        self.scatter(spans, group)
+        self.gather(spans, group)
+
+    def scatter(self, spans: Spans, group: dist.ProcessGroup) -> None:
+        """Makes the sum of this replica's span alone."""
+        start, stop = spans[self._replica]
         _meet(group)
-        if first < last:
-            torch.sum(self._all[:, first:last], 0, out=self.sum[first:last])
+        if start < stop:
+            torch.sum(self._all[:, start:stop], 0, out=self.sum[start:stop])
+
+    def gather(self, spans: Spans, group: dist.ProcessGroup) -> None:
+        """Returns when every replica has written its span of `sum`."""
         _meet(group)
 
     def close(self) -> None:

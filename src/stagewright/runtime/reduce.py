@@ -3,12 +3,22 @@
 backward   conv5 ── conv4 ── conv3 ── conv2 ── conv1
 bucket       0 ───────┘└──────── 1 ──────┘└──── 2
 reduce                [ 0 ]            [ 1 ]       [ 2 ]
+
+Where the replicas share out the optimizer's states, each gets the sum of its share of a bucket, and after the update
+all get the weights of the others. The bucket's memory carries those back, the first layers' first, and a layer waits
+only for its own:
+
+update     U
+gather       [ 2 ][ 1 ][ 0 ]
+forward           conv1 ── conv2 ── conv3 …
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +27,18 @@ from torch import Tensor, nn
 from stagewright.errors import RunError
 from stagewright.runtime.all_reduce import AllReduce
 from stagewright.runtime.background import Pending
+from stagewright.runtime.sharing import Piece, Sharing, pieces_of
+
+
+class _Share(NamedTuple):
+    """A piece of a parameter in one slot."""
+
+    piece: Piece
+    gradient: Tensor
+    """Its place in the bucket."""
+    weight: Tensor
+    given: Tensor
+    """Where its new weights are on their way from replica to replica."""
 
 
 @dataclass
@@ -31,9 +53,17 @@ class _Bucket:
     waiting: set[int] = field(default_factory=set)
     """Members whose gradient the running backward has yet to finish."""
     work: Pending | None = None
+    edges: tuple[int, ...] = ()
+    """Of the replicas' shares in `flat`, where they share."""
+    own: list[_Share] = field(default_factory=list)
+    others: list[_Share] = field(default_factory=list)
+    coming: Pending | None = None
+    """The others' new weights on their way."""
 
 
-def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: AllReduce) -> list[_Bucket]:
+def _make_buckets(
+    parameters: Sequence[nn.Parameter], num_buckets: int, add_up: AllReduce, sharing: Sharing | None
+) -> list[_Bucket]:
     """The buckets of one slot, of about the same size; bucket 0 has the last layers, which backward finishes first.
 
     Parameters of another type than the first are an error of the model's.
@@ -45,38 +75,64 @@ def _make_buckets(parameters: Sequence[nn.Parameter], num_buckets: int, add_up: 
         middle = passed + sizes[index] / 2
         pieces[min(int(middle * num_buckets / total) if total else 0, num_buckets - 1)].append(index)
         passed += sizes[index]
+    counts = [parameter.numel() for parameter in parameters]
+    cut = [(members, ()) for members in pieces] if sharing is None else sharing.cut(pieces, counts)
     made = []
-    for members in pieces:
+    for members, edges in cut:
         own = [parameters[index] for index in members]
         like = next(iter(own or parameters), torch.zeros(0))
-        flat, start = add_up.memory(sum(each.numel() for each in own), like), 0
+        flat, start = add_up.memory(edges[-1] if edges else sum(each.numel() for each in own), like), 0
         views = []
         for each in own:
             views.append(flat.as_strided(each.size(), each.stride(), flat.storage_offset() + start))
             start += each.numel()
-        made.append(_Bucket(members, flat, views))
+        bucket = _Bucket(members, flat, views, edges=edges)
+        if sharing is not None and flat.numel():
+            _share_out(bucket, parameters, sharing, add_up.gathered(flat))
+        made.append(bucket)
     return made
+
+
+def _share_out(bucket: _Bucket, parameters: Sequence[nn.Parameter], sharing: Sharing, gathered: Tensor) -> None:
+    """Fills in which pieces of a bucket are whose."""
+    sizes = [parameter.numel() for parameter in parameters]
+    for replica, (first, last) in enumerate(pairwise(bucket.edges)):
+        for piece, at in pieces_of(bucket.members, sizes, first, last):
+            weight = piece.of(parameters[piece.parameter])
+            gradient, given = (
+                each.as_strided(weight.size(), weight.stride(), each.storage_offset() + at)
+                for each in (bucket.flat, gathered)
+            )
+            owned = bucket.own if replica == sharing.replica else bucket.others
+            owned.append(_Share(piece, gradient, weight, given))
 
 
 class Reducer:
     """Sums one stage's gradients over its replicas, one set of buckets a slot."""
 
     def __init__(
-        self, parameters: Sequence[Sequence[nn.Parameter]], num_buckets: int, add_up: AllReduce | None
-    ) -> None:
-        """`parameters` are those of each slot; `add_up` is None for one replica."""
+        self, parameters: Sequence[Sequence[nn.Parameter]], num_buckets: int, add_up: AllReduce | None,
+        sharing: Sharing | None = None, give_out: AllReduce | None = None,
+    ) -> None:  # fmt: skip
+        """`parameters` are those of each slot; `add_up` is None for one replica.
+
+        With `sharing` this replica gets sums of its share alone, and `give_out` gathers all shares' weights.
+        """
         self.parameters = parameters
         self.adds_up = add_up is not None
         self.inspect: Callable[[int, Sequence[int], Sequence[Tensor | None]], None] | None = None
         """Called with a slot, indices of parameters and their gradients, before they are reduced."""
-        self._add_up = add_up
+        self._add_up, self._give_out = add_up, give_out
+        self.is_sharing = sharing is not None and give_out is not None
         self._armed: int | None = None
         """The slot whose buckets start by themselves."""
         self._next = [0] * len(parameters)
         """For each slot the first bucket that has not started."""
         self.buckets: list[list[_Bucket]] = [
-            _make_buckets(slot, num_buckets, add_up) if add_up is not None else [] for slot in parameters
+            [] if add_up is None else _make_buckets(slot, num_buckets, add_up, sharing) for slot in parameters
         ]
+        self._ungated = [set(range(len(buckets))) for buckets in self.buckets]
+        """For each slot the buckets whose weights a forward may read at once."""
         self._hooks = [
             parameters[slot][index].register_post_accumulate_grad_hook(self._hook(slot, bucket, index))  # type: ignore[no-untyped-call]
             for slot, members in enumerate(self.buckets)
@@ -108,6 +164,7 @@ class Reducer:
             bucket.waiting = set(bucket.members)
 
     def _start(self, slot: int, bucket: _Bucket) -> None:
+        self._settle(bucket)
         targets, sources = list[Tensor](), list[Tensor]()
         for index, view in zip(bucket.members, bucket.views):
             parameter = self.parameters[slot][index]
@@ -123,7 +180,8 @@ class Reducer:
         if self.inspect is not None:
             self.inspect(slot, bucket.members, bucket.views)
         if self._add_up is not None and bucket.flat.numel():
-            bucket.work = self._add_up.start(bucket.flat)
+            start = self._add_up.start
+            bucket.work = self._add_up.scatter(bucket.flat, bucket.edges) if self.is_sharing else start(bucket.flat)
         self._next[slot] += 1
 
     def start(self, slot: int) -> None:
@@ -133,7 +191,7 @@ class Reducer:
             self._start(slot, bucket)
 
     def finish(self, slot: int) -> list[Tensor | None]:
-        """The gradients of a slot, summed over the replicas, one for each parameter."""
+        """The gradients of a slot, summed over the replicas: of each parameter, or of each of this replica's pieces."""
         parameters = self.parameters[slot]
         if self._add_up is None:
             gradients = [parameter.grad for parameter in parameters]
@@ -152,7 +210,67 @@ class Reducer:
                 bucket.work = None
             for index, view in zip(bucket.members, bucket.views):
                 summed[index] = view
-        return summed
+        return [each.gradient for each in self._owned(slot)] if self.is_sharing else summed
+
+    # Shares
+
+    def _owned(self, slot: int) -> list[_Share]:
+        return [share for bucket in self.buckets[slot] for share in bucket.own]
+
+    def shares(self) -> tuple[list[Piece], list[list[Tensor]]]:
+        """This replica's pieces of the parameters, and their weights in each slot."""
+        owned = [self._owned(slot) for slot in range(len(self.buckets))]
+        return [each.piece for each in owned[0]], [[each.weight for each in shares] for shares in owned]
+
+    @torch.no_grad()
+    def give_out(self, slot: int) -> None:
+        """Starts to give the others this replica's new weights of a slot, and to take theirs."""
+        for bucket in reversed(self.buckets[slot]):
+            if self._give_out is not None and bucket.flat.numel():
+                if bucket.own:
+                    torch._foreach_copy_([each.given for each in bucket.own], [each.weight for each in bucket.own])
+                bucket.coming = self._give_out.gather(bucket.flat, bucket.edges)
+
+    def settle(self, slot: int | None = None, only: Collection[int] | None = None) -> None:
+        """Waits for weights that are on their way: of one slot, of some of its buckets, or all."""
+        for number, buckets in enumerate(self.buckets):
+            for index, bucket in enumerate(buckets if slot in (None, number) else ()):
+                if only is None or index in only:
+                    self._settle(bucket)
+
+    @torch.no_grad()
+    def _settle(self, bucket: _Bucket) -> None:
+        if bucket.coming is not None:
+            bucket.coming.wait()
+            bucket.coming = None
+            if bucket.others:
+                torch._foreach_copy_([each.weight for each in bucket.others], [each.given for each in bucket.others])
+
+    def gate(self, slot: int, module: nn.Module, called: Iterable[str], read: Collection[str]) -> None:
+        """Lets the parts of a stage wait for their own weights of a slot, each when it is called.
+
+        `called` are the paths of the parts, `read` the names of what is read without calling any.
+        """
+        inside: dict[int, set[nn.Module]] = {}
+        for part in map(module.get_submodule, called):
+            for parameter in part.parameters():
+                inside.setdefault(id(parameter), set()).add(part)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name in read:
+                inside.pop(id(parameter), None)
+        waits: dict[nn.Module, set[int]] = {}
+        for index, bucket in enumerate(self.buckets[slot]):
+            owners = [inside.get(id(self.parameters[slot][member]), set()) for member in bucket.members]
+            if all(owners):
+                self._ungated[slot].discard(index)
+                for part in set().union(*owners):
+                    waits.setdefault(part, set()).add(index)
+        for part, indices in waits.items():
+            self._hooks.append(part.register_forward_pre_hook(lambda *_, only=indices: self.settle(slot, only)))
+
+    def begin(self, slot: int) -> None:
+        """Waits for those weights of a slot that no part of the stage waits for."""
+        self.settle(slot, self._ungated[slot])
 
     def close(self) -> None:
         """Ends what runs in the background, and lets go of the parameters.
@@ -161,8 +279,9 @@ class Reducer:
         """
         for hook in self._hooks:
             hook.remove()
-        if self._add_up is not None:
-            self._add_up.close()
+        for each in (self._give_out, self._add_up):
+            if each is not None:
+                each.close()
 
 
 @torch.no_grad()

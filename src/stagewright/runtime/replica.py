@@ -17,13 +17,14 @@ from stagewright.models import Layered, StageModule, TensorSpec
 from stagewright.models.tracing import undisturbed
 from stagewright.plan import Plan, Share, overlaps
 from stagewright.policy import RULES
-from stagewright.runtime.all_reduce import make_all_reduce
+from stagewright.runtime.all_reduce import AllReduce, make_all_reduce
 from stagewright.runtime.batch_norm import check_batch_norm, synchronize_batch_norm
 from stagewright.runtime.compiling import COMPILED, compiled
 from stagewright.runtime.deferred import DeferredGradients
 from stagewright.runtime.precision import AUTOCAST, autocast
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.sharing import ELEMENTWISE, Sharing
 from stagewright.runtime.stage import StageRunner
 from stagewright.runtime.weights import OptimizerMaker, Tied, Weights, make_tied
 from stagewright.runtime.world import World, gather_json
@@ -74,6 +75,10 @@ class Replica:
     def module(self, batch: int, length: int | None = None, *, newest: bool = False) -> nn.Module:
         """The stage with the weights that a batch uses, or the newest ones, for rows of a length."""
         index = self.weights.index(self.weights.num_updates - 1 if newest else batch)
+        if newest or length is not None:
+            self.reducer.settle()
+        else:
+            self.reducer.begin(self.weights.slot(batch))
         return self.shapes[length].modules[index]
 
     @property
@@ -142,7 +147,10 @@ def make_replicas(
     shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, members in enumerate(plan.workers):
         group = world.group("reduce", members)
-        add_up = make_all_reduce(world, f"stage {number}", members, staged=world.is_staged(settings))
+        staged, shares = world.is_staged(settings), plan.shard_optimizer[number]
+        add_up = make_all_reduce(world, f"stage {number}", members, staged=staged)
+        back = f"weights of stage {number}"
+        give_out = make_all_reduce(world, back, members, staged=staged, like=add_up) if shares else None
         norms = world.group("batch norm", members) if settings.sync_batch_norm else None
         if number not in modules:
             continue
@@ -162,10 +170,13 @@ def make_replicas(
         if not lengths and _defers(plan, number, settings):  # before a reducer listens to the weights
             apart = {id(each) for slots in copies.values() for each in slots}
             deferred = [DeferredGradients(each, apart) for each in weights.modules]
-        reducer = Reducer(weights.parameters, plan.stages[number].num_buckets, add_up)
+        reducer = _make_reducer(weights, plan, number, replica, add_up, give_out)
         for batch, each in enumerate(deferred):
             each.put(reducer.places(weights.slot(batch)))
         runner = StageRunner(number, module, settings, replica=replica, recompute=plan.stages[number].recompute)
+        if reducer.is_sharing and not settings.compile:
+            for index, slot in enumerate(weights.modules):
+                reducer.gate(weights.slot(index), slot, module.called, module.read)
         if settings.compile:
             weights.modules = [compiled(slot, plan, world.device) for slot in weights.modules]
         shapes: dict[int | None, _Shape] = {
@@ -176,6 +187,19 @@ def make_replicas(
             shapes[length] = _at_length(stage, other, shapes[None], settings, world.device)
         replicas[number] = Replica(number, replica, plan, runner, weights, reducer, shapes, tied, names, deferred)
     return replicas
+
+
+def _make_reducer(
+    weights: Weights, plan: Plan, stage: int, replica: int, add_up: AllReduce | None, give_out: AllReduce | None
+) -> Reducer:
+    """What reduces a stage's gradients; where replicas share out states, the optimizer keeps this one's share alone."""
+    num_buckets, optimizer = plan.stages[stage].num_buckets, weights.optimizer
+    if give_out is None or optimizer is None:
+        return Reducer(weights.parameters, num_buckets, add_up, give_out=give_out)
+    sharing = Sharing(replica, plan.replicas[stage], is_whole=type(optimizer) not in ELEMENTWISE)
+    reducer = Reducer(weights.parameters, num_buckets, add_up, sharing, give_out)
+    weights.keep_share(*reducer.shares())
+    return reducer
 
 
 def _at_length(

@@ -97,6 +97,8 @@ def _update_once(weights: Versions, device: torch.device) -> None:
     weights.scheduler = None
     for group in weights.optimizer.param_groups:
         group["lr"] = 0.0
+    if weights.pieces is not None:
+        gradients = [torch.zeros_like(place) for place in weights.places[0]]
     for _ in range(2):  # the second time adds to a momentum
         weights.update(0, gradients)
     weights.num_updates, weights.scheduler = 0, scheduler

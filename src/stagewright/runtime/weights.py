@@ -42,6 +42,7 @@ from stagewright.runtime.corrections import CORRECTIONS
 from stagewright.runtime.precision import Verdict
 from stagewright.runtime.reduce import Reducer, copy_from
 from stagewright.runtime.settings import Settings
+from stagewright.runtime.sharing import Piece
 from stagewright.runtime.world import World
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
@@ -60,6 +61,10 @@ class Versions:
         self.delay = len(parameters) - 1
         self.correction = CORRECTIONS[correct if self.delay else "none"]
         self._rescale_steps = rescale_steps
+        self.places: Sequence[Sequence[Tensor]] = parameters
+        """For each slot what the optimizer moves there."""
+        self.pieces: list[Piece] | None = None
+        """The pieces of the parameters that this replica moves, where it shares them with others; else all of them."""
         # The optimizer keeps its state by parameter object, so it gets its own ones: they are made to point at the
         # slot that is being updated, or keep the newest weights where slots are ahead, and no graph ever sees them.
         first = [one.data.clone() if self.is_ahead else one.data for one in parameters[0]]
@@ -78,6 +83,29 @@ class Versions:
     @property
     def num_versions(self) -> int:
         return len(self.parameters)
+
+    @property
+    def moved_names(self) -> list[str]:
+        """The name of the parameter of each thing that the optimizer moves."""
+        return self.names if self.pieces is None else [self.names[piece.parameter] for piece in self.pieces]
+
+    def keep_share(self, pieces: list[Piece], places: list[list[Tensor]]) -> None:
+        """Leaves some pieces of the parameters to this replica's optimizer, in the groups that it put these in."""
+        whole, self.moved = self.moved, [nn.Parameter(place.data) for place in places[0]]
+        self.pieces, self.places = pieces, places
+        if self.optimizer is None:
+            return
+        made: dict[int, list[nn.Parameter]] = {id(parameter): [] for parameter in whole}
+        for name, piece, part in zip(self.moved_names, pieces, self.moved):
+            part.stagewright_name = name  # type: ignore[attr-defined]
+            parameter = whole[piece.parameter]
+            made[id(parameter)].append(part)
+            for kind, value in self.optimizer.state.get(parameter, {}).items():  # some have states from the first on
+                self.optimizer.state[part][kind] = piece.of(value).clone() if is_alike(value, parameter) else value
+        for group in self.optimizer.param_groups:
+            group["params"] = [part for parameter in group["params"] for part in made[id(parameter)]]
+        for parameter in whole:
+            self.optimizer.state.pop(parameter, None)
 
     def slot(self, batch: int) -> int:
         """Where a batch computes."""
@@ -119,15 +147,15 @@ class Versions:
 
         The verdict divides the gradient; where it skips the batch, version batch + 1 is version batch.
         """
-        target, newest = self.parameters[self.slot(batch)], self.parameters[self.slot(batch - 1)]
+        target, newest = self.places[self.slot(batch)], self.places[self.slot(batch - 1)]
         before: Sequence[Tensor] = newest
         if self.is_ahead:
             before = [each.detach().clone() for each in self.moved]
         elif target is not newest and target:
             torch._foreach_copy_([*target], [*newest])
-        for moved, parameter, gradient in zip(self.moved, target, gradients):
-            if moved is not parameter and not self.is_ahead:
-                moved.data = parameter.data
+        for moved, place, gradient in zip(self.moved, target, gradients):
+            if moved is not place and not self.is_ahead:
+                moved.data = place.data
             moved.grad = gradient
         if self.optimizer is not None:
             if self.rate_of is not None:
@@ -184,6 +212,11 @@ class Versions:
             move = each - then
             each.add_(torch.where(past[place].isnan(), 0.0, move - past[place]))
             past[place] = move
+
+
+def is_alike(state: object, parameter: Tensor) -> bool:
+    """Whether what an optimizer keeps has a number for each number of the parameter."""
+    return isinstance(state, Tensor) and state.shape == parameter.shape
 
 
 class Weights(Versions):

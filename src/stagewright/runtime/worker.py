@@ -146,6 +146,7 @@ class Worker:
         for here in self.replicas.values():  # updates of tied parameters that wait for other stages
             for tied in here.tied:
                 tied.catch_up(here.weights.num_updates - 1, self.verdicts)
+            here.reducer.settle()
 
     def _run_as_rows_arrive(self, groups: Iterator[list[Action]]) -> None:
         """Runs whatever is ready, backward first, window by window."""
@@ -211,6 +212,8 @@ class Worker:
             tied.catch_up(key[0] - tied.num_versions, self.verdicts)
         module = here.module(key[0], length, newest=not self.is_training)
         made = here.runner.forward(module, key, inputs, targets, start=share.start, hold=self.is_training)
+        if self.is_training:  # what no layer has asked for lies where backward puts gradients
+            here.reducer.settle(here.weights.slot(key[0]))
         if self.watch is not None and self.is_training:
             self.watch.after_forward(here, module, key, inputs, targets, made)
         if last:
@@ -318,7 +321,7 @@ class Worker:
         counted: list[Tensor] = []
         for here in self.replicas.values():
             gradients = self._gradients(here, action.batch)
-            if here.replica == 0:
+            if here.replica == 0 or here.reducer.is_sharing:
                 counted += [each for each in gradients if each is not None]
         shared = {id(tied): tied for here in self.replicas.values() for tied in here.tied}.values()
         found = [each for tied in shared if tied.is_counted for each in tied.gradients(action.batch)]
@@ -344,6 +347,7 @@ class Worker:
         if self.watch is not None:
             self.watch.after_gradients(here, batch, gradients)
         here.weights.update(batch, gradients, self.verdicts.get(batch))
+        here.reducer.give_out(here.weights.slot(batch))
         for tied in here.tied:
             if tied.owner == here.stage:
                 tied.catch_up(batch, self.verdicts)

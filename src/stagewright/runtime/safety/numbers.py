@@ -67,12 +67,12 @@ class Watch:
                 self.report(key[0], f"the data of batch {key[0]}, microbatch {key[1]}, are not finite")
 
     def after_gradients(self, here: Replica, batch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Looks at a stage's reduced gradients, on the first replica only: all have the same."""
+        """Looks at a stage's reduced gradients, on the first replica only where all have the same."""
         due = self.looks_always or self.is_due(batch)
         flag = self._flags.pop((here.stage, batch), None)
-        if not due or here.replica != 0:
+        if not due or (here.replica != 0 and not here.reducer.is_sharing):
             return
-        named = [(name, each) for name, each in zip(here.weights.names, gradients) if each is not None]
+        named = [(name, each) for name, each in zip(here.weights.moved_names, gradients) if each is not None]
         names = [name for name, _ in named]
         numbers = [torch.zeros(1, dtype=torch.float64, device=self.scalars.device) if flag is None else flag.reshape(1)]
         if named:

@@ -1,0 +1,28 @@
+"""Optimizer states shared out among replicas: the same numbers, and each replica keeps its part of the states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.cases import Case
+from tests.runtime.test_exactness import check, run_cases
+
+CASES = [
+    Case("3", microbatches=2, batch=23, optimizer="adamw"),
+    Case("3", "zero-bubble", "rotate", 3, 23, "scheduled", "2bw", clip_norm=0.05),
+    *(Case("3-1", optimizer=name, batch=23, microbatches=3) for name in ("sgd", "adagrad", "adafactor", "muon")),
+    Case("3-1", route="rotate", optimizer="adamw", staleness="ssp", steps=12),
+    Case("2-1-1", "dynamic", optimizer="scheduled", staleness="ssp", steps=12, microbatches=3),
+    Case("2-1-1", optimizer="muon", staleness="2bw", clip_norm=0.05, recompute=True),
+    Case("4", "gpipe", optimizer="sgd", precision="fp16", overflow_at=2, num_buckets=3),
+    Case("shared", "interleaved", clip_norm=0.05, staleness="ssp", steps=8, optimizer="adamw"),
+]
+
+
+@pytest.mark.timeout(300)
+def test_sharded_states_change_no_number(tmp_path: Path) -> None:
+    """Against plain PyTorch: uneven plans and rows, stale versions, clipping, an overflow, whole-matrix optimizers."""
+    cases = [Case(**{**vars(case), "shard_optimizer": True}) for case in CASES]
+    check(run_cases(cases, tmp_path, 200), len(cases))
