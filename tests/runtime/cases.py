@@ -21,6 +21,7 @@ from stagewright.runtime.checkpoint.resuming import restore
 from stagewright.runtime.checkpoint.saving import Checkpointer
 from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.feed import FunctionFeed
+from stagewright.runtime.replica import Replica
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import World, open_world
@@ -53,6 +54,8 @@ OPTIMIZERS = {
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
     "muon": lambda parameters: optimizer_maker(Recipe(optimizer="muon", learning_rate=0.01))(parameters),
 }
+STATES = {"scheduled": 2, "sgd": 1, "adamw": 2, "adagrad": 1}
+"""How many numbers those that move each number by itself keep for each."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,8 @@ def difference(case: Case, layered: Layered, worker: Worker) -> float:
     losses, expected = reference(case, layered, worker.plan)
     worst = 0.0
     for here in worker.replicas.values():
+        if here.reducer.is_sharing and case.optimizer in STATES:
+            _check_share(here, STATES[case.optimizer])
         assert not {**here.runner.held, **worker.exchange.arriving, **worker.exchange.kept}, "something is still held"
         with ExitStack() as stack:
             for versions in (here.weights, *here.tied):
@@ -210,6 +215,15 @@ def difference(case: Case, layered: Layered, worker: Worker) -> float:
         gaps = (sums[:, 0] / sums[:, 1] - wanted)[wanted.isfinite()]
         worst = max(worst, float(gaps.abs().max() / wanted[wanted.isfinite()].abs().max()))
     return worst
+
+
+def _check_share(here: Replica, num_states: int) -> None:
+    """A replica keeps the states of its share alone: of 1/r of all numbers, give or take one a bucket."""
+    states = [each for state in here.weights.optimizer.state.values() for each in state.values()]
+    found = sum(each.numel() for each in states if torch.is_tensor(each) and each.dim())
+    whole, replicas = sum(each.numel() for each in here.weights.parameters[0]), here.plan.replicas[here.stage]
+    most = whole // replicas + here.plan.stages[here.stage].num_buckets
+    assert 0 < found <= num_states * most, f"{found} numbers of states for {whole} weights of {replicas} replicas"
 
 
 def reference(case: Case, layered: Layered, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -54,13 +54,16 @@ def go_on(case: Case, folder: Path, world: World, steps: int = STEPS) -> Worker:
 
 
 def main(*words: str) -> None:
-    """Runs FOLDER CASE,… pairs, the cases one after another; each is PLACEMENT/OPTIMIZER/STALENESS."""
+    """Runs FOLDER CASE,… pairs, the cases one after another; each is PLACEMENT/OPTIMIZER/STALENESS[/sharded]."""
     torch.set_num_threads(1)
     with open_world(SETTINGS) as world:
         for folder, cases in zip(words[::2], words[1::2]):
             for text in cases.split(","):
-                placement, optimizer, staleness = text.split("/")
-                go_on(Case(placement, optimizer=optimizer, staleness=staleness, batch=BATCH), Path(folder), world)
+                placement, optimizer, staleness, *sharded = text.split("/")
+                case = Case(
+                    placement, optimizer=optimizer, staleness=staleness, batch=BATCH, shard_optimizer=bool(sharded)
+                )
+                go_on(case, Path(folder), world)
 
 
 if __name__ == "__main__":

@@ -71,14 +71,14 @@ def check_equal(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.allclose(found[name], value, rtol=1e-11, atol=1e-13), name
 
 
-STALE = ",".join(["3-1/sgd/ssp"] * 3)
+STALE = "3-1/sgd/ssp,3-1/sgd/ssp/sharded,3-1/sgd/ssp"
 
 
 @pytest.fixture(scope="module")
 def by_four_workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of a run that went 3-1 → 2-2 → dp 4, and of a stale one that was cut in three."""
+    """Folders of a run that went 3-1 → 2-2 → dp 4, and of a stale one that was cut in three; some shard states."""
     plans, stale = tmp_path_factory.mktemp("plans"), tmp_path_factory.mktemp("stale")
-    chain = "3-1/adamw/0,2-2/adamw/0,4/adamw/0"
+    chain = "3-1/adamw/0/sharded,2-2/adamw/0/sharded,4/adamw/0"
     run_workers(4, "tests.runtime.resuming", str(plans), chain, str(stale), STALE)
     return plans, stale
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stagewright.errors import CheckpointError, FileError
-from stagewright.runtime.checkpoint.saving import name_in_model, optimizer_name
+from stagewright.runtime.checkpoint.contents import name_in_model, optimizer_name
 from stagewright.runtime.checkpoint.storage import (
     MANIFEST,
     Tensors,
@@ -26,10 +26,12 @@ from stagewright.runtime.checkpoint.storage import (
     write_tensors,
 )
 from stagewright.runtime.replica import Replica
-from stagewright.runtime.weights import Versions
+from stagewright.runtime.weights import Versions, is_alike
 from stagewright.runtime.worker import Worker
 
 _Read = Callable[[str], Tensor]
+_SHARE = "share-"
+"""How the key of a replica's share of a parameter begins."""
 
 
 def restore(worker: Worker, folder: Path, manifest: Mapping[str, Any], *, options: bool) -> int:
@@ -110,15 +112,12 @@ def _restore_optimizer(
 ) -> None:
     """Gives the optimizer back what it kept, each tensor where and how it wants it."""
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found: dict[str, dict[str, Any]] = {name: dict(manifest["numbers"].get(name, {})) for name in versions.names}
-    for key in manifest["tensors"]:
-        what, _, rest = key.partition("/")
-        kind, _, name = rest.partition("/")
-        if what == "optimizer" and name in found:
-            found[name][kind] = read(key)
+    own = {id(moved): number for number, moved in enumerate(versions.moved)}
+    found = _kept_values(set(versions.moved_names), versions, manifest, read)
+    pairs = ((own[id(member)], found[member.stagewright_name]) for member in members)
     state = {
-        index: {kind: _laid_out(value, parameter) for kind, value in found[parameter.stagewright_name].items()}
-        for index, parameter in enumerate(members)
+        index: {kind: _laid_out(value, versions, number) for kind, value in kept.items()}
+        for index, (number, kept) in enumerate(pairs)
     }
     whole = optimizer.state_dict()
     optimizer.load_state_dict({**whole, "state": {index: kept for index, kept in state.items() if kept}})
@@ -128,11 +127,38 @@ def _restore_optimizer(
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
 
 
-def _laid_out(value: Any, parameter: nn.Parameter) -> Any:
-    """A tensor of the parameter's shape in the parameter's memory layout too, as fused steps want it."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+def _kept_values(
+    names: Collection[str], versions: Versions, manifest: Mapping[str, Any], read: _Read
+) -> dict[str, dict[str, Any]]:
+    """What the optimizer kept for each of these parameters, shares put together."""
+    found: dict[str, dict[str, Any]] = {name: dict(manifest["numbers"].get(name, {})) for name in names}
+    shares: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for key in manifest["tensors"]:
+        what, _, rest = key.partition("/")
+        kind, _, name = rest.partition("/")
+        if what == "optimizer" and name in found:
+            found[name][kind] = read(key)
+        elif what.startswith(_SHARE) and name in found:
+            shares.setdefault((name, kind), {})[int(what.removeprefix(_SHARE))] = read(key)
+    shapes = {name: parameter.shape for name, parameter in zip(versions.names, versions.parameters[0])}
+    for (name, kind), parts in shares.items():
+        like, layout = next(iter(parts.values())), manifest.get("layouts", {}).get(name)
+        whole = like.new_empty(shapes[name])
+        whole = whole if layout is None else whole.new_empty_strided(shapes[name], layout)
+        for start, part in parts.items():
+            whole.as_strided((len(part),), (1,), start).copy_(part)
+        found[name][kind] = whole
+    return found
+
+
+def _laid_out(value: Any, versions: Versions, number: int) -> Any:
+    """What was kept for a parameter, laid out as it is, as fused steps want it; of the piece that is moved here."""
+    piece = None if versions.pieces is None else versions.pieces[number]
+    parameter = versions.parameters[0][number if piece is None else piece.parameter]
+    if not is_alike(value, parameter):
         return value
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    whole = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    return whole if piece is None else piece.of(whole).clone()
 
 
 def _restore_random(device: torch.device, states: Tensors) -> None:

@@ -13,31 +13,35 @@ Tensors have the unsplit model's names, so that a run goes on under this plan or
     version-0/NAME           what the next batches use instead of the newest weights, where a correction says so
     moves/NAME               the last moves of a parameter, of a correction that goes by them
     optimizer/KIND/NAME      what the optimizer keeps for a parameter: momentum_buffer, exp_avg …
+    share-START/KIND/NAME    the same for a replica's share of one, from the number START on as they lie in memory
     random/WORKER/…          the state of a worker's generators
 """
 
 from __future__ import annotations
 
-import json
 import queue
-import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from stagewright.errors import CheckpointError, RunError
 from stagewright.models import Layered
+from stagewright.runtime.checkpoint.contents import (
+    add_numbers,
+    optimizer_name,
+    random_tensors,
+    stage_buffers,
+    stage_tensors,
+)
 from stagewright.runtime.checkpoint.storage import (
     Tensors,
     finish,
@@ -48,13 +52,14 @@ from stagewright.runtime.checkpoint.storage import (
     unfinished,
     write_part,
 )
-from stagewright.runtime.compiling import COMPILED
-from stagewright.runtime.replica import Replica
-from stagewright.runtime.weights import Versions
 from stagewright.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from stagewright.runtime.checkpoint.remote import Copier
+
+
+_BY_NAME = ("numbers", "options", "layouts")
+"""What a manifest says of parameters by their names; layouts are of those whose shares do not lie row by row."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class _Copies:
     places: Tensors
     """Memory of the host to copy to, from checkpoint to checkpoint the same."""
     tensors: Tensors = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=lambda: {"numbers": {}, "options": {}, "scheduler": {}})
+    about: dict[str, Any] = field(default_factory=lambda: {"scheduler": {}, **{key: {} for key in _BY_NAME}})
     stopped_s: float = 0.0
 
 
@@ -120,10 +125,12 @@ class Checkpointer:
             return
         here = self.worker.replicas[stage]
         with self._copying(stage, batch) as copies:
-            self._copy(_own_share(_stage_tensors(here), here.replica, len(self.worker.plan.workers[stage])), copies)
+            here.reducer.settle()
+            self._copy(stage_tensors(here, len(self.worker.plan.workers[stage])), copies)
             if here.replica == 0:
-                self._copy(_stage_buffers(here), copies)
-                _add_numbers(here, copies.about)
+                self._copy(stage_buffers(here), copies)
+            if here.replica == 0 or here.reducer.is_sharing:
+                add_numbers(here, copies.about)
 
     def note_worker(self, batch: int) -> None:
         """Adds what a worker has beside its stages."""
@@ -131,7 +138,7 @@ class Checkpointer:
             return
         world = self.worker.world
         with self._copying("worker", batch) as copies:
-            self._copy({**_random_tensors(world.worker, world.device), **self._left_over}, copies)
+            self._copy({**random_tensors(world.worker, world.device), **self._left_over}, copies)
             copies.about["loss_scale"] = list(self.worker.scale.saved(batch + 1))
             copies.about["optimizer"] = optimizer_name(self.worker.replicas.values())
 
@@ -241,8 +248,7 @@ class Checkpointer:
             "versions": list(plan.versions), "seed": settings.seed, "precision": settings.precision,
             "optimizer": next((each["optimizer"] for each in told if each["optimizer"]), None),
             "loss_scale": told[0]["loss_scale"], "aliases": self._aliases,
-            "numbers": {name: value for each in told for name, value in each["numbers"].items()},
-            "options": {name: value for each in told for name, value in each["options"].items()},
+            **{key: {name: value for each in told for name, value in each[key].items()} for key in _BY_NAME},
             "scheduler": next((each["scheduler"] for each in told if each["scheduler"]), {}),
         }  # fmt: skip
 
@@ -250,17 +256,6 @@ class Checkpointer:
         """What became of the checkpoints since the last time."""
         while not self._news.empty():
             yield self._news.get()
-
-
-def _own_share(tensors: Tensors, replica: int, num_replicas: int) -> Tensors:
-    """The tensors that this replica saves: all replicas hold the same ones and share the work by size."""
-    loads, mine = [0] * num_replicas, {}
-    for key in sorted(tensors):
-        owner = loads.index(min(loads))
-        loads[owner] += tensors[key].numel() * tensors[key].element_size()
-        if owner == replica:
-            mine[key] = tensors[key]
-    return mine
 
 
 def _outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
@@ -276,93 +271,3 @@ def _outside_stages(layered: Layered) -> tuple[Tensors, dict[str, str]]:
         elif first.setdefault(id(tensor), name) != name:
             aliases[name] = first[id(tensor)]
     return tensors, aliases
-
-
-# A stage as tensors
-
-
-def _stage_tensors(here: Replica) -> Tensors:
-    """The state of a stage that all its replicas have in common, not copied."""
-    found, buffers = {}, _stage_buffers(here)
-    elsewhere = {name for tied in here.tied if tied.owner != here.stage for name in tied.names}
-    for name, tensor in here.weights.newest().state_dict().items():
-        key = name_in_model(here, name)
-        if f"model/{name.removeprefix(COMPILED)}" not in buffers and key not in elsewhere:
-            found[f"model/{key}"] = tensor
-    for versions in _saved(here):
-        if versions.is_ahead:  # what its newest slot holds is for batches to come
-            found.update({f"model/{name}": tensor for name, tensor in zip(versions.names, versions.moved)})
-        found.update({f"moves/{name}": tensor for name, tensor in zip(versions.names, versions.moves)})
-        for back in range(not versions.is_ahead, versions.num_versions):
-            slot = versions.parameters[versions.slot(versions.num_updates - 1 - back)]
-            found.update({f"version-{back}/{name}": tensor for name, tensor in zip(versions.names, slot)})
-        for name, kind, value in _optimizer_values(versions):
-            if isinstance(value, Tensor):
-                found[f"optimizer/{kind}/{name}"] = value
-    return found
-
-
-def _saved(here: Replica) -> list[Versions]:
-    """What a stage saves: its own parameters, and those that it is the first of several to use."""
-    return [here.weights, *(tied for tied in here.tied if tied.owner == here.stage)]
-
-
-def name_in_model(here: Replica, name: str) -> str:
-    """The first name that the model has for a tensor of a stage, without what torch.compile adds."""
-    plain = name.removeprefix(COMPILED)
-    return here.names.get(plain, plain)
-
-
-def _stage_buffers(here: Replica) -> Tensors:
-    """The stage's buffers that are saved with a model; they follow each replica's own rows."""
-    module = here.weights.newest()
-    names, saved = {name for name, _ in module.named_buffers()}, module.state_dict()
-    return {f"model/{name.removeprefix(COMPILED)}": tensor for name, tensor in saved.items() if name in names}
-
-
-def _optimizer_values(weights: Versions) -> Iterator[tuple[str, str, Any]]:
-    """(parameter, kind, value) of everything that the optimizer keeps."""
-    for parameter, name in zip(weights.moved, weights.names):
-        for kind, value in weights.optimizer.state.get(parameter, {}).items() if weights.optimizer else ():
-            yield name, kind, value
-
-
-def optimizer_name(stages: Iterable[Replica]) -> str | None:
-    """What the stages' optimizer is called, as --optimizer names it; None where no stage has one."""
-    made = (here.weights.optimizer for here in stages)
-    return next((type(optimizer).__name__.lower() for optimizer in made if optimizer is not None), None)
-
-
-def _add_numbers(here: Replica, about: dict[str, Any]) -> None:
-    """Adds what is no tensor: the optimizer's plain numbers and its groups' options by parameter, the scheduler."""
-    for versions in _saved(here):
-        for group in versions.optimizer.param_groups if versions.optimizer is not None else ():
-            plain = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
-            options = {key: value.item() if isinstance(value, Tensor) else value for key, value in plain.items()}
-            about["options"].update((parameter.stagewright_name, options) for parameter in group["params"])
-        for name, kind, value in _optimizer_values(versions):
-            if isinstance(value, int | float | bool):
-                about["numbers"].setdefault(name, {})[kind] = value
-    if here.weights.scheduler is not None and not about["scheduler"]:
-        state = here.weights.scheduler.state_dict().items()
-        about["scheduler"] = {key: value for key, value in state if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value, itself or as a list of numbers."""
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def _random_tensors(worker: int, device: torch.device) -> Tensors:
-    """The state of this process's generators."""
-    plain = {"python": random.getstate(), "numpy": [np.asarray(part).tolist() for part in np.random.get_state()]}
-    texts = {kind: bytearray(json.dumps(state).encode()) for kind, state in plain.items()}
-    found = {kind: torch.frombuffer(text, dtype=torch.uint8) for kind, text in texts.items()}
-    found["torch"] = torch.get_rng_state()
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return {f"random/{worker}/{kind}": state for kind, state in found.items()}
