@@ -1,4 +1,4 @@
-"""A language model on one card, or on slices of it, against the plain loop, DDP, FSDP2 and torch's pipelining.
+"""A language model on one card, or on slices of it, against the plain loop, DDP, FSDP2, torch's ZeRO-1 and pipelining.
 
     python -m benchmarks.language card              0.9 billion parameters, one worker
     python -m benchmarks.language card --compile    both compiled
@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from stagewright import make_layered
 from stagewright.cluster import DeviceId
+from stagewright.cost import num_buckets
 from stagewright.models import Layered
 from stagewright.models.loss import token_cross_entropy_sum
 from stagewright.plan import Plan, Stage
@@ -126,9 +127,9 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def loop(case: Case, model: nn.Module, tokens: Tensor, given: Iterable[nn.Parameter] | None = None) -> Step:
+def loop(case: Case, model: nn.Module, tokens: Tensor, given: torch.optim.Optimizer | None = None) -> Step:
     """The plain loop over a transformers model, wrapped or not."""
-    optimizer, labels = adamw(case, given or model.parameters()), next_tokens(tokens)
+    optimizer, labels = given or adamw(case, model.parameters()), next_tokens(tokens)
 
     def step(number: int) -> Tensor:
         for _ in range(number):
@@ -147,13 +148,22 @@ def plain(case: Case, tokens: Tensor) -> Step:
     return loop(case, torch.compile(model) if case.compile else model, tokens)  # type: ignore[arg-type]
 
 
-def ddp(case: Case, tokens: Tensor, world: World) -> Step:
+def ddp(case: Case, tokens: Tensor, world: World, *, shards: bool = False) -> Step:
+    """DDP, with torch's ZeroRedundancyOptimizer where states are sharded (ZeRO stage 1)."""
     share = case.batch // world.size
     own = tokens[world.worker * share : (world.worker + 1) * share]
     model = nn.parallel.DistributedDataParallel(
         make_model(case), process_group=world.everyone, gradient_as_bucket_view=True, init_sync=False
     )
-    return loop(case, model, own)
+    if not shards:
+        return loop(case, model, own)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, process_group=world.everyone, parameters_as_bucket_view=True,
+        lr=1e-4, fused=case.device == "cuda",
+    )  # fmt: skip
+    return loop(case, model, own, sharded)
 
 
 def fsdp2(case: Case, tokens: Tensor, world: World) -> Step:
@@ -264,9 +274,11 @@ def in_stages(
     return Plan(model="llama", stages=stages, batch=case.batch, num_microbatches=microbatches, policy=policy)
 
 
-def replicated(layered: Layered, case: Case, replicas: int) -> Plan:
+def replicated(layered: Layered, case: Case, replicas: int, *, shards: bool = False) -> Plan:
     """Data parallelism."""
-    stage = Stage(layers=layered.names, devices=tuple(DeviceId(number, 0) for number in range(replicas)))
+    devices = tuple(DeviceId(number, 0) for number in range(replicas))
+    buckets = num_buckets(4 * sum(each.numel() for each in layered.model.parameters()))
+    stage = Stage(layers=layered.names, devices=devices, shard_optimizer=shards, num_buckets=buckets)
     return Plan(model="llama", stages=(stage,), batch=case.batch)
 
 
@@ -382,6 +394,7 @@ def run(given: argparse.Namespace) -> None:
             contenders["ours"] = partial(ours, case, in_stages(layered, case, 1), layered, tokens, world)
         else:
             contenders["ddp"] = partial(ddp, case, tokens, world)
+            contenders["zero-1"] = partial(ddp, case, tokens, world, shards=True)
             contenders["fsdp2"] = partial(fsdp2, case, tokens, world)
             contenders["torch 1f1b"] = partial(pipelining, case, tokens, world)
             size, in_turns = world.size, partial(in_stages, layered, case, workers=world.size)
@@ -389,6 +402,7 @@ def run(given: argparse.Namespace) -> None:
                 "ours 1f1b": in_turns(size),
                 "ours 1f1b, 16": in_turns(size, many=2 * case.microbatches),
                 "ours data parallel": replicated(layered, case, size),
+                "ours sharded": replicated(layered, case, size, shards=True),
             }
             if not given.only or "ours planned" in given.only:
                 plans["ours planned"], predict = plan_here(deepcopy(replace(layered)), case, world)

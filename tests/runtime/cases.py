@@ -37,6 +37,7 @@ PLACEMENTS = {
 }  # fmt: skip
 DEVICE = os.environ.get("STAGEWRIGHT_TEST_DEVICE", "cpu")
 """Where the workers of a case compute."""
+TRANSPORT: Any = os.environ.get("STAGEWRIGHT_TEST_TRANSPORT", "auto")
 POLICIES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dynamic")
 
 
@@ -148,9 +149,9 @@ def run_case(case: Case, world: World, folder: Path) -> float:
     layered = model.layered()
     plan = plan_of(case, layered.names, layered.cuts())
     settings = Settings(
-        precision=case.precision, device=DEVICE, clip_norm=case.clip_norm, timeout_s=90.0, scale_growth_steps=2,
-        on_nan="skip" if case.overflow_at is not None else "stop", correct=tuple(case.correct.split(",")),
-        rescale_steps=4,
+        precision=case.precision, device=DEVICE, transport=TRANSPORT, clip_norm=case.clip_norm, timeout_s=90.0,
+        scale_growth_steps=2, on_nan="skip" if case.overflow_at is not None else "stop",
+        correct=tuple(case.correct.split(",")), rescale_steps=4,
     )  # fmt: skip
 
     def rows(batch: int, start: int, stop: int):
