@@ -35,6 +35,11 @@ class Correction:
     feeds_back: bool = False
     """Whether each move is followed by its difference from the one of `delay` updates before."""
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether it keeps weights or moves beside the weights at use."""
+        return self.ahead is not None or self.feeds_back
+
 
 def _ahead_by_delay(delay: int, momentum: float) -> float:
     return delay

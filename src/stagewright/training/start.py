@@ -23,6 +23,7 @@ from stagewright.plan import Plan
 from stagewright.record import Record, Source
 from stagewright.runtime.checkpoint.remote import Store, check_stores, is_url, run_at
 from stagewright.runtime.checkpoint.resuming import give_back
+from stagewright.runtime.corrections import CORRECTIONS
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import (
     RESTARTED,
@@ -181,6 +182,13 @@ def _check_run(
             f"--correct names {named} corrections, but the plan has {count(stages, 'stage')}",
             "name one for all stages, or one a stage: --correct predict,none",
         )
+    for number, shares in enumerate(schedule.plan.shard_optimizer):
+        name = settings.correction_of(number)
+        if shares and schedule.plan.versions[number] > 1 and CORRECTIONS[name].keeps_weights:
+            raise UsageError(
+                f"--correct {name} keeps weights beside those at use, and stage {number} has its states sharded",
+                "leave out --shard-optimizer, or use --correct rescale or none",
+            )
     wanted = recipe.label_smoothing if isinstance(recipe, Recipe) else 0.0
     found = getattr(model.loss, "label_smoothing", 0.0)
     if wanted and wanted != found:  # the loss was chosen with the model

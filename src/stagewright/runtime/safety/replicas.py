@@ -39,6 +39,7 @@ class ReplicaCheck:
             return
         self._compare(here.stage)
         key = self._key(here.stage, members[here.replica], step)
+        here.reducer.settle()
         self._scalars.read(_hash(here.weights.newest_parameters), partial(self._leave, key, step))
         if here.replica == 0:
             self._own[here.stage] = step
