@@ -177,14 +177,14 @@ class Costs(Memory):
         # In the first stage all of backward is for the weights: nobody asks for gradients of the model's inputs.
         return _Seconds(forward, backward, weight if first else backward, kept)
 
-    def optimizer_s(self, first: int, last: int, speed: float = 1.0, *, versions: int = 1) -> float:
-        """The optimizer step of some layers: their parameters' share of the whole one.
+    def optimizer_s(self, first: int, last: int, speed: float = 1.0, *, versions: int = 1, sharers: int = 1) -> float:
+        """The optimizer step of some layers: their parameters' share of the whole one, cut among those who share it.
 
         With several versions the new one begins as a copy of the newest: two passes over memory, against the five of an
         SGD-with-momentum step.
         """
         copying = 1.0 if versions == 1 else 1.0 + 2 / 5
-        return self._step_s(self.gradient_bytes(first, last)) * copying / speed
+        return self._step_s(self.gradient_bytes(first, last)) * copying / speed / sharers
 
     def ready_shares(self, first: int, last: int, rows: float, num_buckets: int) -> tuple[float, ...]:
         """For each bucket the share of backward after which its gradients are complete.

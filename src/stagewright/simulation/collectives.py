@@ -28,6 +28,10 @@ class Collectives:
         self.reducing = [False] * len(self.reductions)
         self.unreduced: dict[tuple[int, int], int] = {}
         """How many buckets of a stage's batch are still to come."""
+        self.ungiven: dict[tuple[int, int], set[int]] = {}
+        """Of a stage's batch the buckets of which weights are still to come, once an update has begun."""
+        self.updated: dict[tuple[int, int], int] = {}
+        """How many replicas that share out states have made the update of a stage's batch."""
         self.arrived: dict[int, set[int]] = {}
         self.agreed: set[int] = set()
 
@@ -69,6 +73,27 @@ class Collectives:
             self.queues[stage].append((batch, bucket, worker))
             self.next_bucket(stage)
 
+    def update_over(self, worker: int, stage: int, batch: int) -> None:
+        """One replica has updated its share: after the last all give out weights, those of the first layers first."""
+        reduction, key = self.reductions[stage], (stage, batch)
+        if reduction.sharers == 1:
+            return
+        self.updated[key] = self.updated.get(key, 0) + 1
+        if self.updated[key] == reduction.sharers:
+            buckets = range(reduction.num_buckets)
+            self.ungiven[key] = set(buckets)
+            self.queues[stage].extend((batch, bucket, worker) for bucket in reversed(buckets))
+            self.next_bucket(stage)
+
+    def has_weights(self, worker: Worker, stage: int, batch: int, bucket: int) -> bool:
+        """Whether a worker has the weights of a bucket that forward of a batch uses; if not, it waits for them."""
+        key = stage, batch - self.program.plan.versions[stage]
+        is_updated = self.updated.get(key, 0) == self.reductions[stage].sharers
+        if key[1] < 0 or (is_updated and bucket not in self.ungiven[key]):
+            return True
+        worker.wait = (*key, bucket)
+        return False
+
     def next_bucket(self, stage: int) -> None:
         """Starts the stage's next reduction if none is under way."""
         if self.reducing[stage] or not self.queues[stage]:
@@ -79,7 +104,8 @@ class Collectives:
         load = (stage, batch, bucket, now_s, worker)
         if flow is not None and reduction.way is not None and reduction.bucket_bytes:
             flow.load = load
-            self.traffic.start(flow, reduction.way.passes * reduction.bucket_bytes, now_s)
+            passes = reduction.way.passes / min(2, reduction.sharers)
+            self.traffic.start(flow, passes * reduction.bucket_bytes, now_s)
         else:
             self.events.at(now_s, partial(self.reduced, *load))
 
@@ -94,6 +120,11 @@ class Collectives:
         self.reducing[stage] = False
         self.next_bucket(stage)
         key = (stage, batch)
+        if key in self.ungiven:
+            self.ungiven[key].discard(bucket)
+            for number in self.program.plan.workers[stage]:
+                self.events.wake(self.workers[number], (*key, bucket), ("reduction", len(self.log) - 1))
+            return
         self.unreduced[key] = self.unreduced.get(key, self.reductions[stage].num_buckets) - 1
         if not self.unreduced[key]:
             for number in self.program.plan.workers[stage]:

@@ -92,6 +92,9 @@ class Engine:
                     if op.needs_data and loader is not None:
                         while not self.loaded(worker, action, batch):
                             yield
+                    if op.needs:
+                        yield from self.run_as_weights_come(worker, op, action, batch)
+                        continue
                 else:
                     while not self.passes(worker, op, action, batch):
                         yield
@@ -99,6 +102,8 @@ class Engine:
                         continue
                 if shared:
                     yield from self.occupy(worker, op, action, batch)
+                    if code is _UPDATE:
+                        self.collectives.update_over(worker.number, action.stage, batch)
                     continue
                 now_s = events.now_s
                 stop_s = now_s + op.seconds
@@ -108,6 +113,8 @@ class Engine:
                 if op.ready:
                     self.foresee_buckets(worker.number, op, action.stage, batch)
                 yield
+                if code is _UPDATE:
+                    self.collectives.update_over(worker.number, action.stage, batch)
         worker.is_over = True
         yield  # and is never asked to go on: an end would raise StopIteration among the events
 
@@ -130,6 +137,10 @@ class Engine:
                     worker.head = heads[0].compute[1:]
                     yield
                     continue
+                for bucket in range(len(unit.compute[0].needs)):
+                    while not self.collectives.has_weights(worker, unit.key[0], unit.key[1], bucket):
+                        while worker.wait is not None:
+                            yield
                 self.take_rows(worker, unit)
                 yield from self.occupy(worker, *unit.compute)
                 finished.add(unit.key)
@@ -142,6 +153,7 @@ class Engine:
                         yield
                 if op.code is _UPDATE:
                     yield from self.occupy(worker, op, action, batch)
+                    self.collectives.update_over(worker.number, action.stage, batch)
         worker.is_over = True
         while True:
             yield
@@ -209,6 +221,37 @@ class Engine:
             while events.now_s < worker.free_s:
                 yield
         worker.done.append((op, action, batch, start_s, worker.free_s, cause, order))
+
+    def run_as_weights_come(self, worker: Worker, op: Op, action: Action, batch: int) -> Iterator[None]:
+        """A forward whose layers wait for the weights that other replicas have made, bucket by bucket.
+
+        bucket    ▇▇ 2 ▇▇▇▇ 1 ▇▇▇▇ 0
+        forward      ▇▇▇▇▇▇ ▇▇▇▇▇▇ ▇▇▇▇▇▇
+        """
+        events, has, begun_s, done = self.events, self.collectives.has_weights, -1.0, 0.0
+        waits = [(share, bucket) for bucket, share in enumerate(op.needs)]
+        late = [each for each in waits if not has(worker, action.stage, batch, each[1])]
+        worker.wait = None
+        for share, bucket in (*sorted(late), (1.0, -1)):
+            if share > done:
+                begun_s = events.now_s if begun_s < 0 else begun_s
+                yield from self.spend(worker, (share - done) * op.seconds)
+                done = share
+            while bucket >= 0 and not has(worker, action.stage, batch, bucket):
+                yield
+        cause, worker.cause = worker.cause, None
+        worker.done.append((op, action, batch, begun_s, events.now_s, cause, self.next_order()))
+
+    def spend(self, worker: Worker, seconds: float) -> Iterator[None]:
+        """Time that a worker computes for, which on shared cores takes longer."""
+        if not self.shared or not seconds:
+            self.events.at(self.events.now_s + seconds, worker.go_on)
+            yield
+            return
+        flow, worker.free_s = self.shared[worker.number], inf
+        self.traffic.start(flow, seconds * flow.alone, self.events.now_s)
+        while worker.free_s == inf:
+            yield
 
     def foresee_buckets(self, worker: int, op: Op, stage: int, batch: int) -> None:
         """Buckets become ready while an op runs that begins now."""

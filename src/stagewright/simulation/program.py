@@ -52,6 +52,9 @@ class Op:
     """Which of the program's works a compute action is; −1: none."""
     ready: tuple[float, ...] = ()
     """Of a batch's last backward: for each bucket the share of it after which the bucket can be reduced."""
+    needs: tuple[float, ...] = ()
+    """Of a batch's first forward: for each bucket the share of it that runs without the bucket's new weights, where
+    replicas have to give these to one another."""
     needs_data: bool = False
 
 
@@ -82,6 +85,9 @@ class _Reduction(NamedTuple):
     num_buckets: int
     bucket_bytes: float
     way: Collective | None
+    sharers: int
+    """Replicas that share out the optimizer's states; 1 where each has all of them. With more, half of the way goes by
+    before the update, and half after it, for weights."""
 
 
 class Program(NamedTuple):
@@ -168,7 +174,12 @@ class _Compiler:
     def reduction(self, stage: int) -> _Reduction:
         devices, buckets = self.plan.stages[stage].devices, self.plan.stages[stage].num_buckets
         num_bytes = self.costs.gradient_bytes(*self.bounds[stage]) / buckets
-        return _Reduction(len(devices), buckets, num_bytes, self.costs.network.collective(devices, num_bytes))
+        way = self.costs.network.collective(devices, num_bytes)
+        return _Reduction(len(devices), buckets, num_bytes, way, self.sharers(stage))
+
+    def sharers(self, stage: int) -> int:
+        """How many replicas share out a stage's optimizer states."""
+        return self.plan.replicas[stage] if self.plan.shard_optimizer[stage] else 1
 
     def worker_ops(self, worker: int, order: Order) -> list[Op]:
         """The op of each action of one worker's turn."""
@@ -198,6 +209,12 @@ class _Compiler:
             op, buckets = ops[last[stage]], self.plan.stages[stage].num_buckets
             ready = self.costs.ready_shares(*self.bounds[stage], list(self.works)[op.work].rows, buckets)
             ops[last[stage]] = replace(op, ready=ready)
+        for index, op in enumerate(ops):
+            work = list(self.works)[op.work] if op.work >= 0 else None
+            if work is not None and work.kind is Kind.FORWARD and self.plan.shard_optimizer[work.stage]:
+                buckets = self.plan.stages[work.stage].num_buckets
+                ready = self.costs.ready_shares(*self.bounds[work.stage], work.rows, buckets)
+                ops[index] = replace(op, needs=tuple(1 - share for share in ready))
         for index in _places(ops, Code.UPDATE)[-1:]:
             ops[index] = replace(ops[index], seconds=ops[index].seconds + self.devices[worker].step_overhead_s)
 
@@ -301,7 +318,8 @@ class _Compiler:
     def update_s(self, worker: int, stage: int) -> float:
         """Seconds of U, with the products that are left of its batch."""
         speed = self.devices[worker].speed
-        own = self.costs.optimizer_s(*self.bounds[stage], speed, versions=self.plan.versions[stage])
+        how = {"versions": self.plan.versions[stage], "sharers": self.sharers(stage)}
+        own = self.costs.optimizer_s(*self.bounds[stage], speed, **how)
         if self.plan.replicas[stage] > 1:
             return own
         shares = (self.rows(stage, microbatch, worker) for microbatch in range(self.plan.num_microbatches))
