@@ -176,7 +176,7 @@ def read_plain(path: Path) -> object:
             raise FileError(f"{path}: larger than {_MAX_FILE_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
     except OSError as fault:
-        raise FileError(f"{path}: {fault.strerror}") from None
+        raise FileError(f"{path}: {fault.strerror}", "give the path of a file that is there") from None
     except UnicodeDecodeError as fault:
         raise FileError(f"{path}: not text in UTF-8 (byte {fault.start})") from None
     except ValueError as fault:  # a NUL in the path

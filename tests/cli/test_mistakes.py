@@ -58,7 +58,7 @@ MISTAKES: list[tuple[str, str, str]] = [
         "",
     ),
     ("plan vgg16 --cluster titan-v-8 --batch 8 --cut fc1,", "--cut 'fc1,' names no layer", "fc1,fc2"),
-    ("schedule nowhere.json", "nowhere.json: No such file or directory", "give the path of a file that is there"),
+    ("schedule nowhere.json", "nowhere.json: No such file or directory", "give the path"),
     ("schedule --replicas 3,1 --microbatches six", "--microbatches is 'six': expected a whole number", "--help"),
     ("schedule --replicas 3,x", "--replicas 3,x: expected a number for each stage, such as 7,1", ""),
     ("schedule plan.json --replicas 3,1", "2 of a plan file, --replicas and --placement were given", "for example"),

@@ -33,7 +33,7 @@ train tiny-cnn --batch 8 --device cpu --devices 1 --steps 3 --seed 1 -o runs/one
 export runs/one -o runs/one.safetensors
 checkpoints verify runs/one
 doctor runs/one
-launch tiny-cnn --batch 8 --placement 0:0,1:0 --out runs/two --print slurm
+launch --help
 report results --cluster titan-v-8 -o page
 modells
 train --help
@@ -53,7 +53,7 @@ PASSING = re.compile(
     r"^.*(steps  |starting |images/s (in|·)|\d/\d+$|loss .*→).*$|\S*[━█─╭╮╰╯│]\S*|\d+ more options.*|saved in .*",
     re.MULTILINE,
 )
-SEARCHED = re.compile(r"weighed\s[^.]*\sin\s[\d.]+\ss\b")
+SEARCHED = re.compile(r"weighed\s[^.]*\sin\s+[\d.]+\s+s\b|about\s+\d+\s+s\s+left")
 """Bars, which are as long as there is room, and figures of this very moment."""
 
 

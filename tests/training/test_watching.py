@@ -83,10 +83,9 @@ def test_the_page_follows_a_run_until_it_has_ended(served: str, tmp_path: Path, 
             assert "not a number" in told
             until("nobody")
             assert browser.execute_script("return stagewright.charts.map((one) => one.chart !== null)") == [True] * 3
-    until("running" if "running" in browser.execute_script(text) else "ended")
     resize(browser, 400)
-    room = browser.execute_script("const r = document.documentElement; return [r.scrollWidth, r.clientWidth]")
-    assert room[0] <= room[1]
+    fits = "const r = document.documentElement; return r.scrollWidth <= r.clientWidth && r.clientWidth <= 400"
+    WebDriverWait(browser, 30).until(lambda page: page.execute_script(fits), "too wide for a phone")
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
@@ -108,6 +107,7 @@ def test_only_this_machine_is_answered_and_only_three_addresses(served: str, tmp
     for request, status in ((other, 404), (f"{served}/../etc/passwd", 404), (f"{served}/report.html", 503)):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=10)
+        refused.value.close()
         assert refused.value.code == status
     with pytest.raises(UsageError, match=r"--port \d+: Address already in use"):
         live_server(tmp_path, int(served.rpartition(":")[2]))

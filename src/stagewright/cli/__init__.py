@@ -83,11 +83,11 @@ def _write_help(command: Any, usual: Mapping[str, Sequence[str]] | None, context
             formatter.write_paragraph()
             with formatter.indentation():
                 for paragraph in text.strip().split("\n\n"):
-                    formatter.write_text(paragraph)
+                    formatter.write_text(_whole(paragraph))
     rows, groups = _help_groups(command, usual, command.get_params(context))
     shown = {title: [rows[name] for name in names if name in rows] for title, names in groups.items()}
     inside = getattr(command, "commands", {}).items()
-    shown["Commands"] = [(name, (each.help or "").partition("\n\n")[0]) for name, each in inside]
+    shown["Commands"] = [(name, _whole((each.help or "").partition("\n\n")[0])) for name, each in inside]
     for title, lines in shown.items():
         if lines:
             with formatter.section(title):
@@ -96,6 +96,7 @@ def _write_help(command: Any, usual: Mapping[str, Sequence[str]] | None, context
     if left > 0:
         formatter.write_paragraph()
         formatter.write_text(f"{left} more options: {context.command_path} --help-all")
+    formatter.buffer = [part.replace(_HYPHEN, "-") for part in formatter.buffer]
 
 
 def _help_groups(
@@ -112,14 +113,23 @@ def _help_groups(
     return rows, {title: [name for name in rows if panels[name] == title] for title in titles}
 
 
+_HYPHEN = "\u2011"
+"""A hyphen at which no line is broken."""
+
+
+def _whole(text: str) -> str:
+    """The text with hyphens that hold words such as zero-bubble together."""
+    return text.replace("-", _HYPHEN)
+
+
 def _help_row(parameter: Any) -> tuple[str, str]:
     """`-o, --out PATH`, and what it is for."""
     if parameter.param_type_name == "argument":
-        return parameter.metavar or parameter.name.upper(), parameter.help or ""
-    names = ", ".join(sorted(parameter.opts, key=len))
+        return parameter.metavar or parameter.name.upper(), _whole(parameter.help or "")
+    names, text = ", ".join(sorted(parameter.opts, key=len)), _whole(parameter.help or "")
     if parameter.is_flag:
-        return names.replace("--", "--[no-]", 1) if parameter.metavar else names, parameter.help or ""
-    return f"{names} {parameter.metavar or 'TEXT'}", parameter.help or ""
+        return names.replace("--", "--[no-]", 1) if parameter.metavar else names, text
+    return f"{names} {parameter.metavar or 'TEXT'}", text
 
 
 def _make_command() -> TyperGroup:
@@ -188,13 +198,14 @@ def _explain(fault: Exception, words: Sequence[str]) -> int:
     if isinstance(fault, typer.Abort):
         return 130
     if isinstance(fault, StagewrightError):
-        return _say(_as_typed(fault, words) if fault.schema else fault.what, fault.todo)
+        what = _as_typed(fault, words) if fault.schema else fault.what
+        file, is_missing, _ = what.partition(": No such file or directory")
+        option = _option_of(file, words) if is_missing else None
+        return _say(what if option is None else f"{option} {what}", fault.todo)
     if hasattr(fault, "format_message"):
         return _explain_usage(fault, words)
     if isinstance(fault, OSError):
-        what = f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault)
-        todo = "give the path of a file that is there" if isinstance(fault, FileNotFoundError) else None
-        return _say(_option_before(str(fault.filename), words) + what, todo)
+        return _say(f"{fault.filename}: {fault.strerror}" if fault.filename else str(fault), None)
     _say(f"{type(fault).__name__}: {fault}", "this is a fault of stagewright: --debug shows where it happened")
     return 1
 
@@ -207,12 +218,15 @@ def _as_typed(fault: StagewrightError, words: Sequence[str]) -> str:
     return fault.what.replace(f"{fault.schema}: key {fault.key}", told, 1).removeprefix(f"{fault.schema}: ")
 
 
-def _option_before(value: str, words: Sequence[str]) -> str:
-    """The option that a value was typed for, and a space; nothing where it was an argument."""
-    for option, word in zip(words, [*words[1:], ""]):
-        if option.startswith("-") and value in (word, option.partition("=")[2]):
-            return f"{option.partition('=')[0]} "
-    return ""
+def _typed_values(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Each option that was typed, with what stands behind it."""
+    pairs = ((word.partition("="), after) for word, after in zip(words, [*words[1:], ""]) if word.startswith("-"))
+    return [(option, value if is_joined else after) for (option, is_joined, value), after in pairs]
+
+
+def _option_of(value: str, words: Sequence[str]) -> str | None:
+    """The option that a value was typed for; None where it was an argument."""
+    return next((option for option, typed in _typed_values(words) if typed == value), None)
 
 
 _NUMBER = re.compile(r"[Ii]nvalid value for '(--[\w-]+)[^']*': Input should be a valid (integer|number)")
@@ -227,9 +241,8 @@ def _explain_usage(fault: Any, words: Sequence[str]) -> int:
     message = fault.format_message().rstrip(".")
     number = _NUMBER.match(message)
     if number is not None:
-        typed = [value for value in words if _option_before(value, words) == f"{number[1]} "]
         kind = "a whole number" if number[2] == "integer" else "a number"
-        message = f"{number[1]} is {typed[0] if typed else 'no number'!r}: expected {kind}"
+        message = f"{number[1]} is {dict(_typed_values(words)).get(number[1])!r}: expected {kind}"
     verb = "".join(f" {word}" for word in words[:1] if word in VERBS)
     path = f"stagewright{verb}" if context is None else context.command_path
     todo = f"see `{path} --help`"

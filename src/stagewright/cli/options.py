@@ -129,7 +129,8 @@ def _parameter(name: str, section: str, key: Key, other: str | None) -> inspect.
     if not is_choice and key.is_many:
         text += "; may be repeated"
     if key.default not in (None, MISSING, False, (), ""):
-        text += f" ({'yes' if key.default is True else key.default})"
+        told = ",".join(map(str, key.default)) if isinstance(key.default, tuple) else key.default
+        text += f" ({'yes' if key.default is True else told})"
     values: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
     metavar = values.get(key.kind, "TEXT") if not is_flag else "no" if key.default in (None, True) else None
     shown = typer.Option(

@@ -249,7 +249,7 @@ function curveOptions(chart, lines, c) {
       symbol: pointShape(line.source),
       sampling: "lttb",
       color: SERIES_COLOURS[line.number % SERIES_COLOURS.length],
-      lineStyle: { width: 1.6 + 4 * above(line), type: above(line) ? "solid" : lineType(line.source), opacity: above(line) ? 0.55 : 1 },
+      lineStyle: { width: 1.6 + 3 * above(line), type: above(line) ? "solid" : lineType(line.source) },
       data: line.points,
     })),
   };
