@@ -51,7 +51,8 @@ def _fitting_parts(whole: Table, console: Console) -> Iterator[Table]:
 
     def needs(column: Column) -> int:
         sizes = [console.measure(cell) for cell in (column.header, *column.cells)]
-        return 2 + max(each.maximum if column.no_wrap else each.minimum for each in sizes)
+        widest, word = max(each.maximum for each in sizes), max(each.minimum for each in sizes)
+        return 2 + (widest if column.no_wrap else max(word, min(widest, 24)))
 
     first, *rest = whole.columns
     while rest:
