@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py [--kills 200] [--writes 50] [--inputs 100000] [--connections 1000] [--steps 10000]
     python benchmarks/chaos.py --kills 6 --writes 3 --inputs 2000 --connections 50 --steps 1000        (in small)
+    python benchmarks/chaos.py --hosts        (benchmarks/chaos_hosts.py: the same for a run on four hosts)
 
 A part with 0 is left out. Every line of the table says what was done, what was promised and what came out; the status
 is 1 when a promise was broken. Runs have real workers on the CPU. As root each one has a network of its own, whose link
@@ -397,7 +398,7 @@ def fill_disk() -> Line:
     with scratch() as folder:
         disk = folder / "disk"
         disk.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], check=True)
         try:
             (disk / "ballast").write_bytes(bytes(4 << 20))
             import_module("stagewright.runtime.checkpoint.resuming")  # takes seconds, in which the run would be over
@@ -601,5 +602,7 @@ if __name__ == "__main__":
         run_training(*sys.argv[2:])
     elif sys.argv[1:2] == ["--stranger"]:
         be_a_stranger(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--hosts"]:
+        sys.exit(import_module("benchmarks.chaos_hosts").run_all(sys.argv[2:]))
     else:
         sys.exit(main())

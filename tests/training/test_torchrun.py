@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.cli import main
+from stagewright.runtime.checkpoint.resuming import whole_model
 from stagewright.runtime.checkpoint.storage import checkpoints_in
 from stagewright.training.events import read_events
 from tests.training.test_run_folder import wait_until
@@ -38,10 +40,10 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def two_agents(folder: Path, *options: str) -> list[tuple[str, ...]]:
+def two_agents(folder: Path, *options: str, nnodes: str = "2") -> list[tuple[str, ...]]:
     """For each of two hosts the words of its agent, meeting at the first by torch's own elastic rendezvous."""
     where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--rdzv-id={folder.name}")
-    agent = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", *where)
+    agent = (f"--nnodes={nnodes}", "--nproc-per-node=1", "--max-restarts=2", *where)
     train = (*TRAIN, "--devices", "2", "--timeout", str(TIMEOUT_S), "-o", str(folder), *options)
     return [(*agent, f"--rdzv-conf=last_call_timeout=1,is_host={number}", *train) for number in (1, 0)]
 
@@ -72,6 +74,50 @@ def test_a_host_that_is_replaced_goes_on_with_the_others(tmp_path: Path) -> None
         said = end(first, *([again] if again else []))
     assert went_on(folder) >= 5, said
     assert newest(folder) > went_on(folder), said
+
+
+def test_hosts_that_leave_and_come_change_the_plan_and_nothing_else(tmp_path: Path) -> None:
+    """Two hosts, one, two again: every step's weights are those of one process, in double precision to rounding."""
+    folder = tmp_path / "elastic"
+    one, other = two_agents(
+        folder, "--steps", "100000", "--checkpoint-every", "5", "--nnodes", "1:2", "--precision", "fp64", nnodes="1:2"
+    )
+    runs = [start(one), start(other)]
+    placements = list[str]()
+
+    def wait_for_steps() -> None:
+        before = newest(folder)
+        wait_until(lambda: newest(folder) > before + 5 or runs[0].poll() is not None, 150)
+        placements.append(json.loads((checkpoints_in(folder)[0] / "manifest.json").read_text())["placement"])
+
+    try:
+        wait_for_steps()
+        runs[1].kill()
+        runs[1].communicate(timeout=10)
+        wait_until(lambda: went_on(folder) > 0 or runs[0].poll() is not None, 150)
+        wait_for_steps()
+        before = went_on(folder)
+        runs.append(start(other))
+        wait_until(lambda: went_on(folder) > before or runs[0].poll() is not None, 150)
+        wait_for_steps()
+        for run in (runs[0], runs[2]):
+            run.send_signal(signal.SIGTERM)
+        wait_until(lambda: all(run.poll() is not None for run in runs), 60)
+    finally:
+        said = end(*runs)
+    assert placements == ["0:0-1", "0:0", "0:0-1"], said
+    words = [event["text"] for _, event in read_events(folder) if event["event"] == "resume"]
+    assert "placement was 0:0-1, and is now 0:0" in words
+    assert "placement was 0:0, and is now 0:0-1" in words
+    alone = tmp_path / "alone"
+    words = ["--steps", str(newest(folder)), "--precision", "fp64", "-o", str(alone), "--seed", "0"]
+    done = subprocess.run(
+        [sys.executable, *TRAIN, "--devices", "1", *words], cwd=ROOT, capture_output=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    found, expected = (whole_model(checkpoints_in(each)[0]) for each in (folder, alone))
+    worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    assert worst < 1e-10
 
 
 def went_on(folder: Path) -> int:

@@ -75,20 +75,22 @@ def held(
 ) -> Iterator[RunFolder]:  # fmt: skip
     """The folder of a run while the block runs, locked and with its identity in it; afterwards it says how it ended.
 
-    One that holds another run is refused. `about` describes the run. `goes_on` says that it was here before: then its
-    own process may only just have ended, and the lock is waited for as long as the patience lasts. A run whose folder
-    was another one brings its `id`.
+    One that holds another run is refused. `about` describes the run. `goes_on` says that it was here before, as one of
+    the same job of torchrun was: then its own process may only just have ended, and the lock is waited for as long as
+    the patience lasts. A run whose folder was another one brings its `id`.
     """
     path = Path(folder).absolute() if folder is not None else new_folder(name)
     _make_private(path)
+    goes_on = goes_on or _has_gone_on(path)
     with _locked(path, patience_s if goes_on else 0.0):
-        if overwrite:
+        if overwrite and not goes_on:
             _remove_run(path)
         known = read_identity(path)
         if not goes_on:
             _check_vacant(path, known, resume)
         changes = _check_same_run(path, known, about) if known else ()
-        run, state = RunFolder(path, str(known["id"]) if known else id or uuid.uuid4().hex, changes), "failed"
+        known_id = str(known["id"]) if known else id or uuid.uuid4().hex
+        run, state = RunFolder(path, known_id, changes, goes_on), "failed"
         _begin(run, about)
         try:
             yield run
@@ -108,11 +110,23 @@ def _begin(run: RunFolder, about: Mapping[str, Any]) -> None:
     (path / _SECRET).touch(mode=0o600, exist_ok=False)  # only this user can read it
     (path / _SECRET).write_text(secrets.token_hex(32))
     head = {"format": "stagewright.run", "version": 1, "id": run.id, "state": "running", "started": time.time()}
-    write_text(path / _IDENTITY, json.dumps({**head, **about, "changes": run.changes}))
+    write_text(path / _IDENTITY, json.dumps({**head, "job": _job_of_torchrun(), **about, "changes": run.changes}))
     try:
         (path / CHECKPOINTS).mkdir(mode=PRIVATE, exist_ok=True)
     except FileExistsError:
         raise UsageError(f"{path / CHECKPOINTS} is a file, where checkpoints would go", "remove it") from None
+
+
+def _has_gone_on(path: Path) -> bool:
+    """Whether the run in a folder is that of this very job of torchrun, and not over."""
+    known, job = read_identity(path) or {}, _job_of_torchrun()
+    return job is not None and known.get("job") == job and known.get("state") != "finished"
+
+
+def _job_of_torchrun() -> str | None:
+    """What torchrun's agents call their job, which stays the same when hosts leave it or come to it."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
 
 
 def _end(path: Path, state: str, *, is_named: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sized
@@ -26,14 +25,13 @@ from stagewright.runtime.launch.environment import expand_hosts, is_main, is_wor
 from stagewright.runtime.launch.local import Hosts
 from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.run_folder import is_held
-from stagewright.runtime.safety.preflight import check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.config import Config, DataOptions, Job, JobOptions
 from stagewright.training.events import check_sinks
 from stagewright.training.loop import nothing_left
 from stagewright.training.rows import data_and_model, feed_for
-from stagewright.training.start import check_device, scratch_of, states_of, train
+from stagewright.training.start import check_device, train
 
 _DEFAULT_ROWS = 32
 """Rows a device, where no batch is given."""
@@ -72,11 +70,7 @@ def run_command(
     total = recipe.epochs * job.steps_per_epoch if recipe.epochs and job.steps_per_epoch else job.steps
     in_steps = recipe.in_steps(batch=plan.batch, per_epoch=job.steps_per_epoch, total_steps=total)
     if where.nodes and not is_worker():
-        hosts = over_ssh = _hosts_of(config, plan)
-        check_hosts(
-            over_ssh, [os.getcwd(), *config.data.folders], plan, model, settings, states=states_of(in_steps),
-            scratch=scratch_of(in_steps, device),
-        )  # fmt: skip
+        hosts = _hosts_of(config, plan)
     done = _steps_done(job, where.out)
     if done >= job.steps:
         console.print(nothing_left(done, job.steps), highlight=False, markup=False, soft_wrap=True)
@@ -264,7 +258,10 @@ def _hosts_of(config: Config, plan: Plan) -> OverSsh:
     nodes = str(config.where.nodes)
     hosts = OverSsh(expand_hosts(nodes), config.where.remote_python or sys.executable)
     needed = max(id.host for id in plan.devices) + 1
-    if len(hosts.names) != needed:
+    if config.job.nnodes is not None and config.job.host_limits[1] != needed:
+        told = f"--nnodes {config.job.nnodes} is up to {config.job.host_limits[1]}, but the placement uses {needed}"
+        raise UsageError(told, "place the stages on as many hosts as there may be at most")
+    if len(hosts.names) != needed and config.job.nnodes is None:  # else there may be spare ones
         raise UsageError(
             f"--nodes {nodes} names {count(len(hosts.names), 'host')}, but the placement uses {needed}",
             f"name {count(needed, 'host')}, or change --placement",

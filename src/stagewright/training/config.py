@@ -7,6 +7,7 @@ A key of the file is an option without its dashes: `plan: {schedule: gpipe}` is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,6 +133,27 @@ class JobOptions:
     """times that a run whose worker died starts again by itself, from its last checkpoint"""
     replan: bool = False
     """go on without a device that failed for good"""
+    nnodes: str | None = None
+    """least and most hosts, such as 2:4: waits for those that are lost, then goes on with those that are there"""
+    wait_for_hosts_s: float = Field(default=60.0, ge=0)
+    """seconds that hosts which are lost are waited for"""
+
+    def __post_init__(self) -> None:
+        if self.nnodes is None:
+            return
+        if re.fullmatch(r"[1-9]\d{0,3}(:[1-9]\d{0,3})?", self.nnodes, re.ASCII) is None or sorted(self.host_limits) != [
+            *self.host_limits
+        ]:
+            raise UsageError(f"--nnodes is {shown(self.nnodes)}: expected the least and the most hosts, such as 2:4")
+        if self.replan:
+            what = "--nnodes goes on with the hosts that are there, --replan without what failed"
+            raise UsageError(what, "give one of them")
+
+    @property
+    def host_limits(self) -> tuple[int, int]:
+        """The least and the most hosts."""
+        least, _, most = (self.nnodes or "1").partition(":")
+        return int(least), int(most or least)
 
 
 @schema(error=UsageError)
@@ -277,6 +299,7 @@ class Job(JobOptions):
     """Where a resumed run goes on."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.evaluate_every is not None and self.evaluation_rows == 0:
             raise UsageError("evaluate_every is given, but evaluation_rows is 0", "say how many images there are")
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _Found = tuple[Path, Mapping[str, Any]] | None
 """A good checkpoint and its manifest."""
+_AGENT_S = 5.0
+"""How long torchrun's agents may take to see that a host has come."""
 
 
 def work(
@@ -145,6 +147,8 @@ def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words |
             listener.tell_end(record)
         if run.world.control is not None:
             dist.barrier(group=run.world.control)
+        if run.job.nnodes is not None and RUN_FOLDER not in os.environ:
+            stopper.wait_for_own_signal(_AGENT_S)
         return record
 
 

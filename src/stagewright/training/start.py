@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stagewright.plan import Plan
 from stagewright.record import Record, Source
 from stagewright.runtime.checkpoint.remote import Store, check_stores, is_url, run_at
 from stagewright.runtime.checkpoint.resuming import give_back
+from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.corrections import CORRECTIONS
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import (
@@ -32,10 +34,11 @@ from stagewright.runtime.launch.environment import (
     this_command,
 )
 from stagewright.runtime.launch.local import Hosts, launch, stop_on_signals
+from stagewright.runtime.launch.members import Members
 from stagewright.runtime.launch.process import follow_parent
-from stagewright.runtime.launch.ssh import OverSsh
-from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, RunFolder, held
-from stagewright.runtime.safety.preflight import check_before_launch
+from stagewright.runtime.launch.ssh import PORT, OverSsh
+from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, STOP_FILE, RunFolder, held, write_text
+from stagewright.runtime.safety.preflight import check_before_launch, check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.schedule import Schedule
@@ -80,10 +83,9 @@ def train(
     job, settings, recipe = job or Job(), settings or Settings(), recipe or Recipe()
     settings = replace(settings, rescale_steps=settings.rescale_steps or -(-job.steps // 4))
     feed: Feed | Rows | None = as_feed(data, model, settings, collate_fn)
-    if is_worker() and RESTARTED in os.environ and RUN_FOLDER in os.environ:  # it may have lost a device since
-        schedule = Schedule.load(Path(os.environ[RUN_FOLDER]) / SCHEDULE_FILE)
-    is_remote = isinstance(hosts, OverSsh)
-    if not is_remote:
+    if is_worker():
+        schedule = _schedule_of_worker(schedule, job)
+    if not isinstance(hosts, OverSsh):
         check_device(settings)
     _check_run(schedule, model, recipe, job, settings, folder)
     about = _about_run(schedule.plan, model, settings, recipe, feed)
@@ -97,17 +99,27 @@ def train(
         return work(lambda again: _taken(config, folder, job.name, about, goes_on=again, **how), shown, *rest)
     with _taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
         keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
-        if not is_remote:
+
+        def check(hosts: OverSsh, plan: Plan, port: int = PORT) -> None:
+            paths = [os.getcwd(), str(run.path), *(config.data.folders if config is not None else ())]
+            scratch = _scratch_of(recipe, settings.device)
+            check_hosts(hosts, paths, plan, model, settings, states=_states_of(recipe), scratch=scratch, port=port)
+
+        if not isinstance(hosts, OverSsh):
             check_before_launch(
-                schedule, model, settings, run.path, states=states_of(recipe), keep=keep,
-                scratch=scratch_of(recipe, settings.device),
+                schedule, model, settings, run.path, states=_states_of(recipe), keep=keep,
+                scratch=_scratch_of(recipe, settings.device),
             )  # fmt: skip
+        elif job.nnodes is None:
+            check(hosts, schedule.plan)
         if len(schedule.plan.devices) == 1 and hosts is None:
             return work(lambda again: nullcontext(run), shown, *rest)
         if config is not None:
             command = [sys.executable, "-m", "stagewright", *config.words(run.path)]
         shown = console or Console()
-        record = _start_workers(schedule, job, settings, run.path, shown, command=command, hosts=hosts, share=share)
+        members = _members_of(hosts, schedule.plan, job, run, check) if isinstance(hosts, OverSsh) else None
+        start = partial(launch, command or this_command(), folder=run.path, settings=settings, share=share)
+        record = _start_workers(schedule, job, run, shown, start, hosts, members)
         give_back(model.model, run.path)
         return record
 
@@ -138,18 +150,19 @@ def _about_run(
     shapes = sorted((name, list(tensor.shape)) for name, tensor in model.model.state_dict().items())
     parameters = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
     return {
-        "model": plan.model, "parameters": parameters, "batch": plan.batch, "seed": settings.seed,
+        "model": plan.model, "parameters": parameters, "placement": plan.placement, "batch": plan.batch,
+        "seed": settings.seed,
         "data": "synthetic" if data is None else str(getattr(data, "about", None) or name_of(data)),
         "recipe": recipe.in_words() if isinstance(recipe, Recipe) else name_of(recipe),
     }  # fmt: skip
 
 
-def states_of(recipe: Recipe | OptimizerMaker) -> Callable[[str], float]:
+def _states_of(recipe: Recipe | OptimizerMaker) -> Callable[[str], float]:
     """How many numbers the optimizer keeps for each of a parameter, by its role; of one not known the usual two."""
     return OPTIMIZERS[recipe.optimizer].states_of if isinstance(recipe, Recipe) else lambda role: 2
 
 
-def scratch_of(recipe: Recipe | OptimizerMaker, device: str) -> float:
+def _scratch_of(recipe: Recipe | OptimizerMaker, device: str) -> float:
     """How many numbers the optimizer takes for each of a parameter while it updates; of one not known one."""
     return OPTIMIZERS[recipe.optimizer].scratch_on(device) if isinstance(recipe, Recipe) else 1.0
 
@@ -205,51 +218,107 @@ def _check_run(
         raise UsageError(
             f"--resume {job.resume}: there is no such folder", "use auto, or a run's or checkpoint's folder"
         )
-    if job.replan and not job.checkpoint_every:
-        raise UsageError("--replan goes on from the last checkpoint, but none is asked for", "add --checkpoint-every N")
+    for option in [name for name, given in (("--replan", job.replan), ("--nnodes", job.nnodes)) if given]:
+        if not job.checkpoint_every:
+            raise UsageError(
+                f"{option} goes on from the last checkpoint, but none is asked for", "add --checkpoint-every N"
+            )
 
 
 # ── starting, and starting again ────────────────────────────────────────────────────────────────────────
 
 
 def _start_workers(
-    schedule: Schedule, job: Job, settings: Settings, folder: Path, console: Console, *,
-    command: Sequence[str] | None = None, hosts: Hosts | OverSsh | None = None, share: int = 1,
+    schedule: Schedule, job: Job, run: RunFolder, console: Console, start: Callable[..., None],
+    hosts: Hosts | OverSsh | None, members: Members | None,
 ) -> Record:  # fmt: skip
     """Starts the workers, shows what they tell, and returns the record they leave.
 
     A run that fails is started again as often as the job allows. With `replan` it goes on without the hosts that are
-    lost, or without the device that failed it, for as long as one is left.
+    lost, or without the device that failed it, for as long as one is left; with members on the hosts that are there.
     """
-    environment, restarts, causes = {COMMAND: typed_command()}, 0, list[str]()
     from stagewright.training.display import Display  # workers, which run this file too, show nothing
 
+    environment, restarts, causes, whole = {COMMAND: typed_command()}, 0, list[str](), schedule.plan
     title = f"starting {count(len(schedule.plan.devices), 'worker')} of {schedule.plan.model}"
-    with Display(folder, console, title, job.log_format):
+    with Display(run.path, console, title, job.log_format):
+
+        def go_on(plan: Plan, why: str) -> Schedule:
+            _tell(run.path, "replan", f"{why}; {_describe_change(schedule.plan, plan)}")
+            return make_schedule(plan, agree=schedule.agree)
+
         while True:
-            plan = schedule.plan
-            schedule.save(folder / SCHEDULE_FILE)
+            if members is not None:
+                members.gather(lambda: run.state == "stopped")
+                hosts, plan = members.hosts, _plan_of_those_there(whole, members.missing)
+                if plan != schedule.plan:
+                    schedule = go_on(plan, f"{count(len(members.hosts.names), 'host')} of {job.nnodes} are there")
+            schedule.save(run.path / SCHEDULE_FILE)
             try:
-                launch(
-                    command or this_command(), plan, folder, settings, hosts=hosts, share=share, extra=environment
-                )  # fmt: skip
-                break
+                with _asked_to_stop_for(members, run) if members is not None else nullcontext():
+                    start(plan=schedule.plan, hosts=hosts, extra=environment)
+                if members is None or not members.has_grown or run.state == "stopped" or _is_done(run.path, job):
+                    return Record.load(run.path / RECORD)
             except RunError as fault:
                 causes.append(fault.cause)
                 _refuse_the_same(fault, causes)
-                after = _plan_after(plan, fault) if job.replan else None
-                if restarts < job.max_restarts and not fault.hosts:
+                after = _plan_after(schedule.plan, fault) if job.replan else None
+                if members is not None and fault.hosts:
+                    _tell(run.path, "hosts", fault.cause)
+                elif restarts < job.max_restarts and not fault.hosts:
                     restarts += 1
-                    _tell(folder, "restart", f"{fault.cause}; starting again ({restarts} of {job.max_restarts})")
+                    _tell(run.path, "restart", f"{fault.cause}; starting again ({restarts} of {job.max_restarts})")
                 elif after is not None:
-                    _tell(folder, "replan", f"{fault.cause}; {_describe_change(plan, after)}")
                     if isinstance(hosts, OverSsh):
                         hosts = hosts.without(fault.hosts)
-                    schedule, restarts = make_schedule(after, agree=schedule.agree), 0
+                    schedule, restarts = go_on(after, fault.cause), 0
                 else:
                     raise
-                environment[RESTARTED] = "1"
-    return Record.load(folder / RECORD)
+            environment[RESTARTED] = "1"
+
+
+def _schedule_of_worker(schedule: Schedule, job: Job) -> Schedule:
+    """What the workers do now: their launcher says it, who knows which devices are left, or else their number does."""
+    if RUN_FOLDER in os.environ:
+        changes = RESTARTED in os.environ or job.nnodes is not None
+        return Schedule.load(Path(os.environ[RUN_FOLDER]) / SCHEDULE_FILE) if changes else schedule
+    absent = schedule.plan.devices[int(os.environ["WORLD_SIZE"]) :]
+    if job.nnodes is None or not absent:
+        return schedule
+    return make_schedule(_plan_without(schedule.plan, absent), agree=schedule.agree)
+
+
+# ── which hosts are there ───────────────────────────────────────────────────────────────────────────────
+
+
+def _members_of(
+    hosts: OverSsh, plan: Plan, job: Job, run: RunFolder, check: Callable[[OverSsh, Plan, int], None]
+) -> Members | None:
+    """The hosts that a run may use, where their number may change."""
+    if job.nnodes is None:
+        return None
+    return Members(
+        hosts, job.host_limits, job.wait_for_hosts_s, tell=partial(_tell, run.path, "hosts"),
+        check=lambda those, missing, port: check(those, _plan_of_those_there(plan, missing), port),
+    )  # fmt: skip
+
+
+@contextmanager
+def _asked_to_stop_for(members: Members, run: RunFolder) -> Iterator[None]:
+    """While the block runs, workers are asked to save and stop as soon as there are hosts to go on with."""
+    word = run.path / STOP_FILE
+    try:
+        with members.watching(lambda: write_text(word, "hosts that are there again")):
+            yield
+    finally:
+        if members.has_grown and run.state != "stopped":
+            word.unlink(missing_ok=True)
+
+
+def _is_done(folder: Path, job: Job) -> bool:
+    """Whether the last step has been saved."""
+    found = find_checkpoint(folder, lambda text: None)
+    return found is not None and int(found[1]["step"]) >= job.steps
 
 
 def _tell(folder: Path, kind: str, text: str) -> None:
@@ -317,6 +386,11 @@ def _plan_without_hosts(plan: Plan, lost: Collection[int]) -> Plan:
     hosts = sorted({id.host for id in plan.devices} - set(lost))
     moved = [tuple(DeviceId(hosts.index(id.host), id.device) for id in stage.devices) for stage in after.stages]
     return replace(after, stages=tuple(replace(stage, devices=ids) for stage, ids in zip(after.stages, moved)))
+
+
+def _plan_of_those_there(plan: Plan, missing: Collection[int]) -> Plan:
+    """The plan for the hosts that are there."""
+    return _plan_without_hosts(plan, missing) if missing else plan
 
 
 def _describe_change(before: Plan, after: Plan) -> str:

@@ -131,9 +131,9 @@ def together(do: Callable[[], Any], group: dist.ProcessGroup | None, size: int) 
     except Exception as failure:
         told = {"fault": reason(failure)}
     every = gather_json(told, group, size)
-    fault = next((each["fault"] for each in every if "fault" in each), None)
-    if fault is not None:
-        raise CheckpointError(fault)
+    faults = [f"worker {number}: {each['fault']}" for number, each in enumerate(every) if "fault" in each]
+    if faults:
+        raise CheckpointError(faults[0] if size > 1 else faults[0].partition(": ")[2])
     return [each["made"] for each in every]
 
 

@@ -29,7 +29,8 @@ def joined(world: World, take: Take) -> Iterator[RunFolder]:
         if world.worker == 0:
             try:
                 run = _launched() or stack.enter_context(take(again))
-                own = {"folder": str(run.path), "id": run.id, "changes": run.changes}
+                again = again or run.is_restarted
+                own = {"folder": str(run.path), "id": run.id, "changes": run.changes, "again": again}
             except StagewrightError as fault:
                 own = {"fault": fault.what, "todo": fault.todo}
         told = gather_json(own, world.control, world.size)[0]
@@ -37,14 +38,14 @@ def joined(world: World, take: Take) -> Iterator[RunFolder]:
             raise UsageError(told["fault"], told["todo"])
         run = run or RunFolder(Path(told["folder"]), told["id"], changes=tuple(told["changes"]))
         sees = (read_identity(run.path) or {}).get("id") == run.id
-        told = gather_json([sees, socket.gethostname()], world.control, world.size)
-        lost = [f"worker {worker} on {host}" for worker, (sees, host) in enumerate(told) if not sees]
+        seen = gather_json([sees, socket.gethostname()], world.control, world.size)
+        lost = [f"worker {worker} on {host}" for worker, (sees, host) in enumerate(seen) if not sees]
         if lost:  # each host would save its parts for itself alone
             raise UsageError(
-                f"{lost[0]} does not see the run's folder {run.path} as worker 0 on {told[0][1]} does",
+                f"{lost[0]} does not see the run's folder {run.path} as worker 0 on {seen[0][1]} does",
                 "name one with --out that all hosts share",
             )
-        run.is_restarted = again
+        run.is_restarted = told["again"]
         yield run
 
 

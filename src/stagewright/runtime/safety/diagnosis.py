@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,12 +202,18 @@ class Scene:
         return None
 
     def _lost_hosts(self) -> Blame | None:
-        """Hosts that others could not reach any more."""
-        lost = sorted({name for each in self.told.values() for name in each.lost})
-        if not lost:
-            return None
-        why = f"host {lost[0]} does not answer any more" if len(lost) == 1 else f"hosts {', '.join(lost)} are cut off"
-        return Blame(None, why, tuple(each.what for each in self.told.values() if each.lost))
+        """Hosts that others could not reach any more, or that did not confirm what they were sent."""
+        if lost := _named_most(each.lost for each in self.told.values()):
+            why = (
+                f"host {lost[0]} does not answer any more" if len(lost) == 1 else f"hosts {', '.join(lost)} are cut off"
+            )
+            return Blame(None, why, tuple(each.what for each in self.told.values() if each.lost))
+        if bad := _named_most(each.links for each in self.told.values()):
+            seen = sorted(worker for worker, each in self.told.items() if bad[0] in each.links)
+            witness = self.name_of(seen[0]) if len(bad) == len(seen) == 1 else "others"
+            why = f"the link between host {', '.join(bad)} and {witness} does not take what is sent"
+            return Blame(None, why, tuple(self.told[worker].what for worker in seen))
+        return None
 
     def _fell_silent(self) -> Blame | None:
         """Workers that were not alive any more long before the last of the others: stopped, or cut off."""
@@ -245,3 +252,9 @@ class Scene:
     def _at(self, worker: int) -> str:
         """Where a worker stood, as the end of a sentence."""
         return f" at {self.place_of(worker)}" if worker in self.stands else ""
+
+
+def _named_most(witnesses: Iterable[Sequence[str]]) -> list[str]:
+    """Whom most witnesses name: one that is cut off itself names all the others."""
+    votes = Counter(name for names in witnesses for name in names)
+    return sorted(name for name, number in votes.items() if number == max(votes.values()))

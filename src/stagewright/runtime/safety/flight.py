@@ -104,6 +104,8 @@ class Confession(NamedTuple):
     """Whether the fault began in this worker."""
     lost: tuple[str, ...] = ()
     """The hosts that it could not reach any more."""
+    links: tuple[str, ...] = ()
+    """The hosts that did not confirm what it sent them."""
     time: float = 0.0
 
     def write(self, folder: Path, worker: int) -> None:
@@ -116,7 +118,8 @@ class Confession(NamedTuple):
         """What a worker left; None where that cannot be read."""
         try:
             told = json.loads((folder / f"worker-{worker}.error.json").read_text(encoding="utf-8"))
-            todo, lost = str(told.get("todo") or ""), tuple(map(str, told.get("lost", ())))
-            return cls(str(told["what"]), todo, bool(told.get("own", True)), lost, float(told.get("time", 0.0)))
+            lost, links = (tuple(map(str, told.get(key, ()))) for key in ("lost", "links"))
+            todo, own = str(told.get("todo") or ""), bool(told.get("own", True))
+            return cls(str(told["what"]), todo, own, lost, links, float(told.get("time", 0.0)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -93,6 +93,16 @@ class Stopper:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def wait_for_own_signal(self, limit_s: float) -> None:
+        """Waits a while for torchrun to ask this worker too, if another one was asked.
+
+        When hosts come, each agent ends its workers to start them anew. One whose workers have ended by themselves
+        takes the run for finished, and leaves.
+        """
+        deadline = time.monotonic() + limit_s
+        while self.cause is not None and not self._heard and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def _listen(self) -> None:
         while not self._closed.wait(0.2):
             wish = self._wish()
@@ -108,7 +118,9 @@ class Stopper:
         try:
             return (self.folder / STOP_FILE).read_text(encoding="utf-8") or "a signal to the launcher"
         except OSError:
-            return self.words.get("stop/wish") if self.words is not None else None
+            with suppress(RuntimeError):  # a store that is gone: the watchdog ends this worker
+                return self.words.get("stop/wish") if self.words is not None else None
+        return None
 
     def _agree(self, wish: str) -> None:
         words, own = self.words, self.gate.promise()

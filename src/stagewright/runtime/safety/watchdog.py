@@ -26,6 +26,7 @@ from stagewright.errors import RunError, StagewrightError
 from stagewright.runtime.launch.meeting import Place, lost_hosts
 from stagewright.runtime.safety.diagnosis import Scene
 from stagewright.runtime.safety.flight import Confession, Flight
+from stagewright.runtime.safety.links import bad_links
 from stagewright.runtime.world import Words
 from stagewright.schedule import Schedule
 
@@ -163,24 +164,29 @@ class LastWords:
         if place is not None or not any(word in what.lower() for word in _ECHOES):
             Confession(f"{what} ({place})" if place else what, todo).write(self.folder, self.worker)
             return fault
-        said, lost = self._waited()
-        Confession(said, what, own=False, lost=lost).write(self.folder, self.worker)
-        return RunError(said, what)
+        confession = self._waited(what)
+        confession.write(self.folder, self.worker)
+        return RunError(confession.what, what)
 
     def when_stuck(self) -> str:
         """Writes down and returns what there is to say when nothing gets on."""
-        what, lost = self._waited()
+        confession = self._waited()
         if self.folder is not None and not self.is_said:
-            Confession(what, own=False, lost=lost).write(self.folder, self.worker)
-        return f"error: {what}"
+            confession.write(self.folder, self.worker)
+        return f"error: {confession.what}"
 
-    def _waited(self) -> tuple[str, tuple[str, ...]]:
-        """For whom this worker waited, and which hosts do not answer."""
+    def _waited(self, saw: str = "") -> Confession:
+        """For whom this worker waited, which hosts do not answer, and which do not confirm what they are sent."""
+        links = bad_links(self.places, self.worker) if self.places else []
         lost = lost_hosts(self.places, self.worker, min(0.5, self.timeout_s / 20)) if self.places else []
         said = "the workers did not start"
         if self.folder is not None:
             said = Scene.read(self.schedule, self.folder).verdict(self.worker, self.timeout_s)
-        return (f"host {', '.join(lost)} does not answer; {said}" if lost else said), tuple(lost)
+        if lost:
+            said = f"host {', '.join(lost)} does not answer; {said}"
+        elif links:
+            said = f"host {', '.join(links)} does not confirm what it is sent; {said}"
+        return Confession(said, saw, own=False, lost=tuple(lost), links=tuple(links))
 
 
 def _users_place(fault: BaseException) -> str | None:
