@@ -682,6 +682,11 @@ def undisturbed(folder: Path, plan: str) -> Path:
     return folder / f"undisturbed-{plan}".replace(" ", "-")
 
 
+def is_whole(reference: Path) -> bool:
+    """Whether the undisturbed run has come to its end."""
+    return (reference / "checkpoints" / f"step-{STEPS:08d}").exists()
+
+
 def compare(run: Run, reference: Path) -> tuple[str, float]:
     """How the newest good weights compare with those of the undisturbed run, and the largest difference."""
     import torch
@@ -712,7 +717,7 @@ def run_chain(launcher: str, plan: str, folder: str, seconds: str, *names: str) 
     deadline, home = time.monotonic() + float(seconds), Path(folder) / f"{launcher} {plan}".replace(" ", "-")
     with fleet_of(home) as fleet:
         reference = undisturbed(Path(folder), plan)
-        if not (reference / "checkpoints" / f"step-{STEPS:08d}").exists():
+        if not is_whole(reference):
             run = Run(fleet, "torchrun", plan, reference, 0)
             run.start()
             wait_for(run.is_over, max(30.0, float(seconds)))
@@ -766,7 +771,8 @@ def run_all(words: list[str]) -> int:
         while (waiting or running) and (running or time.monotonic() < deadline):
             running = [(process, plan) for process, plan in running if process.poll() is None]
             # Two chains of a plan share the undisturbed run, which one of them makes.
-            free = [pair for pair in waiting if pair[1] not in [plan for _, plan in running]]
+            busy = [plan for _, plan in running if not is_whole(undisturbed(chosen.folder, plan))]
+            free = [pair for pair in waiting if pair[1] not in busy]
             if free and len(running) < chosen.at_once and time.monotonic() < deadline:
                 pair = free[0]
                 waiting.remove(pair)
