@@ -15,6 +15,7 @@ from stagewright.runtime.safety.diagnosis import Scene
 from stagewright.runtime.safety.flight import (
     _HEAD,
     _SIZE,
+    Confession,
     Flight,
     Trace,
     _path_of,
@@ -95,6 +96,22 @@ def test_a_fault_of_its_own_comes_before_echoes(tmp_path: Path) -> None:
     end(tmp_path, schedule, 1, ValueError("bad label"))
     found = Scene.read(schedule, tmp_path).blame()
     assert (found.worker, found.evidence) == (1, ("ValueError: bad label",))
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ("lost", "host d (10.0.0.4) does not answer any more"),
+        ("links", "the link between host d (10.0.0.4) and others does not take what is sent"),
+    ],
+)
+def test_a_host_that_is_cut_off_names_all_others_and_is_named_by_more(field: str, why: str, tmp_path: Path) -> None:
+    schedule = schedule_of(Case("4"))
+    fly(tmp_path, schedule, dict.fromkeys(range(4), "U0"))
+    for worker in range(3):
+        Confession("it waited", own=False, **{field: ("d (10.0.0.4)",)}).write(tmp_path, worker)
+    Confession("it waited", own=False, **{field: ("a (10.0.0.1)", "b (10.0.0.2)")}).write(tmp_path, 3)
+    assert Scene.read(schedule, tmp_path).blame().why == why
 
 
 def test_a_killed_one_comes_first(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import stagewright
 from stagewright.runtime.checkpoint.storage import checkpoints_in, find_checkpoint
 from tests.runtime.running import ROOT
+from tests.training.test_torchrun import apart_from_one_process
 
 HOSTS = "127.0.0.2,127.0.0.3"
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -149,6 +151,49 @@ def test_the_cause_comes_from_the_host_where_it_is(tmp_path: Path, path_with_ssh
     assert run.returncode == 0, said
     assert "restart: worker 1 (stage 1, device 1:0) " in said
     assert "resume: going on after step " in said
+
+
+def test_hosts_that_leave_and_come_change_the_plan_and_nothing_else(tmp_path: Path, path_with_ssh: str) -> None:
+    """Two hosts, one, two again; the second one is away while a file says so."""
+    folder, away, own = tmp_path / "run", tmp_path / "away", tmp_path / "bin"
+    own.mkdir()
+    real = shutil.which("ssh", path=path_with_ssh)
+    (own / "ssh").write_text(
+        f'#!/bin/sh\ncase "$*" in *"-- 127.0.0.3 "*) [ -e {away} ] && exit 255;; esac\nexec {real} "$@"\n'
+    )
+    (own / "ssh").chmod(0o755)
+    options = ("--nnodes", "1:2", "--wait-for-hosts", "1", "--precision", "fp64")
+    run, placements = start(folder, f"{own}:{path_with_ssh}", *options), list[str]()
+
+    def wait_for_placement(wanted: str) -> None:
+        def is_there() -> bool:
+            newest = checkpoints_in(folder)[:1]
+            with suppress(OSError):
+                return bool(newest) and f'"placement": "{wanted}"' in (newest[0] / "manifest.json").read_text()
+            return False
+
+        wait_until(lambda: is_there() or run.poll() is not None, 150)
+        placements.append(wanted if is_there() else "")
+
+    try:
+        wait_for_placement("0:0.1:0")
+        away.touch()
+        for pid in left_of(folder):
+            if rank_of(pid) == 1 or "--node-rank=1" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+        wait_for_placement("0:0")
+        away.unlink()
+        wait_for_placement("0:0.1:0")
+        run.send_signal(signal.SIGTERM)
+        said = run.communicate(timeout=60)[0]
+    finally:
+        run.kill()
+    assert placements == ["0:0.1:0", "0:0", "0:0.1:0"], said
+    assert run.returncode == 0, said
+    assert "hosts: host 1 (127.0.0.3) does not answer any more" in said
+    assert "1 host of 1:2 are there; going on as 1 instead of 1-1: 0:0 instead of 0:0.1:0" in said
+    assert "stopped: by hosts that are there again after step " in said
+    assert apart_from_one_process(folder, tmp_path / "alone") < 1e-10
 
 
 def rank_of(pid: int) -> int | None:
