@@ -286,11 +286,12 @@ def _pieces(edges: Sequence[int], size: int) -> list[Spans]:
 
 
 def make_all_reduce(
-    world: World, purpose: str, members: tuple[int, ...], *, staged: bool, like: AllReduce | None = None
-) -> AllReduce | None:
+    world: World, purpose: str, members: tuple[int, ...], *, staged: bool, channel: str = "reduce",
+    like: AllReduce | None = None,
+) -> AllReduce | None:  # fmt: skip
     """How some workers add up; None for who is not one of several. All workers must ask, in one order.
 
-    It works in the memory of another one, which is `like` it, beside that one.
+    With a channel of its own it may work in the memory of another one, which is `like` it, beside that one.
     """
     timeout_s, is_member = world.timeout.total_seconds(), world.worker in members
     if len(members) < 2:
@@ -304,7 +305,7 @@ def make_all_reduce(
         if not is_member:
             return None
         return _StagedAllReduce(groups, timeout_s, places, in_common=is_common(groups[0], len(members)))
-    group = world.group("reduce" if like is None else f"reduce {purpose}", members)
+    group = world.group(channel, members)
     adding = world.group(f"sums of {purpose}", members) if world.device.type == "cpu" else None
     if group is None or not is_member:
         return None

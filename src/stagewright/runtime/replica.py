@@ -147,10 +147,10 @@ def make_replicas(
     shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, members in enumerate(plan.workers):
         group = world.group("reduce", members)
-        staged, shares = world.is_staged(settings), plan.shard_optimizer[number]
-        add_up = make_all_reduce(world, f"stage {number}", members, staged=staged)
-        back = f"weights of stage {number}"
-        give_out = make_all_reduce(world, back, members, staged=staged, like=add_up) if shares else None
+        staged, back = world.is_staged(settings), f"weights of stage {number}"
+        add_up, give_out = make_all_reduce(world, f"stage {number}", members, staged=staged), None
+        if plan.shard_optimizer[number]:
+            give_out = make_all_reduce(world, back, members, staged=staged, channel=back, like=add_up)
         norms = world.group("batch norm", members) if settings.sync_batch_norm else None
         if number not in modules:
             continue
