@@ -83,6 +83,5 @@ def memory_figures(device: torch.device) -> dict[str, int]:
 
 def memory_by_stage(plan: Plan, folder: Path) -> dict[str, list[int]]:
     """The most that a worker of each stage has noted; 0 where no recorder of a stage is seen from here."""
-    traces = [Trace.read(folder, worker) for worker in range(len(plan.devices))]
-    noted = [0 if trace is None else trace.memory_bytes for trace in traces]
+    noted = [Trace.memory_of(folder, worker) for worker in range(len(plan.devices))]
     return {"stage_memory_bytes": [max(noted[worker] for worker in members) for members in plan.workers]}

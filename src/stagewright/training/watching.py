@@ -21,6 +21,7 @@ from stagewright.report import live_page, make_report
 from stagewright.report.timeline import stride
 from stagewright.runtime.run_folder import SCHEDULE_FILE, is_held, read_identity
 from stagewright.runtime.safety.diagnosis import Scene
+from stagewright.runtime.safety.flight import Trace
 from stagewright.schedule import Schedule
 from stagewright.training.events import Event, read_events
 
@@ -79,7 +80,7 @@ def _workers(folder: Path) -> list[dict[str, Any]]:
             {
                 "device": str(device), "stages": list(plan.stages_of[worker]), "waits": waits.get(worker, []),
                 "at": (scene.place_of(worker) or "").partition(",")[0],
-                "memory": scene.traces[worker].memory_bytes if worker in scene.traces else 0,
+                "memory": Trace.memory_of(folder, worker),
             }
             for worker, device in enumerate(plan.devices)
         ]  # fmt: skip

@@ -73,8 +73,14 @@ class Trace(NamedTuple):
     """How long it may be silent."""
     entries: list[tuple[float, Action]]
     """Its last actions with their times, oldest first."""
-    memory_bytes: int = 0
-    """The most memory that it has had; 0 where that is not known."""
+
+    @staticmethod
+    def memory_of(folder: Path, worker: int) -> int:
+        """The most memory that a worker has noted, without the rest; 0 where that cannot be read."""
+        with suppress(OSError, struct.error), _path_of(folder, worker).open("rb") as file:
+            file.seek(_SIZE - _MEMORY.size)
+            return int(_MEMORY.unpack(file.read(_MEMORY.size))[0])
+        return 0
 
     @classmethod
     def read(cls, folder: Path, worker: int) -> Trace | None:
@@ -91,8 +97,7 @@ class Trace(NamedTuple):
         numbers = range(max(0, count - _NUM_ENTRIES), count)
         entries = (_ENTRY.unpack_from(raw, _HEAD.size + _ENTRY.size * (number % _NUM_ENTRIES)) for number in numbers)
         known = [(when, Action(_KINDS[kind], *rest)) for when, kind, *rest in entries if kind < len(_KINDS)]
-        memory = _MEMORY.unpack_from(raw, _SIZE - _MEMORY.size)[0] if len(raw) == _SIZE else 0
-        return cls(beat_s, silence_s, known, memory)
+        return cls(beat_s, silence_s, known)
 
 
 class Confession(NamedTuple):
