@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from stagewright.runtime.safety.flight import (
     _path_of,
 )
 from stagewright.runtime.safety.watchdog import LastWords
-from stagewright.schedule import Action, Schedule
+from stagewright.schedule import Action, Kind, Schedule
 from stagewright.scheduling import make_schedule
 from tests.runtime.cases import Case, plan_of
 
@@ -205,3 +206,16 @@ def test_the_doctor_wants_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         main(["doctor", str(tmp_path)])
     assert ended.value.code == 2
     assert "is no folder of a run" in capsys.readouterr().err
+
+
+def test_memory_is_noted_beside_the_actions_and_recorders_from_before_that_are_read(tmp_path: Path) -> None:
+    with closing(Flight(tmp_path, 0)) as flight:
+        flight.note(Action(Kind.FORWARD, 0, 3, 1))
+        flight.note_memory(7 << 30)
+    whole = Trace.read(tmp_path, 0)
+    assert whole is not None
+    assert Trace.memory_of(tmp_path, 0) == 7 << 30
+    file = tmp_path / "worker-0.flight"
+    file.write_bytes(file.read_bytes()[:-8])
+    assert Trace.read(tmp_path, 0) == whole
+    assert (Trace.memory_of(tmp_path, 0), Trace.memory_of(tmp_path, 1)) == (0, 0)
