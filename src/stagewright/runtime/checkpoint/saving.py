@@ -71,11 +71,14 @@ class _Saved:
     stopped_s: float
     """How long training stood still for it."""
     fault: str | None = None
+    slow: str | None = None
+    """Whose disk it waited for, where that is one worker's."""
 
     def __str__(self) -> str:
         if self.fault is not None:
             return f"step {self.step} could not be saved: {self.fault}"
-        return f"step {self.step} saved in {self.seconds:.2f} s, training stood still for {self.stopped_s * 1e3:.1f} ms"
+        text = f"step {self.step} saved in {self.seconds:.2f} s, training stood still for {self.stopped_s * 1e3:.1f} ms"
+        return f"{text}; {self.slow}" if self.slow else text
 
 
 @dataclass
@@ -204,25 +207,26 @@ class Checkpointer:
         """Writes a checkpoint, after the one before."""
         if before is not None:
             before.join()
-        started, fault = time.perf_counter(), None
+        started, fault, slow = time.perf_counter(), None, None
         try:
             if copied is not None:
                 copied.synchronize()
-            self._write(step, copies)
+            slow = self._write(step, copies)
         except BaseException as failure:  # the run goes on with the checkpoints that it has
             fault = reason(failure)
-        self._news.put(_Saved(step, time.perf_counter() - started, copies.stopped_s, fault))
+        self._news.put(_Saved(step, time.perf_counter() - started, copies.stopped_s, fault, slow))
         self._free.append(copies.places)
 
-    def _write(self, step: int, copies: _Copies) -> None:
-        """Writes a checkpoint together with all other workers; raises on all where one cannot."""
+    def _write(self, step: int, copies: _Copies) -> str | None:
+        """Writes a checkpoint together with all others, raises on all where one cannot; says whose disk is slow."""
         world, path, copier = self.worker.world, path_of(self.folder, step), self.copier
 
         def write() -> list[Any]:
+            started = time.perf_counter()
             for key, tensor in copies.tensors.items():
                 if key.startswith("model/") and not bool(torch.isfinite(tensor).all()):
                     raise CheckpointError(f"{key.removeprefix('model/')} has numbers that are not finite")
-            return [copies.about, write_part(path, world.worker, copies.tensors)]
+            return [copies.about, write_part(path, world.worker, copies.tensors), time.perf_counter() - started]
 
         def end() -> None:
             if world.worker == 0:
@@ -231,7 +235,7 @@ class Checkpointer:
                 if self._may_prune():
                     prune(self.folder, self.keep, self._good, copier.under_way if copier is not None else None)
 
-        abouts, parts = zip(*together(write, self._group, world.size))
+        abouts, parts, seconds = zip(*together(write, self._group, world.size))
         try:
             together(end, self._group, world.size)
         finally:
@@ -240,6 +244,9 @@ class Checkpointer:
         # All have to begin with a copy of the same one.
         if copier is not None and all(together(lambda: copier.under_way is None, self._group, world.size)):
             copier.begin(path, may_prune=self._may_prune())
+        slowest = seconds.index(max(seconds))
+        is_slow = seconds[slowest] > max(1.0, 2 * sorted(seconds)[(len(seconds) - 1) // 2])
+        return f"the part of worker {slowest} took {seconds[slowest]:.1f} s" if is_slow else None
 
     def _about(self, step: int, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         plan, settings = self.worker.plan, self.worker.settings
