@@ -230,7 +230,7 @@ class Fleet:
     def environment(self, host: int) -> dict[str, str]:
         """What everything in a host finds in its environment."""
         return {
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path[1:]]), "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1", "CHAOS_HOST": str(host), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PATH": f"{self.home / 'keys'}:{os.environ['PATH']}",
         }  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from pathlib import Path
 
 import pytest
-from benchmarks import chaos
+from benchmarks import chaos, chaos_hosts
 from benchmarks.mutations import try_inputs
 
 from stagewright.runtime.safety.diagnosis import Scene
@@ -86,3 +87,13 @@ def test_a_stranger_at_every_port() -> None:
 @pytest.mark.timeout(900)
 def test_memory_and_open_files_stay_flat() -> None:
     assert chaos.run_long(3000).faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (chaos.IS_ROOT and os.access("/dev/net/tun", os.W_OK)), reason="hosts need root and taps")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launcher", chaos_hosts.LAUNCHERS)
+def test_four_hosts_of_which_one_is_cut_off_and_comes_back(launcher: str, tmp_path: Path) -> None:
+    words = ["--folder", str(tmp_path), "--only", f"{launcher}/dp", "--minutes", "12"]
+    assert chaos_hosts.run_all([*words, "--faults", "loss of 30 %,cut for good,host added"]) == 0
+    assert [case.weights for case in chaos_hosts.finished(tmp_path)] == ["same bits", "to rounding", "to rounding"]
