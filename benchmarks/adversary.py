@@ -117,16 +117,17 @@ def draw_case(seed: int) -> Case:
 
 
 def plan_of(case: Case, layered: Layered) -> Plan:
-    """The plan of a case, cut at random."""
+    """The plan of a case, cut at random, with or without sharded states; after a resume it may be another."""
     groups, draw = parse_placement(case.placement), random.Random(case.seed + 1)
     if len(layered.cuts()) < len(groups) - 1:  # too few places: everything in one stage on the same devices
         everyone = tuple(sorted({id for group in groups for id in group}))
         groups, case = (everyone,), replace(case, versions=case.versions[:1])
+    sharing = random.Random(case.seed + 2)
     edges = [0, *sorted(draw.sample(layered.cuts(), len(groups) - 1)), layered.num_layers]
     stages = tuple(
         Stage(
             layers=layered.names[edges[number] : edges[number + 1]], devices=devices, versions=case.versions[number],
-            num_buckets=case.buckets, recompute=case.recompute,
+            num_buckets=case.buckets, recompute=case.recompute, shard_optimizer=sharing.random() < 0.5,
         )
         for number, devices in enumerate(groups)
     )  # fmt: skip

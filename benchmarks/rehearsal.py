@@ -159,6 +159,8 @@ def title(plan: Plan) -> str:
         parts.append("rotate")
     if max(stage.num_buckets for stage in plan.stages) > 1:
         parts.append("buckets " + "/".join(str(stage.num_buckets) for stage in plan.stages))
+    if plan.sharing:
+        parts.append(plan.sharing)
     if not plan.is_synchronous:
         parts.append("versions " + ",".join(map(str, plan.versions)))
     return ", ".join(parts)
