@@ -20,7 +20,8 @@ What the kinds mean, for the worker whose order holds them:
     G           issue the all-reduce (sum) of the stage's gradients, bucket by bucket; never waits. A bucket may start
                 as soon as the batch's last backward of the stage has its gradients; G stands where that one is over
     A           all workers agree: on overflow, and on the norm of all gradients; before every update of the batch
-    U           wait for the stage's reductions, then the optimizer step: version n + 1 comes from version n
+    U           wait for the stage's reductions, then the optimizer step: version n + 1 comes from version n. Replicas
+                that share out the optimizer's states then begin to give one another the weights; U never waits for them
 
 F and B wait for what they need: receipts, and the stage before or after on the same worker (no transfer then).
 Which version a forward or backward uses follows from its batch: n uses that of updates 0 … n − K.

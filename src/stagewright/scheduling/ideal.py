@@ -1,7 +1,8 @@
 """A schedule carried out in one's head: free transfers, given durations; where it stops if it cannot go on.
 
 Only the actions themselves are followed here, not the plan behind them: a forward waits for the receipts of its rows
-that its worker has issued, a receipt for its send, an update for the reductions of its stage, an agreement for all.
+that its worker has issued, and for all replicas' updates where they share these out, a receipt for its send, an update
+for the reductions of its stage, an agreement for all.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class _Run:
                 duration = unit_cost(action.kind) * self.times[action.stage] if action.kind in COMPUTE else 0
                 self.now[worker] = start + duration
                 self.spans[worker].append(TimedAction(start, start + duration, action))
+                if action.kind is Kind.UPDATE:
+                    self.end(("weights", action.stage, action.batch), worker, self.plan.replicas[action.stage])
             self.at[worker] += 1
 
     def issue(self, worker: int, action: Action) -> Sequence[_Event]:
@@ -106,8 +109,10 @@ class _Run:
             self.end((kind, batch), worker, len(self.lists))
             return [(kind, batch)]
         elif kind is not Kind.BACKWARD_WEIGHT:
-            is_forward = kind is Kind.FORWARD
-            return self.receipts.get((worker, is_forward, stage + (-1 if is_forward else 1), batch, number), [])
+            is_forward, before = kind is Kind.FORWARD, batch - self.plan.versions[stage]
+            waits = self.receipts.get((worker, is_forward, stage + (-1 if is_forward else 1), batch, number), [])
+            given = is_forward and self.plan.shard_optimizer[stage] and before >= 0
+            return [*waits, ("weights", stage, before)] if given else waits
         return []
 
     def end(self, event: _Event, worker: int, num_parts: int) -> None:

@@ -228,19 +228,20 @@ class Engine:
         bucket    ▇▇ 2 ▇▇▇▇ 1 ▇▇▇▇ 0
         forward      ▇▇▇▇▇▇ ▇▇▇▇▇▇ ▇▇▇▇▇▇
         """
-        events, has, begun_s, done = self.events, self.collectives.has_weights, -1.0, 0.0
+        events, has, spent_s, done = self.events, self.collectives.has_weights, 0.0, 0.0
         waits = [(share, bucket) for bucket, share in enumerate(op.needs)]
         late = [each for each in waits if not has(worker, action.stage, batch, each[1])]
         worker.wait = None
         for share, bucket in (*sorted(late), (1.0, -1)):
             if share > done:
-                begun_s = events.now_s if begun_s < 0 else begun_s
+                begun_s = events.now_s
                 yield from self.spend(worker, (share - done) * op.seconds)
-                done = share
+                spent_s, done = spent_s + events.now_s - begun_s, share
             while bucket >= 0 and not has(worker, action.stage, batch, bucket):
                 yield
         cause, worker.cause = worker.cause, None
-        worker.done.append((op, action, batch, begun_s, events.now_s, cause, self.next_order()))
+        # All that it waited for comes first: what it computed in between is not told apart.
+        worker.done.append((op, action, batch, events.now_s - spent_s, events.now_s, cause, self.next_order()))
 
     def spend(self, worker: Worker, seconds: float) -> Iterator[None]:
         """Time that a worker computes for, which on shared cores takes longer."""
