@@ -52,17 +52,20 @@ if TYPE_CHECKING:
     from stagewright.schedule import Action, Kind, Schedule
     from stagewright.scheduling import make_schedule
     from stagewright.simulation import make_plan, simulate
+    from stagewright.training.callbacks import Callback, EarlyStopping, Moment
     from stagewright.training.config import Job
     from stagewright.training.recipes import Recipe
+    from stagewright.training.run import Run, workers
     from stagewright.training.start import train
 
 __all__ = [
-    "MODELS", "Action", "CheckpointError", "Cluster", "ClusterError", "DataError", "Device", "DeviceId",
-    "FileError", "Host", "Job", "Kind", "LayerProfile", "Layered", "Link", "ModelError", "PlacementError", "Plan",
-    "PlanError", "PlanOptions", "Point", "Profile", "ProfileError", "Recipe", "Record", "RecordError", "RunError",
-    "Schedule", "ScheduleError", "Settings", "SimulationError", "Span", "Stage", "StagewrightError", "UsageError",
-    "build_model", "cross_entropy_sum", "find_cluster", "fixed_plan", "is_main", "make_cluster", "make_layered",
-    "make_plan", "make_profile", "make_report", "make_schedule", "mean_loss", "parse_devices", "simulate", "train",
+    "MODELS", "Action", "Callback", "CheckpointError", "Cluster", "ClusterError", "DataError", "Device", "DeviceId",
+    "EarlyStopping", "FileError", "Host", "Job", "Kind", "LayerProfile", "Layered", "Link", "ModelError", "Moment",
+    "PlacementError", "Plan", "PlanError", "PlanOptions", "Point", "Profile", "ProfileError", "Recipe", "Record",
+    "RecordError", "Run", "RunError", "Schedule", "ScheduleError", "Settings", "SimulationError", "Span", "Stage",
+    "StagewrightError", "UsageError", "build_model", "cross_entropy_sum", "find_cluster", "fixed_plan", "is_main",
+    "make_cluster", "make_layered", "make_plan", "make_profile", "make_report", "make_schedule", "mean_loss",
+    "parse_devices", "simulate", "train", "workers",
 ]  # fmt: skip
 
 

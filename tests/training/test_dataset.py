@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import stagewright as sw
 from stagewright.runtime.settings import Settings
-from stagewright.training.feeds import DatasetFeed
+from stagewright.training.dataset import DatasetFeed
 from tests.training.dataset import NUM, Numbered, collate, plainly
 
 ROOT = Path(__file__).parents[2]

@@ -169,7 +169,8 @@ def _simulation(case: Case, suite: Suite, choices: Choices, notes: tuple[str, ..
         # It lies beside the results, where the command finds it again.
         name, notes = f"{joined}.cluster.yaml", (*notes, note)
     # A folder of images is at hand only where a case runs for real; the simulator knows how fast hosts decode.
-    shown = case if case.data in ("synthetic", RECORDS) else replace(case, data=RECORDS)
+    own = "synthetic" if case.data.startswith("python:") else RECORDS
+    shown = case if case.data in ("synthetic", RECORDS) else replace(case, data=own)
     words = ["simulate", case.model, "--cluster", name, *_plan_words(case)]
     words += ["--precision", case.precision, "--data", shown.data]
     words += [] if case.epoch_images is None else ["--epoch-images", str(case.epoch_images)]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from math import isclose
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +191,58 @@ def _labelled(mean: Loss) -> Loss | None:
     if given.pop("reduction", "mean") != "mean":
         return None
     return _LabelledLoss(partial(function, **given) if given else function, weight, ignored)
+
+
+def as_sum(loss: Loss, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Loss:
+    """Any loss as one that returns the sum over its rows, as it is found to be on some rows of outputs and targets.
+
+    A mean over rows, as torch's own losses return it, is taken times the rows; what is neither mean nor sum is refused.
+    """
+    known = loss if count_of(loss) is not None or isinstance(loss, MeanLoss) else _labelled(loss)
+    if known is not None:
+        return known
+    how = how_it_adds_up(loss, outputs, targets, "the loss")
+    if how is None:
+        raise ModelError(
+            "the loss of some rows together is neither the mean nor the sum of theirs, so that it would depend on how "
+            "a batch is divided",
+            "give a mean or a sum over rows; where some rows count more, sw.mean_loss(loss, count=lambda targets: …)",
+        )
+    return loss if how == "sum" else MeanLoss(loss)
+
+
+def how_it_adds_up(
+    function: Callable[..., Tensor], outputs: Sequence[Tensor], targets: Sequence[Tensor], called: str
+) -> Literal["mean", "sum"] | None:
+    """Whether a function of rows is their mean or their sum; None where it is neither."""
+    rows = outputs[0].size(0)
+    wide = [[each.double() if each.is_floating_point() else each for each in some] for some in (outputs, targets)]
+
+    def of(part: slice) -> float:
+        for given in (wide, [outputs, targets]):  # weights of a loss may be in single precision
+            try:
+                made = function(*(each[part] for some in given for each in some))
+                break
+            except Exception as fault:
+                last = fault
+        else:
+            raise ModelError(
+                f"{called} fails on the model's outputs and the data's targets: {last}",
+                "it is called as loss(*outputs, *targets), rows first",
+            )
+        if not isinstance(made, Tensor) or made.numel() != 1:
+            what = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+            raise ModelError(
+                f"{called} returns {what}, not one number", "return its mean: reduction='mean', or .mean()"
+            )
+        return float(made)
+
+    whole, ways = of(slice(None)), {"mean", "sum"}
+    for cut in {1, rows // 2} - {0}:
+        first, rest = of(slice(cut)), of(slice(cut, None))
+        expected = {"mean": (cut * first + (rows - cut) * rest) / rows, "sum": first + rest}
+        ways = {way for way in ways if isclose(whole, expected[way], rel_tol=1e-5, abs_tol=1e-9)}
+    return "mean" if "mean" in ways else "sum" if ways else None
 
 
 class LossModule(nn.Module):

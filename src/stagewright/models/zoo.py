@@ -109,6 +109,19 @@ def _build(name: str, options: Mapping[str, Any], seed: int, device: torch.devic
 
 def _build_own(name: str, seed: int, adapt: Adapt | None) -> Layered:
     """The layers that a function in a file returns, on the device where it makes them."""
+    made = made_by(name, seed)
+    if not isinstance(made, Layered):
+        raise ModelError(
+            f"{name} returned a {type(made).__name__}, not layers",
+            "return sw.make_layered(module, (inputs,), loss=…, targets=(labels,))",
+        )
+    if adapt is None:
+        return made
+    return make_layered(adapt(made.model), made.sample, loss=made.loss, targets=made.sample_targets)
+
+
+def made_by(name: str, seed: int) -> Any:
+    """What python:FILE.py:FUNCTION returns, the same wherever it is called with the same seed."""
     file, _, called = name.removeprefix(_PYTHON).rpartition(":")
     path = Path(file)
     if not file or not called.isidentifier():
@@ -126,12 +139,4 @@ def _build_own(name: str, seed: int, adapt: Adapt | None) -> Layered:
         raise ModelError(f"{path} has no function {called}", _FORM)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = function()
-    if not isinstance(made, Layered):
-        raise ModelError(
-            f"{name} returned a {type(made).__name__}, not layers",
-            "return sw.make_layered(module, (inputs,), loss=…, targets=(labels,))",
-        )
-    if adapt is None:
-        return made
-    return make_layered(adapt(made.model), made.sample, loss=made.loss, targets=made.sample_targets)
+        return function()

@@ -32,19 +32,23 @@ from stagewright.errors import UsageError
 
 _IDENTITY, _LOCK, _SECRET = "run.json", "run.lock", "secret"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
-_EVENTS, RECORD = "events.jsonl", "record.json"
+EVENTS, RECORD = "events.jsonl", "record.json"
 SCHEDULE_FILE = "schedule.json"
 """What its workers do, for those who read their recorders."""
 STATUSES = "statuses.json"
 """How its workers ended."""
 STOP_FILE = "stop"
 """The word by which the launcher asks workers to save and stop."""
+ANSWER = "answer"
+"""What callbacks say where workers wait for them: why to stop, or nothing."""
+SCRIPT = "script"
+"""What the script has done before this run, for its workers."""
 _FILES = (
-    _IDENTITY, _SECRET, _EVENTS, RECORD, "summary.csv", "config.yaml", SCHEDULE_FILE, STATUSES, STOP_FILE,
-    "worker-*.flight", "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
+    _IDENTITY, _SECRET, EVENTS, RECORD, "summary.csv", "config.yaml", SCHEDULE_FILE, STATUSES, STOP_FILE,
+    ANSWER, SCRIPT, "worker-*.flight", "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
 )  # fmt: skip
 """What a run leaves in its folder."""
-_TRACES = (_IDENTITY, _EVENTS, RECORD, f"{CHECKPOINTS}/step-*")
+_TRACES = (_IDENTITY, EVENTS, RECORD, f"{CHECKPOINTS}/step-*")
 """What tells that a run was here; older versions wrote no run.json."""
 PRIVATE = 0o700
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stagewright.errors import UsageError
@@ -71,7 +71,7 @@ class Versions:
         self.moved = parameters[0] if self.delay == 0 else [nn.Parameter(each) for each in first]
         for name, parameter in zip(self.names, self.moved):  # for optimizers that treat some apart
             parameter.stagewright_name = name  # type: ignore[attr-defined]
-        self.optimizer, self.scheduler = _made(make_optimizer, self.moved)
+        self.optimizer, self.scheduler = optimizer_by(make_optimizer, self.moved)
         self._aheads = self._prepare()
         past = self.moved if self.correction.feeds_back else ()
         self.moves = [each.new_full((self.delay, *each.shape), nan) for each in past]
@@ -255,14 +255,23 @@ class Weights(Versions):
         return self.modules[self.index(self.num_updates - 1)]
 
 
-def _made(
-    make_optimizer: OptimizerMaker, parameters: list[nn.Parameter]
-) -> tuple[Optimizer | None, LRScheduler | None]:
-    """The optimizer and the scheduler of some parameters; a scheduler that nobody would save is refused."""
+def optimizer_by(make: OptimizerMaker, parameters: list[nn.Parameter]) -> tuple[Optimizer | None, LRScheduler | None]:
+    """The optimizer and the scheduler of some parameters; what would not train just these, or not go on, is refused."""
     if not parameters:
         return None, None
-    made = make_optimizer(parameters)
+    made = make(parameters)
     optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
+        raise UsageError(
+            f"what should make an optimizer made {type(optimizer).__name__}",
+            "give torch.optim.AdamW, or lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+        )
+    given = {id(each) for each in parameters}
+    if any(id(each) not in given for group in optimizer.param_groups for each in group["params"]):
+        raise UsageError(
+            "the optimizer holds other parameters than those it was made of: each stage has its own",
+            "make it of the function's argument: lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+        )
     if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise UsageError(
             "the recipe makes a learning-rate scheduler and keeps it to itself, so that a resumed run would lose it",

@@ -143,7 +143,11 @@ class Worker:
             else:
                 for actions in _receives_ahead(_together(order), self.transport.lookahead):
                     self.act(actions)
-        for here in self.replicas.values():  # updates of tied parameters that wait for other stages
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Makes the updates of tied parameters that wait for other stages."""
+        for here in self.replicas.values():
             for tied in here.tied:
                 tied.catch_up(here.weights.num_updates - 1, self.verdicts)
             here.reducer.settle()
@@ -320,7 +324,7 @@ class Worker:
         """Adds up the squares of all gradients over all workers; a stage counts once."""
         counted: list[Tensor] = []
         for here in self.replicas.values():
-            gradients = self._gradients(here, action.batch)
+            gradients = self.gradients(here, action.batch)
             if here.replica == 0 or here.reducer.is_sharing:
                 counted += [each for each in gradients if each is not None]
         shared = {id(tied): tied for here in self.replicas.values() for tied in here.tied}.values()
@@ -334,7 +338,7 @@ class Worker:
         self.verdicts.pop(action.batch - 2 * max(self.plan.versions), None)  # every update of that batch is made
         self.scale.note(action.batch, verdict.overflowed)
 
-    def _gradients(self, here: Replica, batch: int) -> list[Tensor | None]:
+    def gradients(self, here: Replica, batch: int) -> list[Tensor | None]:
         """A stage's gradients of a batch, summed over its replicas."""
         for tied in here.tied:  # a replica without rows had no forward: what it sums next lies where it summed before
             tied.catch_up(batch - tied.num_versions, self.verdicts)
@@ -342,7 +346,7 @@ class Worker:
 
     def update(self, action: Action) -> None:
         here, batch = self.replicas[action.stage], action.batch
-        gradients = self._gradients(here, batch)
+        gradients = self.gradients(here, batch)
         del here.finished[batch]
         if self.watch is not None:
             self.watch.after_gradients(here, batch, gradients)

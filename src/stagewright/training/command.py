@@ -6,8 +6,8 @@ import shlex
 import sys
 from collections.abc import Sized
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,9 +27,10 @@ from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.run_folder import is_held
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
-from stagewright.training.config import Config, DataOptions, Job, JobOptions
+from stagewright.training.config import PYTHON, SYNTHETIC, Config, DataOptions, Job, JobOptions
 from stagewright.training.events import check_sinks
 from stagewright.training.loop import nothing_left
+from stagewright.training.recipes import Recipe
 from stagewright.training.rows import data_and_model, feed_for
 from stagewright.training.start import check_device, train
 
@@ -50,25 +51,18 @@ def run_command(
     A cluster and hosts are given where they are not this machine itself but emulated.
     """
     check_packages(config)
-    where, recipe = config.where, config.recipe
-    device: Any = where.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = Settings(**vars(config.settings), device=device, precision=recipe.precision, clip_norm=recipe.clip_norm)
+    where, settings = config.where, settings_of(config)
     if not where.nodes:
         check_device(settings)
     dataset, evaluation_set, model = data_and_model(config)
-    cluster = cluster or _local_cluster(config, settings)
-    plan = _plan_of(config, model, cluster)
-    _check_devices(plan, settings, where.share)
-    if source == "measured" and not where.nodes:
-        _check_hosts_here(plan, config)
-    job = _job_of(config, plan, dataset, evaluation_set)
+    cluster = cluster or local_cluster(config, settings)
+    plan = plan_of(config, model, cluster, is_here=source == "measured")
+    job = job_of(config, plan, dataset, evaluation_set)
     if dry_run:
         if is_main():
             _show_dry_run(config, plan, job, settings, console)
         return None
-    # With epochs the learning rate follows them, even where --steps ends the run before.
-    total = recipe.epochs * job.steps_per_epoch if recipe.epochs and job.steps_per_epoch else job.steps
-    in_steps = recipe.in_steps(batch=plan.batch, per_epoch=job.steps_per_epoch, total_steps=total)
+    in_steps = recipe_of(config, plan, job)
     if where.nodes and not is_worker():
         hosts = _hosts_of(config, plan)
     done = _steps_done(job, where.out)
@@ -87,10 +81,25 @@ def run_command(
     )  # fmt: skip
 
 
+def settings_of(config: Config) -> Settings:
+    """How the run computes."""
+    recipe, device = config.recipe, config.where.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Settings(**vars(config.settings), device=device, precision=recipe.precision, clip_norm=recipe.clip_norm)
+
+
+def recipe_of(config: Config, plan: Plan, job: Job) -> Recipe:
+    """The recipe in steps; with epochs the learning rate follows them, even where --steps ends the run before."""
+    epochs, per_epoch = config.recipe.epochs, job.steps_per_epoch
+    total = epochs * per_epoch if epochs and per_epoch else job.steps
+    return config.recipe.in_steps(batch=plan.batch, per_epoch=per_epoch, total_steps=total)
+
+
 def check_packages(config: Config) -> None:
     """Refuses options that need packages which are not installed, before anything is opened or built."""
-    for folder in () if config.data.is_text else config.data.folders:
-        need(f"{'--data' if folder == config.data.data else '--evaluation-data'} {folder}", "PIL")
+    named = {"--data": config.data.data, "--evaluation-data": config.data.evaluation_data}
+    for option, folder in () if config.data.is_text else named.items():
+        if folder not in (None, SYNTHETIC) and not str(folder).startswith(PYTHON):
+            need(f"{option} {folder}", "PIL")
     check_sinks(config.job.sinks)
 
 
@@ -99,13 +108,13 @@ def planned(config: Config) -> Plan:
     if config.plan.file is not None:
         return Plan.load(config.plan.file)
     alone = replace(config, data=DataOptions())
-    return _plan_of(alone, data_and_model(alone)[2], _local_cluster(alone, Settings(device="cpu")))
+    return _described_plan(alone, data_and_model(alone)[2], local_cluster(alone, Settings(device="cpu")))
 
 
 # ── cluster and plan ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _local_cluster(config: Config, settings: Settings) -> Cluster:
+def local_cluster(config: Config, settings: Settings) -> Cluster:
     """The devices of this machine; on the CPU as many workers as the options name."""
     where = config.where
     named = [id for stage in parse_placement(config.plan.placement) for id in stage] if config.plan.placement else []
@@ -120,21 +129,35 @@ def _local_cluster(config: Config, settings: Settings) -> Cluster:
     return replace(one, hosts=one.hosts * (max((id.host for id in named), default=0) + 1))
 
 
-def _plan_of(config: Config, model: Layered, cluster: Cluster) -> Plan:
-    """The plan in a file, or the one that the options describe; of a model alone time goes by its operations."""
-    file = config.plan.file
-    if file is None:
+def plan_of(
+    config: Config, model: Layered, cluster: Cluster, given: Plan | None = None, *, is_here: bool = True
+) -> Plan:
+    """A given plan, the one in a file, or the one that options describe; it is refused where it cannot work.
+
+    Of a model alone time goes by its operations. Hosts that are emulated are not looked for here.
+    """
+    plan = given or _described_plan(config, model, cluster)
+    if plan.layers != model.names:
+        raise UsageError(
+            f"{config.plan.file or 'the plan'} is for {plan.model} with layers {plan.layers[0]} … {plan.layers[-1]}, "
+            f"not for {config.model.name}",
+            "make a plan for this model with `stagewright plan`",
+        )
+    for first, last in pairwise(plan.edges):
+        model.stage(first, last)  # which says where it cannot be cut
+    _check_devices(plan, settings_of(config), config.where.share)
+    if is_here and not config.where.nodes:
+        _check_hosts_here(plan, config)
+    return plan
+
+
+def _described_plan(config: Config, model: Layered, cluster: Cluster) -> Plan:
+    if config.plan.file is None:
         sizes = tuple(4 * number for number in parameter_counts(model))
         flops = forward_flops(model)
         table = LayerTable(model=config.model.name, names=model.names, flops=flops, parameter_bytes=sizes)
         return fixed_plan(table, plan_options(config), cluster)
-    plan = Plan.load(file)
-    if plan.layers != model.names:
-        raise UsageError(
-            f"{file} is for {plan.model} with layers {plan.layers[0]} … {plan.layers[-1]}, not for {config.model.name}",
-            "make a plan for this model with `stagewright plan`",
-        )
-    return plan
+    return Plan.load(config.plan.file)
 
 
 def plan_options(config: Config) -> PlanOptions:
@@ -172,7 +195,7 @@ def _check_hosts_here(plan: Plan, config: Config) -> None:
 # ── job and recipe ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _job_of(config: Config, plan: Plan, dataset: Sized | None, evaluation_set: Sized | None) -> Job:
+def job_of(config: Config, plan: Plan, dataset: Sized | None, evaluation_set: Sized | None) -> Job:
     """How long the run goes on: so many epochs, but no more than so many steps."""
     asked, epochs = config.job, config.recipe.epochs
     per_epoch = _steps_an_epoch(config, plan, dataset)

@@ -8,6 +8,7 @@ A key of the file is an option without its dashes: `plan: {schedule: gpipe}` is 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from stagewright.training.sections import read_section, section_keys
 
 CONFIG_FILE = "config.yaml"
 """The configuration in a run's folder; its workers read it."""
-SYNTHETIC, TEXT, TOKENS = "synthetic", "text:", "tokens:"
+SYNTHETIC, TEXT, TOKENS, PYTHON = "synthetic", "text:", "tokens:", "python:"
 """What data is called, or begins with, that is no folder of images."""
 _Layer = Mapping[str, Mapping[str, Any]]
 """Plain values by section and key, as one source gives them."""
@@ -63,7 +64,8 @@ class DataOptions:
     """What it is trained and evaluated on."""
 
     data: str = SYNTHETIC
-    """synthetic, a folder of records, tar shards or images, text:FILE_OR_FOLDER, or tokens:FOLDER"""
+    """synthetic, a folder of records, tar shards or images, text:FILE_OR_FOLDER, tokens:FOLDER, or
+    python:FILE.py:FUNCTION, which returns a Dataset or a DataLoader"""
     evaluation_data: str | None = None
     """the same, to evaluate on"""
     validation: float | None = Field(default=None, gt=0, lt=1)
@@ -83,7 +85,8 @@ class DataOptions:
     def folders(self) -> list[str]:
         """Where data is read from; none for what is made up."""
         given = [each for each in (self.data, self.evaluation_data) if each not in (None, SYNTHETIC)]
-        return [each.removeprefix(TEXT).removeprefix(TOKENS) for each in given if each is not None]
+        plain = (each.removeprefix(TEXT).removeprefix(TOKENS) for each in given if each is not None)
+        return [str(Path(each.split(":")[1]).parent) if each.startswith(PYTHON) else each for each in plain]
 
     @property
     def is_text(self) -> bool:
@@ -217,6 +220,10 @@ class Config(Saved):
         """What follows `stagewright` on the command line of a worker of the run in a folder."""
         return ["train" if self.rehearsal == Rehearsal() else "rehearse", "--config", str(folder / CONFIG_FILE)]
 
+    def command(self, folder: Path) -> list[str]:
+        """The command of such a worker on this machine."""
+        return [sys.executable, "-m", "stagewright", *self.words(folder)]
+
     @classmethod
     def load(cls, path: str | Path) -> Config:
         """The configuration in a file."""
@@ -297,6 +304,8 @@ class Job(JobOptions):
     """How many images an evaluation has."""
     first_step: int = Field(default=0, ge=0)
     """Where a resumed run goes on."""
+    only_evaluates: bool = False
+    """Trains nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -310,12 +319,17 @@ class Job(JobOptions):
 
     def epoch_of(self, step: int) -> int:
         """The epoch that the step before the `step`-th update belongs to, 0 where the data has none."""
-        return (step - 1) // self.steps_per_epoch if self.steps_per_epoch else 0
+        return max(0, step - 1) // self.steps_per_epoch if self.steps_per_epoch else 0
 
-    def parts(self) -> list[tuple[int, int]]:
-        """(first step, end) of the stretches that run without a stop: between evaluations, or all at once."""
-        if self.evaluate_every is None or self.steps_per_epoch is None:
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation comes after a step: at the end, and every so many epochs."""
+        stride = (self.evaluate_every or 0) * (self.steps_per_epoch or 0)
+        return step == self.steps or (stride > 0 and step % stride == 0)
+
+    def parts(self, *, each_epoch: bool = False) -> list[tuple[int, int]]:
+        """(first step, end) of the stretches that run without a stop: between evaluations or epochs, or all at once."""
+        stride = (1 if each_epoch else self.evaluate_every or 0) * (self.steps_per_epoch or 0)
+        if not stride:
             return [(self.first_step, self.steps)] if self.first_step < self.steps else []
-        stride = self.evaluate_every * self.steps_per_epoch
         edges = [self.first_step, *range((self.first_step // stride + 1) * stride, self.steps, stride), self.steps]
         return [(start, stop) for start, stop in zip(edges, edges[1:]) if start < stop]

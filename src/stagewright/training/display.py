@@ -20,7 +20,7 @@ from rich.text import Text
 
 from stagewright.errors import visible
 from stagewright.report.figures import percent, rate, seconds
-from stagewright.training.events import Event, LogFormat, read_events
+from stagewright.training.events import NO_FIGURES, Event, LogFormat, read_events
 
 _NAMES = {
     "loss": "loss", "perplexity": "perplexity", "top_1": "top_1", "top_k": "top_k", "learning_rate": "lr",
@@ -48,8 +48,9 @@ def _finite(value: object) -> object:
 
 
 def _figures(event: Event, names: Sequence[str]) -> str:
-    texts = {name: f"{event[name]:.6g}" if name in _OF_TEXT else f"{event[name]:.6f}" for name in names}
-    return "".join(f"{_NAMES[name]}: {text}, " for name, text in texts.items())
+    own = [name for name in event if name not in (*_NAMES, *NO_FIGURES)]  # metrics of the user's
+    texts = {name: f"{event[name]:.6g}" if name in _OF_TEXT else f"{event[name]:.6f}" for name in [*names, *own]}
+    return "".join(f"{_NAMES.get(name, name)}: {text}, " for name, text in texts.items())
 
 
 def _speed(event: Event) -> str:
@@ -59,6 +60,8 @@ def _speed(event: Event) -> str:
 
 def _original_line(event: Event) -> str:
     names = [name for name in _NAMES if name in event and ("tokens_per_s" in event or name not in _OF_TEXT)]
+    if event["event"] == "validation" and "top_1" in event and "tokens_per_s" not in event:
+        names = [name for name in names if name != "loss"]
     place = f"{event['event']}: epoch {event['epoch']}, iter {event['iter']}, "
     return f"{place}{_figures(event, names)}{_speed(event)} {event['time']:.1f}"
 

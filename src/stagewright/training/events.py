@@ -21,10 +21,12 @@ from typing import Any, Literal
 
 from stagewright.data.source import is_there
 from stagewright.errors import UsageError
+from stagewright.runtime.run_folder import EVENTS
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 LogFormat = Literal["text", "json", "original"]
-_NAME = "events.jsonl"
+STEP, BOUNDARY = "step", "boundary"
+"""Events for callbacks alone: a step, and where workers wait for what they say."""
 Event = Mapping[str, Any]
 _About = Mapping[str, object]
 """What was run, for a person who looks at its figures."""
@@ -115,7 +117,7 @@ class Teller:
 
     def __init__(self, folder: Path, sinks: Sequence[_Sink] = ()) -> None:
         self._opened = ExitStack()
-        path = folder / _NAME
+        path = folder / EVENTS
         self._file = self._opened.enter_context(path.open("a", encoding="utf-8", buffering=1))
         self._sinks = [self._opened.enter_context(sink) for sink in sinks]
 
@@ -138,7 +140,7 @@ class Teller:
 
 def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """The events from a byte position on, each with the position after it; a line half written is left for later."""
-    path = folder / _NAME
+    path = folder / EVENTS
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -153,3 +155,10 @@ def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, dict[str, A
                 continue
             if isinstance(event, dict):
                 yield start, event
+
+
+NO_FIGURES = (
+    "event", "time", "epoch", "iter", "learning_rate", "norm", "mfu", "tokens", "tokens_per_s", "images_per_s", "scale",
+    "memory_bytes", "driver_bytes", "stage_memory_bytes",
+)  # fmt: skip
+"""What an event of a step has beside the loss and the metrics."""

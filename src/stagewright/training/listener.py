@@ -32,9 +32,10 @@ from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import Words, World, gather_json
 from stagewright.schedule import COMPUTE, Schedule
+from stagewright.training.callbacks import Callback, overrides
 from stagewright.training.config import Job
-from stagewright.training.events import Teller, sinks_of
-from stagewright.training.metrics import METRICS, peak_flops, perplexity, token_flops, tokens_of_row
+from stagewright.training.events import BOUNDARY, STEP, Teller, sinks_of
+from stagewright.training.metrics import METRICS, Metric, peak_flops, perplexity, token_flops, tokens_of_row
 from stagewright.training.recipes import Recipe, rate_at
 from stagewright.training.telling import end_figures, memory_by_stage, memory_bytes, memory_figures, plan_figures
 
@@ -61,12 +62,20 @@ class Run:
     own: RunFolder
     """Which run this is."""
     world: World
+    metrics: Mapping[str, Metric] | None = None
+    """Figures of one's own, instead of accuracy."""
+    callbacks: Sequence[Callback] = ()
     dog: Watchdog = field(default_factory=lambda: Watchdog(math.inf, math.inf, str, is_on=False))
 
     @property
     def folder(self) -> Path:
         """Where the run keeps its files."""
         return self.own.path
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """What metrics are called."""
+        return METRICS if self.metrics is None else tuple(self.metrics)
 
 
 class Listener:
@@ -86,6 +95,7 @@ class Listener:
         self._names: list[str] = []
         self._points = array("d")
         self._started = time.perf_counter()
+        self._tells_steps = overrides(run.callbacks, "on_step")
         self.scalars = AsyncScalars(run.world.device)
         is_resumed = run.job.first_step > 0
         sinks = sinks_of(run.job.sinks, run.folder, self._about(), rank=run.world.worker, is_resumed=is_resumed)
@@ -155,7 +165,7 @@ class Listener:
         is_cpu, is_due = self._run.world.device.type == "cpu", self._is_due(batch)
         sums = self._worker.figures(batch)
         self._tokens += self._tokens_of(batch)
-        if not is_cpu and not is_due:
+        if not is_cpu and not is_due and not self._tells_steps:
             return
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
@@ -171,9 +181,11 @@ class Listener:
     ) -> None:  # fmt: skip
         """Adds the loss of a step to its curve, and logs it with what else is known, where that is due."""
         self._point("loss", step, loss)
+        if self._tells_steps:
+            self._teller.tell(STEP, step=step, epoch=self._run.job.epoch_of(step), loss=loss)
         if not is_due:
             return
-        rate, measures = self._rate(step), dict(zip(METRICS, accuracy))
+        rate, measures = self._rate(step), dict(zip(self._run.figures, accuracy))
         known = {} if rate is None else {"learning_rate": rate}
         known |= {"norm": norm} if math.isfinite(norm) else {}
         self._say("train", step, {"loss": loss, **measures, **known, **self._speed(step, tokens), "scale": scale})
@@ -210,17 +222,23 @@ class Listener:
     def tell_news(self) -> None:
         """Tells what became of checkpoints; `faults` keeps those that could not be saved, by step."""
         for saved in self.checkpointer.news() if self.checkpointer is not None else ():
-            self.announce("checkpoint", str(saved))
+            self.announce("checkpoint", str(saved), step=saved.step if saved.fault is None else None)
             if saved.fault is not None:
                 self.faults[saved.step] = str(saved)
         copier = self.checkpointer.copier if self.checkpointer is not None else None
         while copier is not None and not copier.news.empty():
             self.announce("copy", copier.news.get())
 
-    def announce(self, kind: str, text: str, *, every: bool = False) -> None:
+    def announce(self, kind: str, text: str, *, every: bool = False, step: int | None = None) -> None:
         """Tells a sentence; from one worker, or from every one that has something to say."""
         if self._speaks or every:
-            self._teller.tell(kind, text=text)
+            self._teller.tell(kind, text=text, **({} if step is None else {"step": step}))
+
+    def tell_boundary(self, step: int) -> None:
+        """Tells callbacks that all workers wait for them after a step."""
+        if self._speaks:
+            epoch, per_epoch = self._run.job.epoch_of(step), self._run.job.steps_per_epoch
+            self._teller.tell(BOUNDARY, step=step, epoch=epoch, ends_epoch=step % (per_epoch or step + 1) == 0)
 
     def _say(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         place = {"epoch": self._run.job.epoch_of(step), "iter": step}
@@ -248,14 +266,13 @@ class Listener:
         means = evaluate(self._worker, feed, rows, self._plan.batch).tolist()
         if self._speaks:
             rate = rows / (time.perf_counter() - started)
-            figures = dict(zip(("loss", *METRICS), means))
-            accuracy = {name: value for name, value in figures.items() if name != "loss"}
-            shown = {**(accuracy or figures), "images_per_s": rate}
+            figures = dict(zip(("loss", *self._run.figures), means))
+            speed = {"images_per_s": rate}
             if self._row_tokens:
                 found = perplexity(self._run.layered, figures["loss"])
                 figures |= {} if found is None else {"perplexity": found}
-                shown = {**figures, "images_per_s": rate, "tokens_per_s": rate * self._row_tokens}
-            self._say("validation", step, shown)
+                speed |= {"tokens_per_s": rate * self._row_tokens}
+            self._say("validation", step, {**figures, **speed})
             for name, value in figures.items():
                 self._point(f"validation_{name}", step, value)
         self._logged_at = (time.perf_counter(), step, self._tokens)

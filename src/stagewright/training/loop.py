@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,17 +16,17 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from stagewright.errors import CheckpointError, RunError
+from stagewright.errors import CheckpointError, DataError, RunError
 from stagewright.models import Layered
 from stagewright.models.counts import parameter_roles
 from stagewright.record import Record, Source
 from stagewright.runtime.checkpoint.resuming import give_back, restore
 from stagewright.runtime.checkpoint.storage import find_checkpoint, path_of, sweep
 from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
-from stagewright.runtime.launch.environment import RUN_FOLDER
+from stagewright.runtime.launch.environment import RUN_FOLDER, is_main
 from stagewright.runtime.launch.joining import Take, joined
 from stagewright.runtime.replica import fed_inputs
-from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, RunFolder
+from stagewright.runtime.run_folder import ANSWER, RECORD, SCHEDULE_FILE, RunFolder
 from stagewright.runtime.safety.flight import Flight
 from stagewright.runtime.safety.stopping import Gate, Stopper, signals_heard
 from stagewright.runtime.safety.watchdog import LastWords, Watchdog
@@ -34,9 +36,11 @@ from stagewright.runtime.weights import OptimizerMaker
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import Words, gather_json, open_world
 from stagewright.schedule import Schedule
+from stagewright.training.callbacks import Callback, Follower, overrides
 from stagewright.training.config import Job
+from stagewright.training.dataset import DatasetFeed
 from stagewright.training.listener import Listener, Rows, Run, gather
-from stagewright.training.metrics import METRICS, accuracy_sums, has_accuracy
+from stagewright.training.metrics import METRICS, Metric, accuracy_sums, has_accuracy, own_sums
 from stagewright.training.recipes import Recipe, optimizer_maker
 
 if TYPE_CHECKING:
@@ -51,8 +55,21 @@ _AGENT_S = 5.0
 def work(
     take: Take, console: Console | None, schedule: Schedule, layered: Layered, job: Job, settings: Settings,
     recipe: Recipe | OptimizerMaker, data: Feed | Rows | None, evaluation: Feed | None, cluster: str, source: Source,
+    metrics: Mapping[str, Metric] | None = None, callbacks: Sequence[Callback] = (),
 ) -> Record:  # fmt: skip
     """Runs this worker's part; every worker returns the whole record."""
+    rest = (schedule, layered, job, settings, recipe, data, evaluation, cluster, source)
+    with at_work(take, *rest, console=console, metrics=metrics, callbacks=callbacks) as (run, flight):
+        return _run_worker(run, flight)
+
+
+@contextmanager
+def at_work(
+    take: Take, schedule: Schedule, layered: Layered, job: Job, settings: Settings, recipe: Recipe | OptimizerMaker,
+    data: Feed | Rows | None, evaluation: Feed | None, cluster: str, source: Source, console: Console | None = None,
+    **more: Any,
+) -> Iterator[tuple[Run, Flight]]:  # fmt: skip
+    """This process as a worker of a run while the block runs; what ends it early is written down for the others."""
     threads = settings.threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
     if threads:
         torch.set_num_threads(threads)
@@ -64,10 +81,11 @@ def work(
         with watching as dog, open_world(settings) as world, joined(world, take) as own:
             shown = _display(own, job, schedule, console) if console is not None and rank == 0 else nullcontext()
             last.folder, last.places = own.path, world.places
-            run = Run(schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own, world, dog)
+            rest = (schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own, world)
+            run = Run(*rest, dog=dog, **more)
             with shown, closing(Flight(own.path, rank, settings.timeout_s)) as flight:
                 try:
-                    return _run_worker(run, flight)
+                    yield run, flight
                 except BaseException as fault:
                     raise last.of(fault) from fault.__cause__  # before anything is closed, which may take its time
     except BaseException as fault:
@@ -88,41 +106,68 @@ def nothing_left(done: int, steps: int) -> str:
 
 def _run_worker(run: Run, flight: Flight) -> Record:
     """Makes the worker, resumes where asked, trains, and gathers the record."""
-    sums = partial(accuracy_sums, shifts=getattr(run.layered.loss, "shifts", False))
-    metric = (sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
-    if run.world.worker == 0 and RUN_FOLDER not in os.environ:
-        run.schedule.save(run.folder / SCHEDULE_FILE)  # for those who read the recorders
-    words = Words(run.world.store, run.own.secret) if run.world.store is not None else None
-    run.dog.begin(flight, words, run.world.worker, run.world.size)
-    worker = Worker(
-        run.schedule, run.layered, run.world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run, run.data),
-        metric=metric[0], num_metrics=metric[1], flight=flight,
-    )  # fmt: skip
-    warm_up(worker)
+    worker, words = make_worker(run, flight)
     with run.dog.patience(run.settings.save_timeout_s):
         told = [*run.own.changes, *_resume(run, worker)]
     run.job = run.job.with_some_measured()
-    checkpointer = _checkpointer_of(run, worker) if run.job.checkpoint_every else None
-    with closing(Listener(run, worker, checkpointer, words)) as listener:
+    checkpointer = checkpointer_of(run, worker) if run.job.checkpoint_every else None
+    callbacks = run.callbacks if is_main() else ()  # else the one who started this worker calls them
+    with Follower(run.folder, callbacks), closing(Listener(run, worker, checkpointer, words)) as listener:
         listener.tell_plan()
         if run.world.size > 1:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
         for word in told:
             listener.announce("resume", word)
-        if run.job.first_step >= run.job.steps:
+        if run.job.first_step >= run.job.steps and not run.job.only_evaluates:
             listener.announce("resume", nothing_left(run.job.first_step, run.job.steps))
         run.dog.get_on()
         return _run_to_the_end(run, worker, listener, words)
+
+
+def make_worker(run: Run, flight: Flight) -> tuple[Worker, Words | None]:
+    """The worker of this process, warm, and how it speaks to the others."""
+    if run.metrics is not None:
+        metric: Any = (partial(own_sums, run.metrics), len(run.metrics)) if run.metrics else (None, 0)
+    else:
+        sums = partial(accuracy_sums, shifts=getattr(run.layered.loss, "shifts", False))
+        metric = (sums, len(METRICS)) if has_accuracy(run.layered) else (None, 0)
+    if run.world.worker == 0 and RUN_FOLDER not in os.environ:
+        run.schedule.save(run.folder / SCHEDULE_FILE)  # for those who read the recorders
+    words = Words(run.world.store, run.own.secret) if run.world.store is not None else None
+    run.dog.begin(flight, words, run.world.worker, run.world.size)
+    for data in (run.data, run.evaluation):
+        _check_same(run, data)
+    worker = Worker(
+        run.schedule, run.layered, run.world, run.settings, make_optimizer=maker_of(run), feed=feed_of(run, run.data),
+        metric=metric[0], num_metrics=metric[1], flight=flight,
+    )  # fmt: skip
+    warm_up(worker)
+    return worker, words
+
+
+def _check_same(run: Run, data: object) -> None:
+    """Refuses a dataset whose targets are others in another worker: each makes the items for itself."""
+    if isinstance(data, DatasetFeed) and run.world.control is not None:
+        told = gather_json(data.fingerprint(), run.world.control, run.world.size)
+        other = next((worker for worker, each in enumerate(told) if each != told[0]), None)
+        if other is not None:
+            raise DataError(
+                f"{data.about} have other targets in worker {other} than in worker 0: each runs the script for itself",
+                "seed what is drawn at random at the script's beginning, as by torch.manual_seed(0)",
+            )
 
 
 def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words | None) -> Record:
     """Trains until the last step, or until all agree to stop; saves then, and gathers the record."""
     worker.gate = gate = Gate(run.job.first_step)
     with Stopper(gate, run.world, run.folder, words, signals_heard()).listening() as stopper:
-        step = _run_all(run, worker, listener, gate)
+        step, reason = _run_all(run, worker, listener, gate)
         worker.close()
         run.dog.get_on()
-        if gate.last is not None and step < run.job.steps:
+        if reason:
+            _save_last(run, worker, listener, step, f"stopped by {reason}")
+            listener.announce("stopped", f"after step {step}: {reason}")
+        elif gate.last is not None and step < run.job.steps:
             cause = stopper.cause or "a signal to another worker"
             _save_last(run, worker, listener, step, f"stopped by {cause}")
             where = f"go on with --resume auto --out {run.folder}"
@@ -152,24 +197,45 @@ def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words |
         return record
 
 
-def _run_all(run: Run, worker: Worker, listener: Listener, gate: Gate) -> int:
-    """Runs every stretch, or those before the gate closes; returns the steps that are done."""
-    evaluation = feed_of(run, run.evaluation) if run.job.evaluate_every is not None else None
-    step = run.job.first_step
-    for first, stop in run.job.parts():
+def _run_all(run: Run, worker: Worker, listener: Listener, gate: Gate) -> tuple[int, str]:
+    """Runs every stretch, or those before the gate closes; the steps that are done, and why callbacks stopped there."""
+    job, ends_epochs = run.job, overrides(run.callbacks, "on_epoch")
+    evaluation = feed_of(run, run.evaluation) if job.evaluate_every is not None or job.only_evaluates else None
+    step = job.first_step
+    if job.only_evaluates and evaluation is not None:
+        listener.evaluate(step, evaluation)
+        return step, ""
+    for first, stop in job.parts(each_epoch=ends_epochs):
         worker.run(stop - first, first)
         listener.scalars.drain()
         step = stop if gate.last is None else max(first, min(stop, gate.last + 1))
         if step < stop:
-            return step
-        if evaluation is not None:
+            return step, ""
+        if evaluation is not None and job.evaluates_after(stop):
             listener.evaluate(stop, evaluation)
-    return step
+        reason = _asked(run, listener, stop) if run.callbacks else ""
+        if reason:
+            return step, reason
+    return step, ""
+
+
+def _asked(run: Run, listener: Listener, step: int) -> str:
+    """Why callbacks want the run to stop here, if they do; all workers wait for their word, and get the same one."""
+    answer, world = run.folder / ANSWER, run.world
+    with run.dog.patience(run.settings.save_timeout_s):
+        if world.worker == 0:
+            answer.unlink(missing_ok=True)
+        gather_json(None, world.control, world.size)
+        listener.tell_boundary(step)
+        while world.worker == 0 and not answer.exists():
+            time.sleep(0.01)
+        reason = json.loads(answer.read_text(encoding="utf-8")) if world.worker == 0 else ""
+        return str(gather_json(reason, world.control, world.size)[0])
 
 
 def _save_last(run: Run, worker: Worker, listener: Listener, step: int, after: str) -> None:
     """Saves the last step of a run; that it could not be is an error, since nothing else would be left of it."""
-    checkpointer = listener.checkpointer = listener.checkpointer or _checkpointer_of(run, worker)
+    checkpointer = listener.checkpointer = listener.checkpointer or checkpointer_of(run, worker)
     with run.dog.patience(run.settings.save_timeout_s):
         if step > run.job.first_step:
             checkpointer.save(step)
@@ -184,7 +250,7 @@ def _save_last(run: Run, worker: Worker, listener: Listener, step: int, after: s
         raise RunError(f"{after}, but {checkpointer.copier.fault}", where)
 
 
-def _checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
+def checkpointer_of(run: Run, worker: Worker) -> Checkpointer:
     """What writes this run's checkpoints. All workers must ask for it."""
     from stagewright.runtime.checkpoint.saving import Checkpointer  # torch's own takes a second to load
 

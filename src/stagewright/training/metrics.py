@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from stagewright.profile import Precision
 from stagewright.profiling.kinds import kind_called
 
 METRICS = ("top_1", "top_k")
+Metric = Callable[..., Tensor]
+"""`metric(*outputs, *targets)`: the mean over the rows, or a number for each."""
 _TOP_K = 5
 
 
@@ -24,6 +26,14 @@ def has_accuracy(model: Layered) -> bool:
         return False
     scores, labels = model.predictions[0].shape_per_row, model.targets[0].shape_per_row
     return len(scores) == len(labels) + 1 and labels in (scores[:-1], scores[1:])
+
+
+def own_sums(metrics: Mapping[str, Metric], predictions: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+    """What metrics of one's own come to, as sums over the rows."""
+    rows = predictions[0].size(0)
+    with torch.no_grad():
+        made = [torch.as_tensor(each(*predictions, *targets)).to(predictions[0].device) for each in metrics.values()]
+    return torch.stack([each.double().sum() if each.dim() else each.double() * rows for each in made])
 
 
 def accuracy_sums(predictions: Sequence[Tensor], targets: Sequence[Tensor], *, shifts: bool = False) -> Tensor:

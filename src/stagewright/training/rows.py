@@ -7,16 +7,18 @@ from typing import TypeAlias
 from stagewright.data.packing import TokenRows, pack
 from stagewright.data.source import Dataset
 from stagewright.data.tokens import Tokens, open_tokens, tokens_of_text
-from stagewright.errors import DataError, UsageError
+from stagewright.errors import DataError, ModelError, UsageError
 from stagewright.models import Layered, build_model
+from stagewright.models.zoo import made_by
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import is_worker
-from stagewright.training.config import SYNTHETIC, TEXT, TOKENS, Config
+from stagewright.training.config import PYTHON, SYNTHETIC, TEXT, TOKENS, Config
+from stagewright.training.dataset import DatasetFeed, Items, items_of
 from stagewright.training.export import lora_of
 from stagewright.training.feeds import DataFeed, TextFeed
 
-_Rows: TypeAlias = Dataset | TokenRows
-"""Images, or rows of text."""
+_Rows: TypeAlias = Dataset | TokenRows | Items
+"""Images, rows of text, or items of a dataset of the user's own."""
 
 
 def data_and_model(config: Config) -> tuple[_Rows | None, _Rows | None, Layered]:
@@ -31,20 +33,25 @@ def data_and_model(config: Config) -> tuple[_Rows | None, _Rows | None, Layered]
     return dataset, evaluation_set, _model_of(config, dataset)
 
 
-def _images_in(option: str, folder: str | None, config: Config) -> Dataset | None:
-    """The images in the folder that an option names; None for made-up ones, which are made on the device."""
+def _images_in(option: str, folder: str | None, config: Config) -> Dataset | Items | None:
+    """The images in the folder that an option names; None for made-up ones, which are made on the device.
+
+    Of python:FILE.py:FUNCTION the items of the dataset that the function returns.
+    """
     if folder in (None, SYNTHETIC):
         return None
-    from stagewright.data.opening import open_dataset  # needs the extra `data`
-
     try:
+        if str(folder).startswith(PYTHON):
+            return items_of(made_by(str(folder), config.settings.seed), shuffle=option == "--data")
+        from stagewright.data.opening import open_dataset  # needs the extra `data`
+
         return open_dataset(str(folder), on_corrupt=config.data.on_corrupt)
-    except DataError as fault:
-        raise DataError(f"{option} {folder}: {fault.what}", fault.todo) from None
+    except (DataError, ModelError, UsageError) as fault:
+        raise DataError(f"{option} {folder}: {fault.what.removeprefix(f'{folder}: ')}", fault.todo) from None
 
 
-def _model_of(config: Config, dataset: Dataset | None) -> Layered:
-    classes = config.model.num_classes or (dataset.num_classes if dataset is not None else None)
+def _model_of(config: Config, dataset: Dataset | Items | None) -> Layered:
+    classes = config.model.num_classes or (dataset.num_classes if isinstance(dataset, Dataset) else None)
     return build_model(
         config.model.name, seed=config.settings.seed, num_classes=classes, image_size=config.model.image_size,
         label_smoothing=config.recipe.label_smoothing, sequence_length=config.model.sequence_length,
@@ -59,6 +66,11 @@ def feed_for(dataset: _Rows | None, model: Layered, config: Config, *, is_traini
         return None
     if isinstance(dataset, TokenRows):
         return TextFeed(dataset, model, seed=seed, is_training=is_training, lengths=config.data.lengths)
+    if isinstance(dataset, Items):
+        feed = DatasetFeed(dataset, model, seed=seed, is_training=is_training)
+        if not is_worker():
+            feed.check_rows()
+        return feed
     shape = model.inputs[0].shape_per_row
     if len(shape) != 3:
         raise UsageError(f"{config.model.name} takes rows of shape {shape}, not images", "use --data synthetic")

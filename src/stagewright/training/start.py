@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,7 @@ from stagewright.runtime.launch.environment import (
 from stagewright.runtime.launch.local import Hosts, launch, stop_on_signals
 from stagewright.runtime.launch.members import Members
 from stagewright.runtime.launch.process import follow_parent
+from stagewright.runtime.launch.script import SCRIPT_SO_FAR, Script
 from stagewright.runtime.launch.ssh import PORT, OverSsh
 from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, STOP_FILE, RunFolder, held, write_text
 from stagewright.runtime.safety.preflight import check_before_launch, check_hosts
@@ -43,33 +43,25 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
+from stagewright.training.callbacks import Callback, Follower
 from stagewright.training.config import CONFIG_FILE, Config, Job
+from stagewright.training.dataset import Collate, DatasetFeed, MapStyle, as_feed
 from stagewright.training.events import Teller, check_sinks
-from stagewright.training.feeds import Collate, MapStyle, as_feed
 from stagewright.training.listener import COMMAND, Rows, typed_command
 from stagewright.training.loop import work
+from stagewright.training.metrics import Metric
 from stagewright.training.recipes import OPTIMIZERS, Recipe
 
 
 def train(
-    schedule: Schedule,
-    model: Layered,
-    *,
-    data: Feed | Rows | MapStyle | None = None,
-    collate_fn: Collate | None = None,
-    recipe: Recipe | OptimizerMaker | None = None,
-    job: Job | None = None,
-    settings: Settings | None = None,
-    evaluation: Feed | None = None,
-    cluster: str = "local",
-    source: Source = "measured",
-    folder: str | Path | None = None,
-    console: Console | None = None,
-    command: Sequence[str] | None = None,
-    hosts: Hosts | OverSsh | None = None,
-    config: Config | None = None,
+    schedule: Schedule, model: Layered, *, data: Feed | Rows | MapStyle | None = None,
+    collate_fn: Collate | None = None, recipe: Recipe | OptimizerMaker | None = None, job: Job | None = None,
+    settings: Settings | None = None, evaluation: Feed | MapStyle | None = None,
+    metrics: Mapping[str, Metric] | None = None, callbacks: Sequence[Callback] = (), cluster: str = "local",
+    source: Source = "measured", folder: str | Path | None = None, console: Console | None = None,
+    command: Sequence[str] | None = None, hosts: Hosts | OverSsh | None = None, config: Config | None = None,
     share: int = 1,
-) -> Record:
+) -> Record:  # fmt: skip
     """Trains a model by a schedule, and returns the record of it.
 
     Under torchrun or SLURM this process is one of the workers. Started alone, it starts a worker for each device of the
@@ -82,50 +74,75 @@ def train(
     """
     job, settings, recipe = job or Job(), settings or Settings(), recipe or Recipe()
     settings = replace(settings, rescale_steps=settings.rescale_steps or -(-job.steps // 4))
-    feed: Feed | Rows | None = as_feed(data, model, settings, collate_fn)
-    if is_worker():
-        schedule = _schedule_of_worker(schedule, job)
-    if not isinstance(hosts, OverSsh):
-        check_device(settings)
-    _check_run(schedule, model, recipe, job, settings, folder)
-    about = _about_run(schedule.plan, model, settings, recipe, feed)
-    how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite, "store": job.checkpoints}
-    rest = (schedule, model, job, settings, recipe, feed, evaluation, cluster, source)
-    # Whoever started workers here follows their events; without such a one they show them themselves.
-    shown = None if RUN_FOLDER in os.environ else console or Console()
-    if is_worker():
-        follow_parent()
-        how["patience_s"] = settings.timeout_s
-        return work(lambda again: _taken(config, folder, job.name, about, goes_on=again, **how), shown, *rest)
-    with _taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
-        keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
-
-        def check(hosts: OverSsh, plan: Plan, port: int = PORT) -> None:
-            paths = [os.getcwd(), str(run.path), *(config.data.folders if config is not None else ())]
-            scratch = _scratch_of(recipe, settings.device)
-            check_hosts(hosts, paths, plan, model, settings, states=_states_of(recipe), scratch=scratch, port=port)
-
+    script = SCRIPT_SO_FAR if config is None and command is None else Script()
+    if (before := script.meet()) is not None:
+        return before.given_to(model.model)
+    with script.doing() as done:
+        feed: Feed | Rows | None = as_feed(data, model, settings, collate_fn)
+        held_out: Feed | None = as_feed(evaluation, model, settings, is_training=False)
+        if is_worker():
+            schedule = _schedule_of_worker(schedule, job)
         if not isinstance(hosts, OverSsh):
-            check_before_launch(
-                schedule, model, settings, run.path, states=_states_of(recipe), keep=keep,
-                scratch=_scratch_of(recipe, settings.device),
-            )  # fmt: skip
-        elif job.nnodes is None:
-            check(hosts, schedule.plan)
-        if len(schedule.plan.devices) == 1 and hosts is None:
-            return work(lambda again: nullcontext(run), shown, *rest)
-        if config is not None:
-            command = [sys.executable, "-m", "stagewright", *config.words(run.path)]
-        shown = console or Console()
-        members = _members_of(hosts, schedule.plan, job, run, check) if isinstance(hosts, OverSsh) else None
-        start = partial(launch, command or this_command(), folder=run.path, settings=settings, share=share)
-        record = _start_workers(schedule, job, run, shown, start, hosts, members)
-        give_back(model.model, run.path)
-        return record
+            check_device(settings)
+        check_run(schedule, model, recipe, job, settings, folder)
+        about = about_run(schedule.plan, model, settings, recipe, feed)
+        how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite, "store": job.checkpoints}
+        rest = (schedule, model, job, settings, recipe, feed, held_out, cluster, source, metrics, callbacks)
+        # Whoever started workers here follows their events; without such a one they show them themselves.
+        shown = None if RUN_FOLDER in os.environ else console or Console()
+        if is_worker():
+            follow_parent()
+            how["patience_s"] = settings.timeout_s
+            return work(lambda again: taken(config, folder, job.name, about, goes_on=again, **how), shown, *rest)
+        with taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
+            paths = [os.getcwd(), str(run.path), *(config.data.folders if config is not None else ())]
+            check = partial(_check_hosts, paths, model, settings, recipe)
+            if not isinstance(hosts, OverSsh):
+                check_here(schedule, model, settings, recipe, job, run.path)
+            elif job.nnodes is None:
+                check(hosts, schedule.plan)
+            if len(schedule.plan.devices) == 1 and hosts is None:
+                record = work(lambda again: nullcontext(run), shown, *rest)
+            else:
+                _check_targets(schedule.plan, feed, held_out)
+                command = command or (None if config is None else config.command(run.path))
+                told = script.leave(run.path) if command is None else {}
+                members = _members_of(hosts, schedule.plan, job, run, check) if isinstance(hosts, OverSsh) else None
+                start = partial(launch, command or this_command(), folder=run.path, settings=settings, share=share)
+                with Follower(run.path, callbacks):
+                    record = _start_workers(schedule, job, run, console or Console(), start, hosts, members, told)
+                give_back(model.model, run.path)
+            done(run.path, record)
+            return record
+
+
+def _check_hosts(
+    paths: Sequence[str], model: Layered, settings: Settings, recipe: Recipe | OptimizerMaker, hosts: OverSsh,
+    plan: Plan, port: int = PORT,
+) -> None:  # fmt: skip
+    """Refuses other hosts that do not see what the run needs, or have no room for it."""
+    states, scratch = _states_of(recipe), _scratch_of(recipe, settings.device)
+    check_hosts(hosts, paths, plan, model, settings, states=states, scratch=scratch, port=port)
+
+
+def check_here(
+    schedule: Schedule, model: Layered, settings: Settings, recipe: Recipe | OptimizerMaker, job: Job, folder: Path
+) -> None:
+    """Refuses what this machine has no room for."""
+    keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
+    states, scratch = _states_of(recipe), _scratch_of(recipe, settings.device)
+    check_before_launch(schedule, model, settings, folder, states=states, keep=keep, scratch=scratch)
+
+
+def _check_targets(plan: Plan, *feeds: object) -> None:
+    """Refuses items whose inputs and targets, read by different workers, would not belong together."""
+    for each in feeds if len(plan.stages) > 1 else ():
+        if isinstance(each, DatasetFeed):
+            each.check_targets_stay()
 
 
 @contextmanager
-def _taken(
+def taken(
     config: Config | None, folder: str | Path | None, *about: Any, store: str | None, **how: Any
 ) -> Iterator[RunFolder]:
     """The run's folder while the block runs, with the configuration in it; the store for copies has no other run's."""
@@ -139,7 +156,7 @@ def _taken(
         yield run
 
 
-def _about_run(
+def about_run(
     plan: Plan, model: Layered, settings: Settings, recipe: Recipe | OptimizerMaker, data: Feed | Rows | None
 ) -> dict[str, Any]:
     """What tells a run from others: its folder keeps this."""
@@ -179,7 +196,7 @@ def check_device(settings: Settings) -> None:
         )
 
 
-def _check_run(
+def check_run(
     schedule: Schedule, model: Layered, recipe: Recipe | OptimizerMaker, job: Job, settings: Settings,
     folder: str | Path | None,
 ) -> None:  # fmt: skip
@@ -230,7 +247,7 @@ def _check_run(
 
 def _start_workers(
     schedule: Schedule, job: Job, run: RunFolder, console: Console, start: Callable[..., None],
-    hosts: Hosts | OverSsh | None, members: Members | None,
+    hosts: Hosts | OverSsh | None, members: Members | None, told: Mapping[str, str] | None = None,
 ) -> Record:  # fmt: skip
     """Starts the workers, shows what they tell, and returns the record they leave.
 
@@ -239,7 +256,8 @@ def _start_workers(
     """
     from stagewright.training.display import Display  # workers, which run this file too, show nothing
 
-    environment, restarts, causes, whole = {COMMAND: typed_command()}, 0, list[str](), schedule.plan
+    environment = {COMMAND: typed_command(), **(told or {})}
+    restarts, causes, whole = 0, list[str](), schedule.plan
     title = f"starting {count(len(schedule.plan.devices), 'worker')} of {schedule.plan.model}"
     with Display(run.path, console, title, job.log_format):
 

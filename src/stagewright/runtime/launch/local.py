@@ -99,7 +99,21 @@ def launch(
     command: Sequence[str], plan: Plan, folder: Path, settings: Settings, *, hosts: Hosts | OverSsh | None = None,
     share: int = 1, extra: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Starts a worker for each device of the plan and waits for all; raises with the first cause.
+    """Starts a worker for each device of the plan and waits for all; raises with the first cause."""
+    with launched(command, plan, folder, settings, hosts=hosts, share=share, extra=extra):
+        pass
+
+
+class EndedError(Exception):
+    """Raised inside of `launched` by who sees that workers have failed, which is told then."""
+
+
+@contextmanager
+def launched(
+    command: Sequence[str], plan: Plan, folder: Path, settings: Settings, *, hosts: Hosts | OverSsh | None = None,
+    share: int = 1, extra: Mapping[str, str] | None = None,
+) -> Iterator[list[BaseProcess]]:  # fmt: skip
+    """A worker for each device of the plan, beside the block; afterwards waits for all, raises with the first cause.
 
     They run on this host, in hosts that it emulates, or over ssh on hosts that see the run's folder. Each worker's
     output, or each such host's, is in logs/worker-3.log, logs/host-1.log and the like. `share` workers are to fit on a
@@ -119,6 +133,8 @@ def launch(
         else:
             seats = _seats_here(command, len(plan.devices), f"/proc/{os.getpid()}/fd/{store.fileno()}")
         with workers(seats, folder / LOGS, environment) as started:
+            with suppress(EndedError):
+                yield started
             codes = wait_for_workers(started, settings.timeout_s, memory.look)
     if codes and isinstance(hosts, OverSsh):
         number, status = next(iter(codes.items()))
