@@ -18,9 +18,11 @@ import json
 import os
 import random
 import re
+import resource
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -165,43 +167,49 @@ class Switch(threading.Thread):
 class Fleet:
     """The hosts, the head, and the switch between them."""
 
-    def __init__(self, key: str, home: Path) -> None:
-        self.key, self.home = key, home
+    def __init__(self, home: Path) -> None:
+        self.home = home
         self.servers: dict[int, subprocess.Popen[bytes]] = {}
-        wires = [self._make(host) for host in range(NUM_HOSTS + 1)]
-        self.switch = Switch(wires)
+        self.networks: list[int] = []
+        """Each host's namespace, which lives for as long as it is open."""
+        self.switch = Switch([self._make(host) for host in range(NUM_HOSTS + 1)])
         self.switch.start()
         self._write_keys()
         for host in range(NUM_HOSTS):
             self.start_server(host)
 
     def _make(self, host: int) -> int:
-        name, made = self.name_of(host), list[int]()
-        _call("ip", "netns", "add", name)
+        """Makes a host's network, and returns the other end of its wire."""
+        made = list[int]()
 
-        def open_wire() -> None:  # in a thread: only that enters the host
-            self.enter(host)
+        def make() -> None:  # in a thread: only that is moved
+            if ctypes.CDLL(None, use_errno=True).unshare(0x40000000):
+                raise OSError(ctypes.get_errno(), "cannot make a network of its own")
+            self.networks.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
             wire = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             fcntl.ioctl(wire, 0x400454CA, struct.pack("16sH", b"wire", 0x0002 | 0x1000))  # a tap, frames alone
+            with socket.socket() as probe:
+                for what, text in ((0x8916, address_of(host)), (0x891C, "255.255.255.0")):  # address and mask
+                    given = struct.pack("16sHH4s8x", b"wire", socket.AF_INET, 0, socket.inet_aton(text))
+                    fcntl.ioctl(probe, what, given)
+                fcntl.ioctl(probe, 0x8922, struct.pack("16si", b"wire", 9000))  # MTU
+                for name in (b"lo", b"wire"):
+                    fcntl.ioctl(probe, 0x8914, struct.pack("16sh", name, 0x1 | 0x40))  # up, running
             made.append(wire)
 
-        thread = threading.Thread(target=open_wire)
+        thread = threading.Thread(target=make)
         thread.start()
         thread.join()
-        for words in (f"addr add {address_of(host)}/24 dev wire", "link set wire mtu 9000 up", "link set lo up"):
-            _call("ip", "-n", name, *words.split())
         return made[0]
 
-    def name_of(self, host: int) -> str:
-        return f"chaos-{self.key}-{host}"
-
     def enter(self, host: int) -> None:
-        """Moves this thread, or this process if it has one, into a host."""
-        with open(f"/run/netns/{self.name_of(host)}", "rb") as network:
-            if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0x40000000):
-                raise OSError(ctypes.get_errno(), f"cannot enter host {host}")
+        """Moves this process into a host."""
+        if ctypes.CDLL(None, use_errno=True).setns(self.networks[host], 0x40000000):
+            raise OSError(ctypes.get_errno(), f"cannot enter host {host}")
 
     def _write_keys(self) -> None:
+        if shutil.which("ssh-keygen") is None:  # runs by torchrun need none
+            return
         keys = self.home / "keys"
         shutil.rmtree(keys, ignore_errors=True)
         keys.mkdir(parents=True)
@@ -217,15 +225,16 @@ class Fleet:
 
     def start_server(self, host: int) -> None:
         """Starts a host's ssh server."""
-        keys = self.home / "keys"
+        keys, server = self.home / "keys", shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+        if server is None:
+            return
         config = keys / f"sshd_config-{host}"
         given = " ".join(f'"{key}={value}"' for key, value in self.environment(host).items())
         config.write_text(
             f"HostKey {keys / 'host_key'}\nAuthorizedKeysFile {keys / 'key.pub'}\nStrictModes no\nPermitRootLogin yes\n"
             f"UsePAM no\nPidFile none\nMaxStartups 100\nSetEnv {given}\n"
         )
-        server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-        self.servers[host] = self.start(host, [str(server), "-D", "-f", str(config)], self.home / f"sshd-{host}.log")
+        self.servers[host] = self.start(host, [server, "-D", "-f", str(config)], self.home / f"sshd-{host}.log")
 
     def environment(self, host: int) -> dict[str, str]:
         """What everything in a host finds in its environment."""
@@ -246,7 +255,7 @@ class Fleet:
 
     def processes_in(self, host: int, *, everything: bool = False) -> list[int]:
         """What runs in a host, but for its ssh server and what that has for each connection."""
-        network, found = os.stat(f"/run/netns/{self.name_of(host)}").st_ino, []
+        network, found = os.fstat(self.networks[host]).st_ino, []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdigit() and os.stat(entry / "ns" / "net").st_ino == network:
@@ -281,11 +290,10 @@ class Fleet:
     def close(self) -> None:
         for host in range(NUM_HOSTS + 1):
             self.end(host)
-            _call("ip", "netns", "delete", self.name_of(host))
         self.switch.is_over = True
         self.switch.join(2)
-        for wire in self.switch.wires:
-            os.close(wire)
+        for file in (*self.switch.wires, *self.networks):
+            os.close(file)
 
 
 def _call(*words: str) -> None:
@@ -296,7 +304,7 @@ def _call(*words: str) -> None:
 def fleet_of(home: Path) -> Iterator[Fleet]:
     """Hosts for as long as the block runs."""
     home.mkdir(parents=True, exist_ok=True)
-    fleet = Fleet(f"{os.getpid()}", home)
+    fleet = Fleet(home)
     try:
         yield fleet
     finally:
@@ -476,9 +484,10 @@ def _come_back(run: Run, host: int) -> None:
         run.start_agent(host)
 
 
-def _limit_files(run: Run, host: int, limit: str) -> None:
+def _limit_files(run: Run, host: int, limit: int) -> None:
     for pid in run.fleet.workers_in(host):
-        subprocess.run(["prlimit", "--pid", str(pid), f"--fsize={limit}:unlimited"], check=False, capture_output=True)
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
 def _stop_worker(run: Run, host: int) -> None:
@@ -508,7 +517,7 @@ FAULTS: dict[str, Fault] = {
     "latency of 500 ms": Fault(_delay, _mend, 10),
     "disk slow": Fault(_slow, _quick, 1.6 * TIMEOUT_S, must_be_named=True),
     "disk full": Fault(
-        lambda run, host: _limit_files(run, host, "1000"), lambda run, host: _limit_files(run, host, "unlimited"), 6,
+        lambda run, host: _limit_files(run, host, 1000), lambda run, host: _limit_files(run, host, resource.RLIM_INFINITY), 6,
         must_be_named=True,
     ),
     "launcher stopped": Fault(partial(_signal_launcher, signal.SIGTERM), _start_again, culprit="none", ends=0),
