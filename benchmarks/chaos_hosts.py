@@ -484,7 +484,7 @@ def _come_back(run: Run, host: int) -> None:
         run.start_agent(host)
 
 
-def _limit_files(run: Run, host: int, limit: int) -> None:
+def _limit_files(run: Run, host: int, *, limit: int) -> None:
     for pid in run.fleet.workers_in(host):
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -516,10 +516,7 @@ FAULTS: dict[str, Fault] = {
     "loss of 30 %": Fault(_lose, _mend, 10),
     "latency of 500 ms": Fault(_delay, _mend, 10),
     "disk slow": Fault(_slow, _quick, 1.6 * TIMEOUT_S, must_be_named=True),
-    "disk full": Fault(
-        lambda run, host: _limit_files(run, host, 1000), lambda run, host: _limit_files(run, host, resource.RLIM_INFINITY), 6,
-        must_be_named=True,
-    ),
+    "disk full": Fault(partial(_limit_files, limit=1000), partial(_limit_files, limit=-1), 6, must_be_named=True),
     "launcher stopped": Fault(partial(_signal_launcher, signal.SIGTERM), _start_again, culprit="none", ends=0),
     "launcher interrupted": Fault(partial(_signal_launcher, signal.SIGINT), _start_again, culprit="none", ends=130),
     "launcher killed": Fault(partial(_signal_launcher, signal.SIGKILL), _start_again, culprit="none", ends=-9),
