@@ -63,6 +63,8 @@ class Device:
     activation function beside its output."""
     cores: float = Field(default=1.0, gt=0)
     """How many CPU cores it keeps busy while it computes; matters where hosts share cores."""
+    price_per_h: float | None = Field(default=None, ge=0)
+    """What an hour of it costs, in whatever currency."""
     sets_aside: bool = False
     """Whether the framework takes memory as it starts, for every batch that versions allow to be under way, instead of
     when it is used."""
@@ -70,12 +72,14 @@ class Device:
 
 @schema(error=ClusterError)
 class Link:
-    """A wire between two nodes, with its rate in each direction."""
+    """A wire between two nodes, with its rate from the first to the second, and back unless said otherwise."""
 
     ends: tuple[str, str]
     kind: str
     bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(default=0.0, ge=0)
+    back_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Its rate from the second end to the first, where that differs."""
 
     def __post_init__(self) -> None:
         if self.ends[0] == self.ends[1]:

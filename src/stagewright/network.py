@@ -117,7 +117,8 @@ class Network:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.cores = _Cores(cluster, first=2 * len(cluster.wires))
-        self.rates = (*(link.bytes_per_s for link in cluster.wires for _ in range(2)), *self.cores.rates)
+        there_and_back = ((link.bytes_per_s, link.back_bytes_per_s or link.bytes_per_s) for link in cluster.wires)
+        self.rates = (*(rate for rates in there_and_back for rate in rates), *self.cores.rates)
         self.latencies = tuple(link.latency_s for link in cluster.wires for _ in range(2))
         self._paths: dict[tuple[DeviceId, DeviceId], tuple[int, ...]] = {}
         self._collectives: dict[tuple[DeviceId, ...], tuple[Collective, ...]] = {}

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import mul
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -112,8 +113,11 @@ class Profile(Saved):
     """Forward and backward of the whole model in one piece, at each batch size: the check on the sum of layers."""
     versions: Mapping[str, str] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    others: tuple[Profile, ...] = ()
+    """The same model's on other kinds of device."""
 
     def __post_init__(self) -> None:
+        self._check_others()
         sizes = self.batch_sizes
         if sizes[0] < 1 or any(later <= before for before, later in zip(sizes, sizes[1:])):
             raise ProfileError(f"key batch_sizes is {list(sizes)}: expected positive numbers, ascending")
@@ -131,6 +135,37 @@ class Profile(Saved):
                 if name not in seen:
                     raise ProfileError(f"layer {layer.name} reads {name!r}, which is no layer before it")
             seen.add(layer.name)
+
+    def _check_others(self) -> None:
+        for other in self.others:
+            said = f"the profiles of {other.model} on {self.device} and {other.device} "
+            if other.precision != self.precision:
+                raise ProfileError(f"{said}are in {self.precision} and {other.precision}", "profile both in one")
+            if other.names != self.names:
+                pairs = zip((*self.names, "none"), (*other.names, "none"))
+                here, there = next(pair for pair in pairs if pair[0] != pair[1])
+                raise ProfileError(f"{said}are of different models: layer {here} in one is {there} in the other")
+        if len(self.by_kind) <= len(self.others):
+            raise ProfileError(f"two profiles of {self.model} are of one kind of device", "give one a kind of device")
+
+    @classmethod
+    def of_kinds(cls, profiles: Sequence[Profile]) -> Profile:
+        """Profiles of one model on several kinds of device as one."""
+        first, *more = (each for one in profiles for each in (replace(one, others=()), *one.others))
+        return replace(first, others=tuple(more))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The profile in a file; of a folder those in all its files together."""
+        files = sorted(Path(path).glob("*.json")) if Path(path).is_dir() else []
+        if not files:
+            return super().load(path)
+        return cls.of_kinds([super(Profile, cls).load(file) for file in files])  # type: ignore[return-value]
+
+    @property
+    def by_kind(self) -> dict[str, Profile]:
+        """The profile of each kind of device."""
+        return {each.device: each for each in (self, *self.others)}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -163,7 +198,8 @@ class Profile(Saved):
         trained, kept = sum(each.gradient_bytes for each in layers), sum(each.state_bytes or 0 for each in layers)
         passes = 3 + 2 * kept / trained if trained else 5.0
         return replace(
-            self, layers=tuple(layers), optimizer_s=self.optimizer_s * passes / 5, update_scratch=scratch
+            self, layers=tuple(layers), optimizer_s=self.optimizer_s * passes / 5, update_scratch=scratch,
+            others=tuple(other.with_states(states, scratch) for other in self.others),
         )  # fmt: skip
 
     def slowed(self, factors: Sequence[float]) -> Profile:
@@ -172,4 +208,4 @@ class Profile(Saved):
             layer.with_times({key: tuple(map(mul, seconds, factors)) for key, seconds in layer.timed.items()})
             for layer in self.layers
         )
-        return replace(self, layers=layers)
+        return replace(self, layers=layers, others=tuple(other.slowed(factors) for other in self.others))

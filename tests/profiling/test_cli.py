@@ -52,7 +52,7 @@ def test_calibrating_shows_and_saves_the_efficiencies(tmp_path: Path) -> None:
 
 @needs_pipedream
 def test_pipedreams_profiles_are_imported(tmp_path: Path) -> None:
-    run(profile, "--from-pipedream", PIPEDREAM / "gnmt.txt", "--batch", 128, "-o", tmp_path / "gnmt.json")
+    run(profile, "--import", PIPEDREAM / "gnmt.txt", "--batch", 128, "-o", tmp_path / "gnmt.json")
     assert Profile.load(tmp_path / "gnmt.json").source == "imported"
 
 

@@ -23,8 +23,10 @@ from stagewright.schema import dump_json, schema
 class _Drawing:
     topology: tuple[Path, ...] = ()
     """what `nvidia-smi topo -m` prints: one file a host"""
+    import_: Path | None = None
+    """a CSV of messages: from,to,bytes,seconds"""
     device: str | None = None
-    """with --topology: the kind of every GPU, such as v100"""
+    """with --topology or --import: the kind of every GPU, such as v100"""
     rate: tuple[str, ...] = ()
     """with --topology: SYS=3.5e9, in bytes/s"""
     decode: float | None = None
@@ -76,6 +78,12 @@ def cluster(
 
 
 def _load(which: str | None, own: _Drawing) -> Cluster:
+    if own.import_ is not None:
+        from stagewright.profiling.tables import import_links
+
+        if own.device is None:
+            raise UsageError("a table of links does not say what its devices are", "add --device KIND, such as v100")
+        return import_links(own.import_, find_kind(own.device).device(), name=own.name)
     if own.topology:
         if which is not None or own.workers is not None:
             raise UsageError("--topology describes a cluster by itself", "leave the cluster and --workers out")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, is_dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -82,7 +83,7 @@ def takes(
             for section, cls in asked.items()
             for key in section_keys(cls)
             if key.key not in without and f"{section}.{key.key}" not in without
-            for name in (key.choices if key.is_many and key.choices else (key.key,))
+            for name in (key.choices if key.is_many and key.choices else (key.name if iskeyword(key.key) else key.key,))
         }
         own = [each for each in inspect.signature(verb).parameters.values() if each.name not in {*made, "given"}]
 
@@ -109,7 +110,7 @@ def takes(
 
 def _as_given(name: str, key: Key, value: Any, chosen: list[str]) -> Any:
     """What was typed as a file would have it; a choice of several is a flag, and joins those chosen before it."""
-    if name != key.key:
+    if name not in (key.key, key.name):
         others = [each for each in chosen if each != name]
         return [*others, name] if value else others
     if key.is_many and key.kind is not Path:
@@ -119,7 +120,7 @@ def _as_given(name: str, key: Key, value: Any, chosen: list[str]) -> Any:
 
 def _parameter(name: str, section: str, key: Key, other: str | None) -> inspect.Parameter:
     """The parameter of an option, as typer reads it; its help has the sentence, the choices and the default."""
-    is_choice = name != key.key
+    is_choice = name not in (key.key, key.name)
     is_flag, option = is_choice or key.kind is bool, f"--{name}" if is_choice else key.option
     kind: Any = bool if is_flag else list[str] if key.is_many else key.kind if key.kind in (int, float, Path) else str
     words = [f"{option}/--no-{option[2:]}" if is_flag else option, *(["-o"] if name == "out" else [])]

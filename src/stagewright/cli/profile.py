@@ -35,14 +35,22 @@ class _Profiling:
     """how often each layer is timed"""
     workers: int = Field(default=1, ge=1)
     """on a CPU: how many workers will compute at once"""
-    from_pipedream: Path | None = None
-    """import PipeDream's graph.txt"""
+    import_: Path | None = None
+    """read PipeDream's graph.txt, or a CSV: layer,device,samples,forward_s,backward_s,…"""
     calibrate: tuple[str, ...] = ()
     """MODEL:ROWS:IMAGES_PER_S of one device: fit the device file's efficiencies"""
     image_size: int | None = Field(default=None, ge=1)
     """pixels of an image's side"""
     sequence_length: int | None = Field(default=None, ge=2)
     """tokens of a row; the model's own context by default"""
+    layers: int | None = Field(default=None, ge=1)
+    """of gpt: its blocks"""
+    width: int | None = Field(default=None, ge=1)
+    """of gpt: numbers of a token between blocks"""
+    heads: int | None = Field(default=None, ge=1)
+    """of gpt: heads of its attention"""
+    vocabulary: int | None = Field(default=None, ge=1)
+    """of gpt: different tokens"""
     json: bool = False
     """print the profile as JSON"""
     out: Path | None = None
@@ -51,12 +59,18 @@ class _Profiling:
     """with --calibrate: save the device file here"""
 
     @property
+    def gpt(self) -> dict[str, int]:
+        """What shapes a GPT, by the names of its parameters."""
+        given = {"num_blocks": self.layers, "width": self.width, "num_heads": self.heads, "vocabulary": self.vocabulary}
+        return {key: value for key, value in given.items() if value is not None}
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The batch sizes to time: those given, or a quarter, a half and the whole of the one given."""
         if not self.batch:
             raise UsageError("the batch is not given", "add --batch ROWS, or several as --batch 8,16,32")
         whole, *others = self.batch
-        if others or self.from_pipedream is not None:
+        if others or self.import_ is not None:
             return tuple(sorted(set(self.batch)))
         return tuple(sorted({max(whole // part, min(2, whole)) for part in (4, 2, 1)}))
 
@@ -81,18 +95,22 @@ def profile(
 
 def _make_profile(model: str | None, own: _Profiling) -> Profile:
     """The profile that the options ask for: imported, measured here, or worked out for hardware that is not here."""
-    if own.from_pipedream is not None:
+    if own.import_ is not None and own.import_.suffix == ".csv":
+        from stagewright.profiling.tables import import_profile
+
+        return import_profile(own.import_, model=model, precision=own.precision)
+    if own.import_ is not None:
         from stagewright.profiling.pipedream import import_pipedream
 
-        return import_pipedream(own.from_pipedream, batch=own.sizes[-1], model=model, device=own.device or "unknown")
+        return import_pipedream(own.import_, batch=own.sizes[-1], model=model, device=own.device or "unknown")
     if model is None:
-        raise UsageError("no model is given", "name one of `stagewright models`, or add --from-pipedream FILE")
+        raise UsageError("no model is given", "name one of `stagewright models`, or add --import FILE")
     sizes = own.sizes
     from stagewright.models import build_model
     from stagewright.profiling.measured import has_cuda, make_profile
 
     device = own.device or ("cuda" if has_cuda() else "cpu")
-    shape: dict[str, Any] = {"image_size": own.image_size, "sequence_length": own.sequence_length}
+    shape: dict[str, Any] = {"image_size": own.image_size, "sequence_length": own.sequence_length, **own.gpt}
     if own.calibrate or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         from stagewright.profiling.analytic import make_analytic_profile
 

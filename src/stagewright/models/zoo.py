@@ -50,6 +50,7 @@ MODELS: Mapping[str, _Entry] = {
     "gpt2-small": _Entry("GPT-2 small: the head sharing the embedding's weight", partial(_GPT2, tied=True)),
     "gpt2-small-untied": _Entry("GPT-2 small with weights of its own in the head: cut anywhere", _GPT2),
     "gpt-tiny": _Entry("A GPT of any size, by default a tiny one with weights of its own in the head", networks.gpt),
+    "gpt": _Entry("A GPT of any size: --layers, --width, --heads, --vocabulary, --sequence-length", networks.gpt),
     "tiny-cnn": _Entry("conv1, conv2, fc1, fc2: no batch norm, no dropout", networks.tiny_cnn),
     "mlp": _Entry("fc1 … fcN, all of one width", networks.mlp),
 }

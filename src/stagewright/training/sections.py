@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 def _option_of(name: str) -> str:
-    return "--plan" if name == "file" else spelled(name).removesuffix("-s")
+    return "--plan" if name == "file" else spelled(name.rstrip("_")).removesuffix("-s")
 
 
 @cache
