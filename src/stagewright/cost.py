@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
-from stagewright.cluster import Cluster, DeviceId, plain_kind
+from stagewright.cluster import Cluster, Device, DeviceId, plain_kind
 from stagewright.errors import ProfileError
 from stagewright.memory import Memory, sums
 from stagewright.network import Network
@@ -114,15 +116,44 @@ class _Seconds(NamedTuple, Generic[_Each]):
 
 
 class Costs(Memory):
-    """Seconds and bytes of any run of layers `first … last − 1`; `speed` is that of the device (`Device.speed`)."""
+    """Seconds and bytes of any run of layers `first … last − 1`; `speed` is that of the device (`Device.speed`).
+
+    They are those of the profile's own kind of device: `on(device)` has those of another kind that was profiled too.
+    """
 
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
-        _check_kind(profile, cluster)
+        profile = _of_these_kinds(profile, cluster)
         super().__init__(profile)
-        self.cluster, self.network = cluster, Network(cluster)
+        speeds = {other.device: _whole_s(profile, profile) / _whole_s(other, profile) for other in profile.others}
+        self.cluster = _at_speeds(cluster, speeds) if speeds else cluster
+        self.network = Network(self.cluster)
         self.in_common = bool(cluster.sum_core_s_per_byte)
+        self.own_speed = 1.0
+        """`Device.speed` of the kind that the seconds are of."""
+        self._forget()
+        self._kinds: dict[str, Costs] = {}
+        for other in profile.others:
+            made = self._kinds[plain_kind(other.device)] = copy(self)
+            Memory.__init__(made, other)
+            made._forget()
+            made.own_speed = speeds[other.device]
+
+    def _forget(self) -> None:
         self._rows: dict[tuple[float, Handled], _Seconds[tuple[float, ...]]] = {}
         self._buckets: dict[tuple[int, int, int], tuple[int, ...]] = {}
+
+    def on(self, device: Device) -> Costs:
+        """The costs on this kind of device."""
+        return self._kinds.get(plain_kind(device.kind), self) if self._kinds else self
+
+    def stage_speed(self, device: Device, first: int, last: int) -> float:
+        """How fast a device runs some layers, against the kind that the profile is of."""
+        own, rows = self.on(device), float(self.profile.batch_sizes[-1])
+        if own is self:
+            return device.speed
+        here, there = (costs.seconds(first, last, rows, costs.own_speed) for costs in (self, own))
+        taken_s = there.forward + there.backward
+        return (here.forward + here.backward) / taken_s if taken_s else device.speed
 
     # seconds
 
@@ -171,7 +202,7 @@ class Costs(Memory):
     ) -> _Seconds[float]:
         """What a microbatch of so many rows takes in some layers."""
         sums = self.row_sums(rows, handled)
-        forward, backward, weight, kept = [(before[last] - before[first]) / speed for before in sums]
+        forward, backward, weight, kept = [(before[last] - before[first]) / (speed / self.own_speed) for before in sums]
         if recompute:
             backward += forward
         # In the first stage all of backward is for the weights: nobody asks for gradients of the model's inputs.
@@ -184,7 +215,7 @@ class Costs(Memory):
         SGD-with-momentum step.
         """
         copying = 1.0 if versions == 1 else 1.0 + 2 / 5
-        return self._step_s(self.gradient_bytes(first, last)) * copying / speed / sharers
+        return self._step_s(self.gradient_bytes(first, last)) * copying / (speed / self.own_speed) / sharers
 
     def ready_shares(self, first: int, last: int, rows: float, num_buckets: int) -> tuple[float, ...]:
         """For each bucket the share of backward after which its gradients are complete.
@@ -218,24 +249,42 @@ class Costs(Memory):
         return 0.0 if way is None else num_buckets * way.seconds(num_bytes / num_buckets)
 
 
-def _check_kind(profile: Profile, cluster: Cluster) -> None:
-    """Refuses a profile of another kind of device than the cluster's.
+def _of_these_kinds(profile: Profile, cluster: Cluster) -> Profile:
+    """The profile, first the one of a kind that the cluster has; refused where it has none of the cluster's kinds.
 
     Devices of other kinds beside the profile's own may be there where the cluster says how fast they are against it.
     """
-    own, kinds = plain_kind(profile.device), cluster.kinds
-    said = f"the profile of {profile.model} is of {own} devices, but the cluster {cluster.name} has "
-    if own not in kinds:
+    kinds, known = cluster.kinds, {plain_kind(kind): each for kind, each in profile.by_kind.items()}
+    said = f"the profile of {profile.model} is of {' and '.join(known)} devices, but the cluster {cluster.name} has "
+    here = [each for kind, each in known.items() if kind in kinds]
+    if not here:
         raise ProfileError(
             said + ", ".join(kinds),
-            f"give a --cluster of {own}, profile {profile.model} with --device {kinds[0]}, "
+            f"give a --cluster of {next(iter(known))}, profile {profile.model} with --device {kinds[0]}, "
             f"or say that it holds there all the same: --assume-kind {kinds[0]}",
         )
     devices = {device for host in cluster.hosts for device in host.devices}
-    unsaid = {plain_kind(device.kind) for device in devices if device.speed == 1.0} - {own}
+    unsaid = {plain_kind(device.kind) for device in devices if device.speed == 1.0} - {*known}
     if unsaid:
-        todo = f"say in the cluster file how fast these are against {own}: key speed"
+        against = next(iter(known))
+        todo = f"profile it there too, or say in the cluster file how fast these are against {against}: key speed"
         raise ProfileError(f"{said}{', '.join(sorted(unsaid))} too", todo)
+    return Profile.of_kinds([replace(each, others=()) for each in here]) if profile.others else profile
+
+
+def _whole_s(profile: Profile, main: Profile) -> float:
+    """Forward and backward of the whole model, on as many rows as the main profile was measured with at most."""
+    return sum(layer_seconds(profile, main.batch_sizes[-1])) or 1.0
+
+
+def _at_speeds(cluster: Cluster, speeds: Mapping[str, float]) -> Cluster:
+    """The cluster whose devices of these kinds have these speeds."""
+    found = {plain_kind(kind): speed for kind, speed in speeds.items()}
+    hosts = [
+        replace(host, devices=tuple(replace(d, speed=found.get(plain_kind(d.kind), d.speed)) for d in host.devices))
+        for host in cluster.hosts
+    ]
+    return replace(cluster, hosts=tuple(hosts))
 
 
 def num_buckets(gradient_bytes: int, most_bytes: int = 16 << 20) -> int:

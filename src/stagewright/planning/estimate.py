@@ -195,7 +195,7 @@ class Estimator:
         """The bytes on the device that is fullest against its memory, and whether they are too many."""
         uses = [Shortage(first, last, devices[0], 0, 1)]
         for rows, id, device, _ in self.group(devices).kinds:
-            need = self.costs.stage_bytes(
+            need = self.costs.on(device).stage_bytes(
                 first, last, rows=rows, held=held, versions=versions, num_replicas=len(devices), recompute=recompute,
                 microbatches=self.group(devices).handled.microbatches, device=device,
             )  # fmt: skip
@@ -211,8 +211,8 @@ class Estimator:
         group, costs = self.group(devices), self.costs
         count = group.handled.microbatches
         forward = backward = late = kept = 0.0
-        for rows, _, _, speed in group.kinds:
-            rows_s = costs.seconds(
+        for rows, _, device, speed in group.kinds:
+            rows_s = costs.on(device).seconds(
                 first, last, rows * group.evenness, speed, recompute=recompute, handled=group.handled
             )
             forward, backward = max(forward, rows_s.forward), max(backward, rows_s.backward)

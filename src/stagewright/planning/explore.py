@@ -253,8 +253,9 @@ def _stage_table(estimator: Estimator, cuts: Sequence[int], devices: Devices, af
     """Seconds a batch of a stage from each cut to each later one on some devices; infinite where there is no stage."""
     costs, setting, group = estimator.costs, estimator.setting, estimator.group(devices)
     forward, backward = np.zeros((len(cuts),) * 2), np.zeros((len(cuts),) * 2)
-    for rows, _, _, speed in group.kinds:
-        sums = costs.row_sums(rows, group.handled)
+    for rows, _, device, speed in group.kinds:
+        own = costs.on(device)
+        sums, speed = own.row_sums(rows, group.handled), speed / own.own_speed
         forward = np.maximum(forward, _between(np.array([sums.forward[cut] for cut in cuts])) / speed)
         backward = np.maximum(backward, _between(np.array([sums.backward[cut] for cut in cuts])) / speed)
     seconds = group.handled.microbatches * (forward + backward)

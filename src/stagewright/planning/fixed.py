@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from stagewright.cluster import Cluster, DeviceId, parse_placement
-from stagewright.cost import layer_seconds, num_buckets
+from stagewright.cost import Costs, layer_seconds, num_buckets
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import DEFAULT_POLICY, Plan, Stage, parse_staleness
 from stagewright.planning.groups import FLUSHED, Setting
@@ -118,6 +118,8 @@ def fixed_plan(
 ) -> Plan:
     """The plan that the options describe; without a placement, data parallelism over the whole cluster."""
     table = table_of(layers) if isinstance(layers, Profile) else layers
+    costs = Costs(layers, cluster) if isinstance(layers, Profile) and layers.others and cluster else None
+    cluster = cluster if costs is None else costs.cluster
     groups = parse_placement(options.placement or "", cluster)
     speeds = tuple(sum(_speed_of(id, cluster) for id in group) for group in groups)
     cuts = given_cuts(table, options, len(groups), speeds)
@@ -135,7 +137,7 @@ def fixed_plan(
     )
     versions, recompute = parse_staleness(setting.staleness, len(groups)), [bool(options.recompute)] * len(groups)
     edges = (0, *cuts, len(table.names))
-    plan = whole_plan(table, edges, groups, setting, versions, recompute, options.num_buckets, cluster)
+    plan = whole_plan(table, edges, groups, setting, versions, recompute, options.num_buckets, cluster, costs)
     return replace(plan, notes=tuple(notes))
 
 
@@ -148,8 +150,11 @@ def whole_plan(
     recompute: Sequence[bool],
     buckets: int | None = None,
     cluster: Cluster | None = None,
+    costs: Costs | None = None,
 ) -> Plan:
     """The plan with these cuts on these devices, rows in proportion to speed where the devices of a stage differ.
+
+    With `costs` that is each device's speed in the stage's own layers.
 
     Buckets left at None are as many as the gradients' size asks for.
     """
@@ -161,7 +166,12 @@ def whole_plan(
             recompute=recompute[number],
             shard_optimizer=setting.shard_optimizer,
             num_buckets=buckets or num_buckets(sum(table.parameter_bytes[first:last])),
-            row_weights=tuple(_speed_of(id, cluster) for id in devices),
+            row_weights=tuple(
+                _speed_of(id, cluster)
+                if costs is None or cluster is None
+                else costs.stage_speed(cluster.device(id), first, last)
+                for id in devices
+            ),
         )
         for number, (first, last, devices) in enumerate(zip(edges, edges[1:], groups))
     )

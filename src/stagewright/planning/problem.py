@@ -163,7 +163,7 @@ class Problem:
         # Of versions that are listed stage by stage a plan of fewer stages keeps the last ones.
         versions = [setting.versions(later) or 1 for later in reversed(range(len(groups)))]
         buckets, cluster = self.options.num_buckets, self.costs.cluster
-        return whole_plan(self.table, edges, groups, setting, versions, found.recompute, buckets, cluster)
+        return whole_plan(self.table, edges, groups, setting, versions, found.recompute, buckets, cluster, self.costs)
 
     def price(self, candidate: Candidate, below: float = float("inf")) -> Found | None:
         """The estimate of a candidate; None where it does not fit, or is not below."""

@@ -149,7 +149,7 @@ class _Compiler:
         self.channels: dict[tuple[int, int, bool, int], int] = {}
         self.works: dict[Computation, int] = {}
         self.known_rows: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
-        self.known_s: dict[tuple[str, int, int, float], float] = {}
+        self.known_s: dict[tuple[str, int, int, str, float], float] = {}
 
     def program(self) -> Program:
         ops = tuple(self.worker_ops(worker, order) for worker, order in enumerate(self.schedule.orders))
@@ -251,7 +251,7 @@ class _Compiler:
         is_forward, device = kind is Kind.FORWARD, self.devices[worker]
         may_wait = stage > 0 if is_forward else kind is not Kind.BACKWARD_WEIGHT and stage + 1 < len(self.bounds)
         return Op(
-            Code.COMPUTES, seconds=self.compute_s(kind, stage, stop - first, device.speed),
+            Code.COMPUTES, seconds=self.compute_s(kind, stage, stop - first, device),
             slot=self.slot(worker, stage, is_forward) if may_wait else -1,
             work=self.works.setdefault(Computation(kind, stage, stop - first, device), len(self.works)),
             needs_data=is_forward and stage == 0,
@@ -286,18 +286,18 @@ class _Compiler:
             )
         return found[worker]
 
-    def compute_s(self, kind: Kind, stage: int, rows: int, speed: float) -> float:
+    def compute_s(self, kind: Kind, stage: int, rows: int, device: Device) -> float:
         """Seconds of F, B, I or W."""
-        key = (kind._value_, stage, rows, speed)
+        key = (kind._value_, stage, rows, device.kind, device.speed)
         if key not in self.known_s:
-            self.known_s[key] = self.fresh_s(kind, stage, rows, speed)
+            self.known_s[key] = self.fresh_s(kind, stage, rows, device)
         return self.known_s[key]
 
-    def fresh_s(self, kind: Kind, stage: int, rows: int, speed: float) -> float:
-        recompute = self.plan.stages[stage].recompute
-        found = self.costs.seconds(*self.bounds[stage], rows, speed, recompute=recompute, handled=self.handled(stage))
+    def fresh_s(self, kind: Kind, stage: int, rows: int, device: Device) -> float:
+        recompute, costs = self.plan.stages[stage].recompute, self.costs.on(device)
+        found = costs.seconds(*self.bounds[stage], rows, device.speed, recompute=recompute, handled=self.handled(stage))
         if kind is Kind.BACKWARD:
-            return found.backward - self.kept_s(stage, rows, speed)
+            return found.backward - self.kept_s(stage, rows, device)
         halves = {Kind.BACKWARD_INPUT: found.backward - found.weight, Kind.BACKWARD_WEIGHT: found.weight}
         return halves.get(kind, found.forward)
 
@@ -306,24 +306,25 @@ class _Compiler:
         plan = self.plan
         return handled_by_each(plan.policy, plan.route, plan.num_microbatches, plan.replicas[stage])
 
-    def kept_s(self, stage: int, rows: int, speed: float) -> float:
+    def kept_s(self, stage: int, rows: int, device: Device) -> float:
         """What of a microbatch's B belongs to U: products of linear layers, after the batch's last gradients have left.
 
         Where replicas add gradients up, they belong to the last B, so that buckets start while it runs.
         """
         if self.plan.replicas[stage] > 1:
             return 0.0
-        return self.costs.seconds(*self.bounds[stage], rows, speed, handled=self.handled(stage)).kept
+        costs = self.costs.on(device)
+        return costs.seconds(*self.bounds[stage], rows, device.speed, handled=self.handled(stage)).kept
 
     def update_s(self, worker: int, stage: int) -> float:
         """Seconds of U, with the products that are left of its batch."""
-        speed = self.devices[worker].speed
+        device = self.devices[worker]
         how = {"versions": self.plan.versions[stage], "sharers": self.sharers(stage)}
-        own = self.costs.optimizer_s(*self.bounds[stage], speed, **how)
+        own = self.costs.on(device).optimizer_s(*self.bounds[stage], device.speed, **how)
         if self.plan.replicas[stage] > 1:
             return own
         shares = (self.rows(stage, microbatch, worker) for microbatch in range(self.plan.num_microbatches))
-        return own + sum(self.kept_s(stage, stop - start, speed) for start, stop in shares)
+        return own + sum(self.kept_s(stage, stop - start, device) for start, stop in shares)
 
     def message_bytes(self, worker: int, stage: int, action: Action, after: bool) -> float:
         """Bytes of the rows that both ends of a transfer handle, over the boundary after the stage or before it."""
