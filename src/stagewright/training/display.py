@@ -176,7 +176,7 @@ class Display:
     def _draw(self) -> Text:
         """The two lines, as wide as the terminal is now; three where two are too short for all figures."""
         width = self._console.width - 3
-        if not self._last:
+        if not self._last or not self._plan:
             return _folded([self._title, f"{time.monotonic() - self._began:.0f} s"], width)
         return Text("\n").join([self._progress(width), _folded(list(_details(self._last)), width)])
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,15 +75,15 @@ def at_work(
         torch.set_num_threads(threads)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     launched = os.environ.get(RUN_FOLDER)
+    shown = take if console is None else partial(_taken_and_shown, take, schedule, job, console)
     last = LastWords(schedule, settings.timeout_s, rank, Path(launched) if launched else None)
     watching = Watchdog(settings.timeout_s, settings.start_timeout_s, last.when_stuck, is_on=size > 1)
     try:
-        with watching as dog, open_world(settings) as world, joined(world, take) as own:
-            shown = _display(own, job, schedule, console) if console is not None and rank == 0 else nullcontext()
+        with watching as dog, open_world(settings) as world, joined(world, shown) as own:
             last.folder, last.places = own.path, world.places
             rest = (schedule, layered, job, settings, recipe, data, evaluation, cluster, source, own, world)
             run = Run(*rest, dog=dog, **more)
-            with shown, closing(Flight(own.path, rank, settings.timeout_s)) as flight:
+            with closing(Flight(own.path, rank, settings.timeout_s)) as flight:
                 try:
                     yield run, flight
                 except BaseException as fault:
@@ -92,11 +92,14 @@ def at_work(
         raise last.of(fault) from fault.__cause__
 
 
-def _display(own: RunFolder, job: Job, schedule: Schedule, console: Console) -> AbstractContextManager[object]:
-    """What shows the events of all workers, in the one that no launcher follows."""
+@contextmanager
+def _taken_and_shown(take: Take, schedule: Schedule, job: Job, console: Console, again: bool) -> Iterator[RunFolder]:
+    """The run's folder, whose events are shown from before the other workers know of it."""
     from stagewright.training.display import Display  # what it draws with takes a while to load
 
-    return Display(own.path, console, f"starting {schedule.plan.model} on {schedule.plan.placement}", job.log_format)
+    title = f"starting {schedule.plan.model} on {schedule.plan.placement}"
+    with take(again) as own, Display(own.path, console, title, job.log_format):
+        yield own
 
 
 def nothing_left(done: int, steps: int) -> str:
