@@ -12,7 +12,7 @@ from rich.text import Text
 from stagewright.cluster import parse_placement
 from stagewright.errors import RunError
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.settings import Settings
+from stagewright.runtime.run_folder import RunFolder
 from stagewright.scheduling import make_schedule
 from stagewright.training.config import Job
 from stagewright.training.display import Display
@@ -20,24 +20,21 @@ from stagewright.training.events import Teller, read_events
 from stagewright.training.start import _start_workers, _tell
 
 
-def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_are_shown_once_over_restarts_and_not_those_of_runs_before(tmp_path: Path) -> None:
     starts = []
 
-    def failing(command: object, plan: Plan, folder: Path, *given: object, **named: object) -> None:
+    def failing(plan: Plan, **named: object) -> None:
         starts.append(plan)
-        _tell(folder, "numbers", f"start {len(starts)}")
+        _tell(tmp_path, "numbers", f"start {len(starts)}")
         raise RunError("worker 1 is gone")
 
-    monkeypatch.setattr("stagewright.training.start.launch", failing)
-    monkeypatch.setattr("stagewright.training.start.this_command", lambda: ["any"])
     _tell(tmp_path, "numbers", "of yesterday")
     stage = Stage(layers=("all",), devices=parse_placement("0:0-1")[0])
     schedule = make_schedule(Plan(model="any", stages=(stage,), batch=2))
     job, said = Job(steps=5, checkpoint_every=1, max_restarts=2, resume="auto"), io.StringIO()
+    run, console = RunFolder(tmp_path, "one"), Console(file=said, width=200)
     with pytest.raises(RunError, match="worker 1 is gone"):
-        _start_workers(schedule, job, Settings(), tmp_path, Console(file=said, width=200))
+        _start_workers(schedule, job, run, console, failing, None, None, {"STAGEWRIGHT_COMMAND": "any"})
     assert said.getvalue().splitlines() == [
         "numbers: start 1",
         "restart: worker 1 is gone; starting again (1 of 2)",
