@@ -140,7 +140,7 @@ def test_skypilot_runs_its_part_on_each_host(launched: Any, tmp_path: Path) -> N
         ("--devices 2 --print sge", "--print is 'sge': expected one of slurm, kubernetes, ssh, skypilot", ""),
         ("--placement 0:0,1:0 --print kubernetes", "several hosts need a volume", "name it with --volume"),
         ("--devices 2 --print skypilot", "what kind of cards", "add --accelerator H100"),
-        ("--placement 0:0.0:1 --cut fc9 --print slurm", "'fc9'", ""),
+        ("--placement 0:0.0:1 --cut fc9 --print slurm", "--cut fc9: the model has no such layer", "layers: fc1, fc2"),
         ("--devices 2", "--print is missing", ""),
     ],
 )
