@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +33,14 @@ def environment(bin: Path, variables: Mapping[str, str]) -> dict[str, str]:
     return {**own, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "PATH": path, **variables}
 
 
-def run(words: Sequence[object], where: Path, own: Mapping[str, str] | None = None, status: int | None = 0) -> str:
-    """What a command prints; it must end with that status, in time, and leaves nobody behind."""
+def run(
+    words: Sequence[object], where: Path, own: Mapping[str, str] | None = None, status: int = 0,
+    enter: Callable[[], None] | None = None,
+) -> str:  # fmt: skip
+    """What a command prints; it must end with that status, in time. `enter` moves it first."""
     done = subprocess.Popen(
         [*map(str, words)], cwd=where, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, text=True, start_new_session=True, preexec_fn=enter,
     )  # fmt: skip
     try:
         said = done.communicate(timeout=LIMIT_S)[0]
@@ -45,17 +48,19 @@ def run(words: Sequence[object], where: Path, own: Mapping[str, str] | None = No
         os.killpg(done.pid, signal.SIGKILL)
         done.communicate(timeout=10)
         raise
-    assert status in (None, done.returncode), f"{words}\n{said}"
+    assert done.returncode == status, f"{words}\n{said}"
     return said
 
 
-def follow(page: Path, bin: Path, where: Path, **variables: str) -> list[str]:
+def follow(
+    page: Path, bin: Path, where: Path, *, enter: Callable[[], None] | None = None, **variables: str
+) -> list[str]:
     """Does what a page says; what each of its commands printed."""
     own, said = environment(bin, variables), []
     for language, text in blocks(page):
         if language == "bash":
             lines = text.replace("\\\n", " ").splitlines()
-            said += [run(["bash", "-euo", "pipefail", "-c", line], where, own) for line in lines]
+            said += [run(["bash", "-euo", "pipefail", "-c", line], where, own, enter=enter) for line in lines]
         elif language == "console":
             for line, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
                 status = 2 if re.search("^error: ", shown, re.MULTILINE) else 0

@@ -53,7 +53,7 @@ def test_stop_go_on_and_take_the_model_out(fresh: Path, tmp_path: Path) -> None:
     said = follow(GUIDES / "stop-and-go-on.md", fresh, tmp_path)
     assert re.search("going on after step 20", said[1])
     assert loads(tmp_path / "results" / "long").plan.placement == "0:0-1.0:2"
-    assert said[-1].startswith("loaded 1")
+    assert said[-1] == "loaded 35578 parameters\n"
 
 
 def test_reading_the_report(fresh: Path, tmp_path: Path) -> None:

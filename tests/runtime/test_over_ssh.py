@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +16,10 @@ import pytest
 import stagewright
 from stagewright.runtime.checkpoint.storage import checkpoints_in, find_checkpoint
 from tests.runtime.running import ROOT
+from tests.ssh import SSHD, ssh_servers
 from tests.training.test_torchrun import apart_from_one_process
 
 HOSTS = "127.0.0.2,127.0.0.3"
-SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = pytest.mark.timeout(240)
 LIMIT_S = 20.0
 STAND_IN = f"""#!{sys.executable}
@@ -48,26 +47,9 @@ def path_with_ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (folder / "ssh").chmod(0o755)
         yield f"{folder}:{os.environ['PATH']}"
         return
-    for name in ("host_key", "key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    port = 20_000 + os.getpid() % 10_000
-    (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nListenAddress 127.0.0.2\nListenAddress 127.0.0.3\n"
-        f"HostKey {folder / 'host_key'}\nAuthorizedKeysFile {folder / 'key.pub'}\nStrictModes no\n"
-        "PermitRootLogin yes\nUsePAM no\nPidFile none\n"
-        f"SetEnv PYTHONPATH={Path(stagewright.__file__).parents[1]}\n"  # hosts run the package that is tested here
-    )
-    (folder / "ssh_config").write_text(
-        f"Host *\nPort {port}\nIdentityFile {folder / 'key'}\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
-        "LogLevel ERROR\n"
-    )
-    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder / "ssh_config"} "$@"\n')
-    (folder / "ssh").chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    server = subprocess.Popen([str(SSHD), "-D", "-f", str(folder / "sshd_config")])
-    yield f"{folder}:{os.environ['PATH']}"
-    server.terminate()
-    server.wait(10)
+    source = str(Path(stagewright.__file__).parents[1])  # hosts run the package that is tested here
+    with ssh_servers(folder, ["127.0.0.1", "127.0.0.2", "127.0.0.3"], PYTHONPATH=source) as path:
+        yield path
 
 
 def start(folder: Path, path: str, *options: str) -> subprocess.Popen[str]:

@@ -164,7 +164,7 @@ def _ssh(job: _Job) -> str:
         "#!/bin/bash",
         f"# {job.spread}. When this ends, or one of the hosts, so do the others.",
         "set -e",
-        "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
+        "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT",
         *(
             f"while sleep 1; do echo; done | {shlex.join(each)} &"
             for each in hosts.commands(job.words, job.workers, before=leash)
