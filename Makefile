@@ -4,6 +4,7 @@
 #     make finetune-demo   a language model from a folder, trained in two stages, and back into a folder
 #     make test       format, lint, types, import directions, tests
 #     make test-all   the slow tests too
+#     make docs       the site of guides and reference, in site/
 #     make rehearsal  our plans and the peers on emulated hosts, measured (root; about an hour on 2 quiet cores)
 #     make rehearsal-short   its short form, in minutes
 #     make rehearsal-slices  the same comparison on one card that is cut into eight slices (CUDA MPS)
@@ -17,11 +18,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
-EXTRAS := data,gpu,dev,hf,foreign
+EXTRAS := data,gpu,dev,docs,hf,foreign
 OUT ?= runs/rehearsal
 TESTS_AT_ONCE ?= 3
 
-.PHONY: demo finetune-demo test test-all rehearsal rehearsal-short rehearsal-slices lint types format venv clean
+.PHONY: demo finetune-demo test test-all docs rehearsal rehearsal-short rehearsal-slices lint types format venv clean
 
 demo: $(VENV)/.for-use
 	@$(BIN)/python scripts/demo.py
@@ -35,6 +36,10 @@ test: lint types
 
 test-all: lint types
 	$(PYTEST)
+
+docs: $(VENV)/.for-tests
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site/index.html"
 
 rehearsal: $(VENV)/.for-use
 	$(BIN)/python -m benchmarks.rehearsal suites/rehearsal.yaml --out $(OUT) --results docs/results.md
@@ -59,7 +64,7 @@ format: $(VENV)/.for-tests
 venv: $(VENV)/.for-tests
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build site
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, and this is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'
