@@ -39,6 +39,15 @@ def test_an_update_waits_for_all_replicas_and_an_agreement_for_all_workers() -> 
     ]
 
 
+def test_a_forward_waits_for_the_updates_of_all_who_share_the_states() -> None:
+    for shares, stuck in ((False, set()), (True, {0, 1, 2})):
+        plan = plan_of((2, 1), 2, route="rotate")
+        plan = replace(plan, stages=(replace(plan.stages[0], shard_optimizer=shares), plan.stages[1]))
+        schedule = make_schedule(plan)
+        without = tuple(one for one in schedule.orders[0] if one.kind is not Kind.UPDATE)
+        assert set(run_ideally(replace(schedule, orders=(without, *schedule.orders[1:])), 2).stuck) == stuck
+
+
 def test_whoever_waits_for_ever_is_named() -> None:
     schedule = make_schedule(plan_of((1, 1)))
     without = tuple(one for one in schedule.orders[0] if one.kind is not Kind.SEND_FORWARD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stagewright.scheduling import make_schedule
@@ -67,8 +69,6 @@ def test_buckets_start_while_the_last_backward_still_runs():
     stage = plan([2], num_buckets=2).stages[0]
     figures = profile(layer("l0", 1, 1, parameter_bytes=10), layer("l1", 1, 1, parameter_bytes=10))
     made = plan([2], num_buckets=2)
-    from dataclasses import replace
-
     made = replace(made, stages=(replace(stage, layers=("l0", "l1")),))
     _, log = run(made, figures, star(10.0, 10.0))
     assert [entry.start_s for entry in log.reduced] == pytest.approx([3.0, 4.0], rel=EXACT)
@@ -81,6 +81,17 @@ def test_with_two_versions_the_reduction_overlaps_the_next_batch():
     two = simulate(make_schedule(plan([2], versions=[2])), figures, star(10.0, 10.0))
     assert one.median_step_s == pytest.approx(3.0 + 5.0, rel=EXACT)
     assert two.median_step_s == pytest.approx(5.0, rel=EXACT)
+
+
+def test_sharded_states_go_half_of_the_way_before_the_update_and_half_under_the_next_forward():
+    # Whole: backward 2-4 of 11 s, buckets 3-7 and 7-11, the update of 3 s. Shared: buckets 3-5 and 5-7, half the update
+    # to 8.5, weights of l0 to 10.5 and of l1 to 12.5: the next forward has l0 from 10.5 to 11.5, and l1 ends at 13.5.
+    figures = profile(layer("l0", 1, 1, parameter_bytes=40), layer("l1", 1, 1, parameter_bytes=40), optimizer_s=3.0)
+    (stage,) = plan([2], num_buckets=2).stages
+    for shares, step_s in ((False, 11.0 + 3.0), (True, 13.5 - 2.0)):
+        made = replace(stage, layers=("l0", "l1"), shard_optimizer=shares)
+        record = simulate(make_schedule(replace(plan([2]), stages=(made,))), figures, star(10.0, 10.0))
+        assert record.median_step_s == pytest.approx(step_s, rel=EXACT)
 
 
 def test_start_up_is_told_apart_from_the_steady_state():
