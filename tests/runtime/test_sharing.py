@@ -6,6 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.cluster import parse_devices
+from stagewright.errors import UsageError
+from stagewright.models import build_model
+from stagewright.plan import Plan, Stage
+from stagewright.runtime.settings import Settings
+from stagewright.scheduling import make_schedule
+from stagewright.training.start import train
 from tests.runtime.cases import Case
 from tests.runtime.test_exactness import check, run_cases
 
@@ -26,3 +33,11 @@ def test_sharded_states_change_no_number(tmp_path: Path) -> None:
     """Against plain PyTorch: uneven plans and rows, stale versions, clipping, an overflow, whole-matrix optimizers."""
     cases = [Case(**{**vars(case), "shard_optimizer": True}) for case in CASES]
     check(run_cases(cases, tmp_path, 90), len(cases))
+
+
+def test_corrections_that_keep_weights_are_refused_before_a_worker_starts() -> None:
+    model = build_model("tiny-cnn")
+    stage = Stage(layers=model.names, devices=parse_devices("0:0-1"), versions=2, shard_optimizer=True)
+    schedule = make_schedule(Plan(model="tiny-cnn", stages=(stage,), batch=4))
+    with pytest.raises(UsageError, match="--correct predict keeps weights .* stage 0 has its states sharded"):
+        train(schedule, model, settings=Settings(correct=("predict",)))
