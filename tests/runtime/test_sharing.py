@@ -39,5 +39,5 @@ def test_corrections_that_keep_weights_are_refused_before_a_worker_starts() -> N
     model = build_model("tiny-cnn")
     stage = Stage(layers=model.names, devices=parse_devices("0:0-1"), versions=2, shard_optimizer=True)
     schedule = make_schedule(Plan(model="tiny-cnn", stages=(stage,), batch=4))
-    with pytest.raises(UsageError, match="--correct predict keeps weights .* stage 0 has its states sharded"):
+    with pytest.raises(UsageError, match=r"--correct predict keeps weights .* stage 0 has its states sharded"):
         train(schedule, model, settings=Settings(correct=("predict",)))
