@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,11 @@ class OfOne(AllReduce):
 
     def start(self, tensor: Tensor) -> Several:
         return Several([])
+
+    def scatter(self, tensor: Tensor, edges: Sequence[int]) -> Several:
+        return self.start(tensor)
+
+    gather = scatter
 
 
 def test_a_reducer_that_was_closed_keeps_no_weights() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import cycle, pairwise
 from typing import Any
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from stagewright.errors import RunError
 from stagewright.runtime.background import BackgroundThread, Pending, Several, new_event, new_stream
-from stagewright.runtime.common_memory import Common, Spans, is_common
-from stagewright.runtime.world import World
+from stagewright.runtime.common_memory import Common, Spans, is_common, meet
+from stagewright.runtime.world import World, gather_json
 
 _PIECE_BYTES = 16 << 20
 """What a strand adds up at a time."""
@@ -196,12 +197,20 @@ class _StagedAllReduce(AllReduce):
         """Sockets, a thread and streams for each of the pieces that are added up at once."""
         self.places: dict[int, tuple[Tensor, Common | _Travelling]] = mirrors
         """Each tensor, by its address, and its memory in the host."""
+        self.peers: dict[int, list[Tensor | None]] = {}
+        """The same tensor of every other replica, where they lie on one card and nothing stands for several hosts."""
 
     def memory(self, numel: int, like: Tensor) -> Tensor:
         tensor = super().memory(numel, like)
         if numel:
             own = Common(numel, like.dtype, self._group, pinned=True) if self.in_common else None
             self.places[tensor.data_ptr()] = (tensor, own or _Travelling(numel, like.dtype))
+        return tensor
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        if self.in_common and tensor.data_ptr() not in self.peers:
+            seen = _tensors_of_all(tensor, self._group)
+            self.peers |= {tensor.data_ptr(): seen} if seen else {}
         return tensor
 
     def start(self, tensor: Tensor) -> Pending:
@@ -219,19 +228,35 @@ class _StagedAllReduce(AllReduce):
         return self._start(tensor, mirror.sum, steps)
 
     def gather(self, tensor: Tensor, edges: Sequence[int]) -> Pending:
+        if tensor.data_ptr() in self.peers:
+            return self._take(tensor, list(pairwise(edges)))
         _, mirror = self.places[tensor.data_ptr()]
         replica, size = dist.get_rank(self._group), _PIECE_BYTES // tensor.element_size()
         pieces = _pieces(edges, size)
+        others = ([*each[:replica], *each[replica + 1 :]] for each in pieces)
         steps = (
-            (
-                each[replica : replica + 1],
-                mirror.sum,
-                partial(mirror.gather, each),
-                [*each[:replica], *each[replica + 1 :]],
-            )
-            for each in pieces
+            (each[replica : replica + 1], mirror.sum, partial(mirror.gather, each), back)
+            for each, back in zip(pieces, others)
         )
         return self._start(tensor, mirror.sum, steps)
+
+    def _take(self, tensor: Tensor, spans: Spans) -> Pending:
+        """Copies the others' spans inside the card, between two meetings: all have written, all have taken."""
+        made, here, (group, thread, _, homeward) = new_event(), new_event(), next(self._strands)
+        made.record()
+
+        def take() -> None:
+            made.synchronize()
+            meet(group)
+            with torch.cuda.stream(homeward):
+                for (start, stop), peer in zip(spans, self.peers[tensor.data_ptr()]):
+                    if peer is not None:
+                        tensor[start:stop].copy_(peer[start:stop], non_blocking=True)
+                here.record()
+            here.synchronize()
+            meet(group)
+
+        return thread.promise(take, here)
 
     def _start(self, tensor: Tensor, back: Tensor, steps: Iterator[_Step]) -> Pending:
         """Starts what each step says, once what was issued before has made the tensor."""
@@ -248,7 +273,7 @@ class _StagedAllReduce(AllReduce):
         copied, here = new_event(), new_event()
         with torch.cuda.stream(outward):
             outward.wait_event(made)
-            for start, stop in out:
+            for start, stop in _joined(out):
                 to[start:stop].copy_(tensor[start:stop], non_blocking=True)
             copied.record()
 
@@ -256,7 +281,7 @@ class _StagedAllReduce(AllReduce):
             copied.synchronize()
             meet(group)
             with torch.cuda.stream(homeward):
-                for start, stop in back:
+                for start, stop in _joined(back):
                     tensor[start:stop].copy_(source[start:stop], non_blocking=True)
                 here.record()
 
@@ -269,10 +294,51 @@ class _StagedAllReduce(AllReduce):
         for _, mirror in self.places.values():
             mirror.close()
         self.places.clear()
+        self.peers.clear()
+
+
+def _tensors_of_all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor | None]:
+    """A tensor of every other replica, where all lie on one card and can be seen; nothing if any cannot."""
+    size, replica = dist.get_world_size(group), dist.get_rank(group)
+    told: list[list[Any]] = []
+    with suppress(RuntimeError):  # one for each that opens it
+        told = [_plain(tensor.untyped_storage()._share_cuda_()) for _ in range(size)]  # type: ignore[no-untyped-call]
+    every = gather_json([str(torch.cuda.get_device_properties(tensor.device).uuid), told], group, size)
+    works = all(told and card == every[0][0] for card, told in every)
+    found: list[Tensor | None] = [None] * size
+    for number, (_, handles) in enumerate(every if works else ()):
+        try:
+            found[number] = _opened(handles[replica], tensor) if number != replica else None
+        except RuntimeError:
+            works = False
+    return found if all(gather_json(works, group, size)) else []
+
+
+def _plain(handle: Sequence[Any]) -> list[Any]:
+    """What others need to open a tensor of this card, without the number that the card has here."""
+    return [each.hex() if isinstance(each, bytes) else each for each in handle[1:]]
+
+
+def _opened(handle: Sequence[Any], like: Tensor) -> Tensor:
+    """Another process's tensor, as large as one of this process's."""
+    parts = [bytes.fromhex(each) if isinstance(each, str) else each for each in handle]
+    storage = torch.UntypedStorage._new_shared_cuda(like.device.index, *parts)
+    return torch.empty_like(like[:0]).set_(storage, 0, like.size(), like.stride())
 
 
 _Step = tuple[Spans, Tensor, Callable[[dist.ProcessGroup], None], Spans]
 """What a strand does with a piece: copy these spans to the host, there; meet the other replicas; copy these back."""
+
+
+def _joined(spans: Spans) -> list[tuple[int, int]]:
+    """The same numbers in as few spans as there can be."""
+    found: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return found
 
 
 def _pieces(edges: Sequence[int], size: int) -> list[Spans]:

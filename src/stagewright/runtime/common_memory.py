@@ -59,13 +59,13 @@ class Common:
     def scatter(self, spans: Spans, group: dist.ProcessGroup) -> None:
         """Makes the sum of this replica's span alone."""
         start, stop = spans[self._replica]
-        _meet(group)
+        meet(group)
         if start < stop:
             torch.sum(self._all[:, start:stop], 0, out=self.sum[start:stop])
 
     def gather(self, spans: Spans, group: dist.ProcessGroup) -> None:
         """Returns when every replica has written its span of `sum`."""
-        _meet(group)
+        meet(group)
 
     def close(self) -> None:
         """Lets pinned memory go."""
@@ -74,7 +74,7 @@ class Common:
             torch.cuda.check_error(unregister(each.data_ptr()))
 
 
-def _meet(group: dist.ProcessGroup) -> None:
+def meet(group: dist.ProcessGroup) -> None:
     """Waits until all replicas are here."""
     dist.all_reduce(torch.zeros(1), group=group)
 

@@ -62,8 +62,9 @@ class _Bucket:
 
 
 def _make_buckets(
-    parameters: Sequence[nn.Parameter], num_buckets: int, add_up: AllReduce, sharing: Sharing | None
-) -> list[_Bucket]:
+    parameters: Sequence[nn.Parameter], num_buckets: int, add_up: AllReduce, sharing: Sharing | None,
+    give_out: AllReduce | None,
+) -> list[_Bucket]:  # fmt: skip
     """The buckets of one slot, of about the same size; bucket 0 has the last layers, which backward finishes first.
 
     Parameters of another type than the first are an error of the model's.
@@ -87,8 +88,8 @@ def _make_buckets(
             views.append(flat.as_strided(each.size(), each.stride(), flat.storage_offset() + start))
             start += each.numel()
         bucket = _Bucket(members, flat, views, edges=edges)
-        if sharing is not None and flat.numel():
-            _share_out(bucket, parameters, sharing, add_up.gathered(flat))
+        if sharing is not None and give_out is not None and flat.numel():
+            _share_out(bucket, parameters, sharing, give_out.gathered(flat))
         made.append(bucket)
     return made
 
@@ -129,7 +130,7 @@ class Reducer:
         self._next = [0] * len(parameters)
         """For each slot the first bucket that has not started."""
         self.buckets: list[list[_Bucket]] = [
-            [] if add_up is None else _make_buckets(slot, num_buckets, add_up, sharing) for slot in parameters
+            [] if add_up is None else _make_buckets(slot, num_buckets, add_up, sharing, give_out) for slot in parameters
         ]
         self._ungated = [set(range(len(buckets))) for buckets in self.buckets]
         """For each slot the buckets whose weights a forward may read at once."""
