@@ -586,9 +586,11 @@ class Chain:
         if not fault.lasts_s:
             fault.undo(run, self.victim)
         wait_for(lambda: time.monotonic() - started > fault.lasts_s + 1, 30)
-        self._check_going_on(case, step)
+        self._check_going_on(case, step if fault.ends is None else run.step())
         case.said = run.said(since)
-        case.named = self._is_named(case, fault, run.said(since, without=self.victim))
+        # A host that is cut off blames all others, and nobody reads it.
+        heard = run.said(since, without=None if fault.must_be_named else self.victim)
+        case.named = self._is_named(case, fault, heard)
         self._check_weights(case, name)
         return case
 
@@ -630,7 +632,7 @@ class Chain:
         wanted = NUM_HOSTS - sum(self.fleet.switch.is_cut)
 
         def gets_on() -> bool:
-            return run.step() > step + EVERY and sum(map(bool, run.workers().values())) == wanted
+            return run.step() > step + 2 * EVERY and sum(map(bool, run.workers().values())) == wanted
 
         if wait_for(lambda: gets_on() or run.is_over(), 150) is None or run.is_over():
             how = "it ended" if run.is_over() else f"at step {run.step()} after {step}, workers {run.workers()}"
@@ -700,13 +702,13 @@ def compare(run: Run, reference: Path) -> tuple[str, float]:
     from stagewright.errors import CheckpointError
     from stagewright.runtime.checkpoint.resuming import whole_model
 
-    for _ in range(20):
+    for _ in range(60):
         step = run.step()
         try:
             found = whole_model(run.folder / "checkpoints" / f"step-{step:08d}")
             expected = whole_model(reference / "checkpoints" / f"step-{step:08d}")
             break
-        except (CheckpointError, OSError):  # it is being written, or was removed meanwhile
+        except (CheckpointError, OSError):  # it is being written, was removed, or was saved when the run was stopped
             time.sleep(0.2)
     else:
         return f"nothing to compare at step {step}", 1.0
@@ -762,14 +764,15 @@ def run_all(words: list[str]) -> int:
     )
     asked.add_argument("--folder", type=Path, default=Path("results/chaos-hosts"))
     asked.add_argument("--minutes", type=float, default=60.0)
-    asked.add_argument("--only", default="", help="chains whose name has this, such as ssh/dp")
+    asked.add_argument("--only", default="", help="chains whose names have one of these, such as ssh/dp,ssp")
     asked.add_argument("--faults", default="", help="faults, by name, separated by commas")
     asked.add_argument("--at-once", type=int, default=2)
     chosen = asked.parse_args(words)
     chosen.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * chosen.minutes
     names = [name for name in chosen.faults.split(",") if name]
-    waiting = [(launcher, plan) for plan in PLANS for launcher in LAUNCHERS if chosen.only in f"{launcher}/{plan}"]
+    chains = [(launcher, plan) for plan in PLANS for launcher in LAUNCHERS]
+    waiting = [pair for pair in chains if any(part in "/".join(pair) for part in chosen.only.split(","))]
     done = {(case.launcher, case.plan, case.fault) for case in finished(chosen.folder)}
     waiting = [pair for pair in waiting if any((*pair, name) not in done for name in names or FAULTS)]
     running: list[tuple[subprocess.Popen[bytes], str]] = []

@@ -153,6 +153,9 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train tiny-cnn --device cpu --out plan.json", "plan.json is a file", "name a folder"),
     ("train tiny-cnn --checkpoint-every 0", "--checkpoint-every is 0: expected 1 or more", ""),
     ("train tiny-cnn --device cpu --replan", "--replan goes on from the last checkpoint", "add --checkpoint-every N"),
+    ("train tiny-cnn --device cpu --nnodes 4:2", "--nnodes is '4:2': expected the least and the most hosts", ""),
+    ("train tiny-cnn --device cpu --nnodes 2:4", "--nnodes 2:4 is for several hosts", "name them with --nodes"),
+    ("train tiny-cnn --nnodes 2 --replan --nodes a,b", "--nnodes goes on with the hosts that are there", "one of them"),
     ("train tiny-cnn --lora-alpha 3", "--lora-alpha is given, but no --lora", "add --lora RANK"),
     ("train python:nowhere.py:model --device cpu", "python:nowhere.py:model: there is no file", "write python:FILE.py"),
     (

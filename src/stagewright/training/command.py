@@ -182,7 +182,10 @@ def _check_devices(plan: Plan, settings: Settings, share: int) -> None:
 
 
 def _check_hosts_here(plan: Plan, config: Config) -> None:
-    """Refuses a plan with other hosts where nothing starts workers there."""
+    """Refuses a plan with other hosts, or hosts that may come, where nothing starts workers there."""
+    if config.job.nnodes is not None and not is_worker():
+        told = f"--nnodes {config.job.nnodes} is for several hosts, and this run has only this one"
+        raise UsageError(told, "name them with --nodes host1,host2, or start it under torchrun on each of them")
     others = sorted({id.host for id in plan.devices} - {0})
     if others and not is_worker():  # the launcher of a worker knows the hosts
         what = config.plan.file or f"--placement {config.plan.placement}"
