@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cluster import Cluster, DeviceId
+from stagewright.cluster import Cluster, DeviceId, Host
 from stagewright.errors import ProfileError, StagewrightError
 from stagewright.network import Network
 from stagewright.profile import Profile
-from stagewright.profiling.kinds import find_kind
+from stagewright.profiling.kinds import find_kind, with_kinds_of
 from stagewright.profiling.tables import import_links, import_profile
 
 HEAD = "layer,device,samples,tensor_parallel,forward_s,backward_s,update_s,weight_bytes,activation_bytes,output_bytes"
@@ -88,3 +88,21 @@ def test_links_are_fitted_and_may_differ_by_direction(tmp_path: Path) -> None:
 def test_a_wrong_link_says_where(tmp_path: Path, row: str, error: str) -> None:
     with pytest.raises(StagewrightError, match=error):
         import_links(written(tmp_path, f"from,to,bytes,seconds\n{row}\n"), find_kind("rtx-3090").device())
+
+
+def test_a_kind_without_a_profile_is_worked_out_from_the_nearest_one_and_said(tmp_path: Path) -> None:
+    own = import_profile(
+        written(tmp_path, LAYERS.replace("t4", "rtx-3090").replace("a100,1,2", "a100,1,1")), model="net"
+    )
+    own = replace(Profile.of_kinds([own.by_kind["rtx-3090"]]), others=())
+    device = find_kind("rtx-3090").device()
+    hosts = [Host(devices=(device, find_kind(kind).device())) for kind in ("rtx-4090", "b200")]
+    both = with_kinds_of(own, Cluster(name="c", hosts=tuple(hosts)))
+    assert [*both.by_kind] == ["rtx-3090", "rtx-4090", "b200"]
+    other, memory = (
+        both.by_kind["rtx-4090"],
+        [find_kind(each).rate("memory", "fp32") for each in ("rtx-3090", "rtx-4090")],
+    )
+    assert other.layers[0].forward_s[0] == pytest.approx(own.layers[0].forward_s[0] * memory[0] / memory[1])
+    assert "rtx-4090: worked out from the profile of rtx-3090 by their data sheets" in other.notes[-1]
+    assert with_kinds_of(own, Cluster(name="c", hosts=(Host(devices=(device, replace(device, kind="x"))),))) == own

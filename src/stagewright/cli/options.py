@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from stagewright.cluster import Cluster
 from stagewright.errors import UsageError
 from stagewright.profile import Profile
+from stagewright.profiling.kinds import with_kinds_of
 from stagewright.schema import schema
 from stagewright.training.recipes import OPTIMIZERS, OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys
@@ -47,18 +49,28 @@ class Hardware:
         """How many numbers the optimizer keeps for each number of a parameter, by its role."""
         return OPTIMIZERS[self.optimizer].states_of
 
-    def load_profile(self, file: str | Path | None) -> Profile | None:
-        """The profile in a file, taken for one of another kind of device where that is said; None without a file."""
+    def load_profile(self, file: str | Path | None, cluster: Cluster) -> Profile | None:
+        """The profile in a file, or those of several kinds in a folder; None without one.
+
+        It is taken for one of another kind of device where that is said; the cluster's other kinds are worked out.
+        """
         if file is None and self.assume_kind is not None:
             told = f"--assume-kind {self.assume_kind} goes with a profile file, not with a model's name alone"
             raise UsageError(told, "leave it out, or give the profile")
         profile = None if file is None else Profile.load(file)
-        return profile if profile is None or self.assume_kind is None else profile.assumed(self.assume_kind)
+        if profile is None:
+            return None
+        return with_kinds_of(profile if self.assume_kind is None else profile.assumed(self.assume_kind), cluster)
+
+    def assumed(self, profile: Profile) -> list[str]:
+        """What the profile rests on beside measurements: said with every plan and prediction."""
+        notes = [profile.notes[-1]] if self.assume_kind is not None else []
+        return [*notes, *(each.notes[-1] for each in profile.others if each.source != profile.source and each.notes)]
 
 
 def names_file(what: str) -> bool:
-    """Whether an argument names a file, and not a model."""
-    return Path(what).suffix in (".json", ".yaml", ".yml")
+    """Whether an argument names a file, or a folder of them, and not a model."""
+    return Path(what).suffix in (".json", ".yaml", ".yml") or Path(what).is_dir()
 
 
 def takes(

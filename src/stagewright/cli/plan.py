@@ -45,11 +45,11 @@ def plan(
     Example: stagewright plan vgg16.profile.json --cluster titan-v-8 --batch 224 -o plan.json
     """
     hardware = cluster_or_here(own.cluster)
-    profile = own.load_profile(what if names_file(what) else None) or _analytic(what, hardware, plan, own)
+    profile = own.load_profile(what if names_file(what) else None, hardware) or _analytic(what, hardware, plan, own)
     profile = profile.with_states(own.states)
     found = make_plan(profile, hardware, plan, simulator(profile, hardware) if own.simulate else None)
-    if own.assume_kind is not None:
-        best = replace(found.best.plan, notes=(*found.best.plan.notes, profile.notes[-1]))
+    if notes := own.assumed(profile):
+        best = replace(found.best.plan, notes=(*found.best.plan.notes, *notes))
         found = replace(found, best=replace(found.best, plan=best))
     if own.out is not None:
         found.best.plan.save(own.out)

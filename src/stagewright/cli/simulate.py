@@ -66,7 +66,8 @@ def simulate(
     Example: stagewright simulate vgg16 --cluster titan-v-8 --placement 0:0-6.0:7 --cut fc1 --batch 224 --staleness ssp
     """
     plan = replace(plan, placement=plan.placement or "", recompute=bool(plan.recompute))
-    hardware, profile = cluster_or_here(own.cluster), own.load_profile(own.profile)
+    hardware = cluster_or_here(own.cluster)
+    profile = own.load_profile(own.profile, hardware)
     made = Plan.load(what) if names_file(what) else None
     setting = Scenario(
         model=what if made is None else made.model, plan=made, profile=profile, precision=own.precision, data=own.data,
@@ -78,8 +79,8 @@ def simulate(
         _refuse_what_does_not_fit([point.record for point in points], hardware)
         return
     record = points[0].record
-    if profile is not None and own.assume_kind is not None:
-        record = replace(record, notes=(*record.notes, profile.notes[-1]))
+    if profile is not None and (notes := own.assumed(profile)):
+        record = replace(record, notes=(*record.notes, *notes))
     if own.trace is not None:
         write_whole(own.trace, json.dumps(chrome_trace(record)))
     if own.timeline is not None:

@@ -41,14 +41,16 @@ def make_analytic_profile(
 
 
 def profile_for(cluster: Cluster, model: str, sizes: tuple[int, ...], precision: Precision) -> Profile:
-    """The analytic profile of a model of the zoo on the first kind of device of a cluster."""
-    kind = plain_kind(cluster.hosts[0].devices[0].kind)
-    if kind not in known_kinds():
-        raise ProfileError(
-            f"{model} has to be measured on {kind}, the devices of {cluster.name}: no data sheet is known here",
-            f"run `stagewright profile {model} --batch ROWS -o FILE` on such a device, and give that file",
-        )
-    return _profile_by_name(model, kind, sizes, precision)
+    """The analytic profile of a model of the zoo on the kinds of device of a cluster."""
+    said = {plain_kind(device.kind) for host in cluster.hosts for device in host.devices if device.speed != 1.0}
+    kinds = [kind for number, kind in enumerate(cluster.kinds) if not number or kind not in said]
+    for kind in kinds:
+        if kind not in known_kinds():
+            raise ProfileError(
+                f"{model} has to be measured on {kind}, the devices of {cluster.name}: no data sheet is known here",
+                f"run `stagewright profile {model} --batch ROWS -o FILE` on such a device, and give that file",
+            )
+    return Profile.of_kinds([_profile_by_name(model, kind, sizes, precision) for kind in kinds])
 
 
 @cache

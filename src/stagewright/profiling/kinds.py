@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from stagewright.cluster import Device, plain_kind
+from stagewright.cluster import Cluster, Device, plain_kind
 from stagewright.errors import ClusterError, StagewrightError
-from stagewright.profile import Precision
+from stagewright.profile import LayerProfile, Precision, Profile
 from stagewright.schema import Saved, parse_plain, schema
 
 WorkKind = Literal["conv", "matmul", "memory"]
@@ -80,6 +81,41 @@ def relative_speed(kind: DeviceKind, reference: DeviceKind) -> float:
     works: tuple[WorkKind, ...] = ("conv", "matmul", "memory")
     product = math.prod(kind.rate(work, "fp32") / reference.rate(work, "fp32") for work in works)
     return float(round(product ** (1 / len(works)), 4))
+
+
+def with_kinds_of(profile: Profile, cluster: Cluster) -> Profile:
+    """The profile with those of the cluster's other kinds of device, worked out from data sheets where they are known.
+
+    Each layer's seconds change as what limits it does: convolutions, matrix products, or memory.
+    """
+    known = {plain_kind(kind): each for kind, each in profile.by_kind.items()}
+    unknown = [kind for kind in cluster.kinds if kind not in known and kind in known_kinds()]
+    speeds = {plain_kind(device.kind): device.speed for host in cluster.hosts for device in host.devices}
+    measured = [find_kind(kind) for kind in known if kind in known_kinds()]
+    if not measured:
+        return profile
+    made = []
+    for kind in (find_kind(each) for each in unknown if speeds[each] == 1.0):
+        nearest = min(measured, key=lambda each: abs(math.log(relative_speed(each, kind))))
+        made.append(_worked_out(known[nearest.name], nearest, kind))
+    return Profile.of_kinds([profile, *made]) if made else profile
+
+
+def _worked_out(profile: Profile, measured: DeviceKind, kind: DeviceKind) -> Profile:
+    works: dict[str, WorkKind] = {"conv": "conv", "matmul": "matmul"}
+
+    def slower(work: WorkKind) -> float:
+        return measured.rate(work, profile.precision) / kind.rate(work, profile.precision)
+
+    def scaled(layer: LayerProfile) -> LayerProfile:
+        factor = slower(works.get(layer.kind, "memory"))
+        return layer.with_times({key: tuple(each * factor for each in times) for key, times in layer.timed.items()})
+
+    note = f"{kind.name}: worked out from the profile of {measured.name} by their data sheets, not measured"
+    return replace(
+        profile, device=kind.name, source="analytic", layers=tuple(map(scaled, profile.layers)), others=(), model_s=(),
+        optimizer_s=profile.optimizer_s * slower("memory"), notes=(*profile.notes, note),
+    )  # fmt: skip
 
 
 def known_kinds() -> tuple[str, ...]:
