@@ -63,7 +63,7 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, lis
     found: dict[int, dict[str, list[str]]] = {}
     for columns in (80, 100, 140):
         folder = tmp_path_factory.mktemp(f"w{columns}")
-        status, written = typed(sys.executable, "-c", ALL, columns=columns, folder=folder, seconds=200)
+        status, written = typed(sys.executable, "-c", ALL, columns=columns, folder=folder, seconds=280)
         assert status == 0, written[-3000:]
         blocks = written.split(MARK)[1:]
         found[columns] = {line: lines_of(block)[1:] for line, block in zip(LINES, blocks, strict=True)}
@@ -74,7 +74,7 @@ def test_every_verb_is_looked_at() -> None:
     assert {line.split()[0] for line in LINES} - {"modells"} == set(VERBS)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("line", LINES)
 def test_nothing_is_cut_off(line: str, screens: dict[int, dict[str, list[str]]]) -> None:
     shown = {}
