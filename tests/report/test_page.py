@@ -153,7 +153,7 @@ def test_a_filter_leaves_the_cases_that_have_all_its_words_in_tables_and_charts(
     choose(fresh, "filter", "SSP rehearsed", "input")
     assert column(fresh, "case-table", 0) == ["vgg16-7-1"]
     assert column(fresh, "scaling-table", 0) == ["vgg16-7-1"]
-    assert [[name.split()[0] for name in names] for names in bars(fresh)] == [["◐\u00a0vgg16-7-1"]]
+    assert [[name.split(" · ")[0] for name in names] for names in bars(fresh)] == [["◐\u00a0vgg16-7-1"]]
     assert fresh.execute_script("return document.getElementById('filtered').textContent").startswith("1 of ")
     choose(fresh, "filter", "no such case", "input")
     assert (column(fresh, "case-table", 0), bars(fresh)) == ([], [])
