@@ -50,7 +50,8 @@ for line in {LINES!r}:
     except SystemExit: pass
 """
 PASSING = re.compile(
-    r"^.*(steps  |starting |images/s (in|·)|\d/\d+$|loss .*→).*$|\S*[━█─╭╮╰╯│]\S*|\d+ more options.*|saved in .*",
+    r"^.*(steps  |starting |images/s (in|·)|\d/\d+$|loss .*→).*$|^ *left$|\S*[━█─╭╮╰╯│]\S*|"
+    r"\d+ more options.*|saved in .*",
     re.MULTILINE,
 )
 SEARCHED = re.compile(r"weighed\s[^.]*\sin\s+[\d.]+\s+s\b|about\s+\d+\s+s\s+left")
