@@ -32,6 +32,8 @@ def visible(text: str) -> str:
 class StagewrightError(Exception):
     """A mistake or failure with a sentence on what happened and, where there is one, a way out."""
 
+    status = 2
+    """What the command ends with: what was asked for cannot be done as it stands."""
     schema, key = "", ""
     """Whose value is wrong, where that is what happened; then `what` begins with `schema: key key`."""
 
@@ -95,6 +97,8 @@ class CheckpointError(StagewrightError):
 class RunError(StagewrightError):
     """A run that ended early: a dead worker, a timeout, a NaN."""
 
+    status = 3
+    """It may be gone on with."""
     worker: int | None = None
     """The worker that is to blame by a fault of its own, where that is known."""
     hosts: tuple[int, ...] = ()

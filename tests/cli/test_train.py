@@ -157,6 +157,26 @@ def test_and_in_a_rehearsal(tmp_path: Path) -> None:
     assert [stage.layers[0] for stage in record.plan.stages] == ["conv1", "conv2", "fc1"]
 
 
+def test_with_json_the_last_line_says_how_it_ended(tmp_path: Path, run: Run) -> None:
+    """Finished, refused, and failed where something is in the way of its last checkpoint."""
+    folder = tmp_path / "run"
+    words = [*TRAIN, "--json", "--checkpoint-every", 2, "-o", folder]
+    status, out, _ = run(*words, "--steps", 4)
+    end = json.loads(out.splitlines()[-1])
+    assert (status, end["state"], end["status"], end["saved_step"]) == (0, "finished", 0, 4)
+    assert end["images_per_s"] > 0
+    status, out, err = run(*words, "--steps", 6)
+    end = json.loads(out.splitlines()[-1])
+    assert (status, end["state"], end["status"], end["resumable"]) == (2, "refused", 2, False)
+    assert end["error"] in err
+    (folder / "checkpoints" / ".step-00000007.part").write_text("in the way")
+    status, out, _ = run(*words, "--steps", 7, "--resume", folder / "checkpoints" / "step-00000004")
+    end = json.loads(out.splitlines()[-1])
+    assert (status, end["state"], end["status"], end["resumable"], end["saved_step"]) == (3, "failed", 3, True, 6)
+    assert end["folder"] == str(folder)
+    assert "step 7 could not be saved" in end["error"]
+
+
 # Errors name options
 
 

@@ -196,7 +196,7 @@ def test_a_last_step_that_cannot_be_saved_is_an_error(tmp_path: Path, monkeypatc
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / ".step-00000010.part").write_text("in the way")
-    assert train(folder, "--steps", "10") == 2
+    assert train(folder, "--steps", "10") == 3
     assert steps_in(folder) == [5]
 
 

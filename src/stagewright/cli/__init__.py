@@ -165,7 +165,7 @@ def _about(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command and ends the process: 0, 2 for a mistake of the user, 1 for one of its own, 130 for Ctrl-C."""
+    """Runs the command and ends the process, with the status that docs/reliability.md has."""
     from stagewright.profiling.heap import keep_longer
 
     keep_longer()
@@ -201,7 +201,8 @@ def _explain(fault: Exception, words: Sequence[str]) -> int:
         what = _as_typed(fault, words) if fault.schema else fault.what
         file, is_missing, _ = what.partition(": No such file or directory")
         option = _option_of(file, words) if is_missing else None
-        return _say(what if option is None else f"{option} {what}", fault.todo)
+        _say(what if option is None else f"{option} {what}", fault.todo)
+        return fault.status
     if hasattr(fault, "format_message"):
         return _explain_usage(fault, words)
     if isinstance(fault, OSError):

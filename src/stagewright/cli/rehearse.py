@@ -52,11 +52,11 @@ def rehearse(model: Model = None, *, run: Run, given: Given) -> None:
 
     check_packages(config)
     if own.slices is not None:
-        run.show(_on_slices(config, own.slices, own.rate, run.console))
+        run.to_the_end(config, lambda seen: _on_slices(config, int(own.slices or 0), own.rate, run.console))
     elif own.rate is not None:
         raise UsageError("--rate goes with --slices", "write the rates of hosts' links into the cluster file")
     else:
-        run.show(_on_hosts(config, find_cluster(str(own.cluster)), run.console))
+        run.to_the_end(config, lambda seen: _on_hosts(config, find_cluster(str(own.cluster)), run.console))
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:

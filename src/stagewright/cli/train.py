@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +12,10 @@ import typer
 from rich.console import Console
 
 from stagewright.cli.options import Given, takes
-from stagewright.errors import UsageError
+from stagewright.errors import RunError, StagewrightError, UsageError
 from stagewright.record import Record
 from stagewright.runtime.launch.environment import is_main, is_worker
+from stagewright.runtime.run_folder import RunFolder
 from stagewright.schema import dump_yaml
 from stagewright.training.config import NO_OPTION, SECTIONS, Config, make_config
 
@@ -34,7 +36,7 @@ class Run:
     print_config: bool = False
     """print the configuration, start nothing"""
     json: bool = False
-    """print the record's figures as JSON"""
+    """print the record's figures, and how the run ended, as JSON in one last line"""
 
     def read(self, model: str | None, given: Given) -> Config:
         """The configuration that a file, a recipe and options make."""
@@ -53,10 +55,41 @@ class Run:
         """Where the run is shown: beside its figures, not among them."""
         return Console(stderr=self.json)
 
-    def show(self, record: Record | None) -> None:
-        """Prints its figures as JSON where that is asked for; from one process, however many there are."""
-        if record is not None and self.json and is_main():
-            typer.echo(json.dumps(record.summary()))
+    def to_the_end(self, config: Config, do: Callable[[Callable[[RunFolder], object]], Record | None]) -> None:
+        """Runs; where JSON is asked for, a last line has the figures and says how it ended, however it does."""
+        runs: list[RunFolder] = []
+        wants_json = is_main() and (self.json or config.job.log_format == "json")
+        try:
+            record = do(runs.append)
+        except (StagewrightError, SystemExit) as fault:
+            if wants_json:
+                typer.echo(json.dumps(_end_of(runs, fault)))
+            raise
+        if wants_json:
+            figures = record.summary() if record is not None else {}
+            typer.echo(json.dumps({**figures, **_end_of(runs, None)}))
+
+
+def _end_of(runs: Sequence[RunFolder], fault: BaseException | None) -> dict[str, object]:
+    """How a run ended, for programs that decide what comes next: who is to blame, and whether it can be resumed."""
+    from stagewright.runtime.checkpoint.storage import checkpoints_in
+
+    run = runs[-1] if runs else None
+    saved = checkpoints_in(run.path, own=True) if run is not None else []
+    state = run.state if run is not None else "finished"
+    end: dict[str, object] = {
+        "folder": str(run.path) if run is not None else None,
+        "saved_step": int(saved[0].name.removeprefix("step-")) if saved else None,
+    }
+    if isinstance(fault, StagewrightError):
+        state = "failed" if run is not None else "refused"
+        end |= {"error": fault.what, "todo": fault.todo}
+        if isinstance(fault, RunError):
+            end |= {"worker": fault.worker, "hosts": fault.hosts}
+    elif fault is not None:
+        state = "stopped"
+    status = fault.code if isinstance(fault, SystemExit) else getattr(fault, "status", 0)
+    return {"event": "end", "state": state, "status": status, "resumable": bool(saved) and state != "finished", **end}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,4 +124,4 @@ def train(model: Model = None, *, run: _Training, given: Given) -> None:
         return
     from stagewright.training.command import run_command
 
-    run.show(run_command(config, run.console, dry_run=run.dry_run))
+    run.to_the_end(config, lambda seen: run_command(config, run.console, dry_run=run.dry_run, seen=seen))

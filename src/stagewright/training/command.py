@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.launch.environment import expand_hosts, is_main, is_worker
 from stagewright.runtime.launch.local import Hosts
 from stagewright.runtime.launch.ssh import OverSsh
-from stagewright.runtime.run_folder import is_held
+from stagewright.runtime.run_folder import RunFolder, is_held
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
 from stagewright.training.config import PYTHON, SYNTHETIC, Config, DataOptions, Job, JobOptions
@@ -44,7 +44,7 @@ _EVALUATION_BATCHES = 10
 
 def run_command(
     config: Config, console: Console, *, cluster: Cluster | None = None, hosts: Hosts | OverSsh | None = None,
-    source: Source = "measured", dry_run: bool = False,
+    source: Source = "measured", dry_run: bool = False, seen: Callable[[RunFolder], object] = lambda run: None,
 ) -> Record | None:  # fmt: skip
     """Trains as the configuration says; None where there is nothing to record (a dry run, no step left).
 
@@ -77,7 +77,7 @@ def run_command(
         make_schedule(plan, agree=settings.agrees), model, data=feed_for(dataset, model, config),
         evaluation=feed_for(evaluation_set, model, config, is_training=False), recipe=in_steps, job=job,
         settings=settings, cluster=cluster.name, source=source, folder=where.out, console=console, hosts=hosts,
-        config=config, share=where.share,
+        config=config, share=where.share, seen=seen,
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def train(
     metrics: Mapping[str, Metric] | None = None, callbacks: Sequence[Callback] = (), cluster: str = "local",
     source: Source = "measured", folder: str | Path | None = None, console: Console | None = None,
     command: Sequence[str] | None = None, hosts: Hosts | OverSsh | None = None, config: Config | None = None,
-    share: int = 1,
+    share: int = 1, seen: Callable[[RunFolder], object] = lambda run: None,
 ) -> Record:  # fmt: skip
     """Trains a model by a schedule, and returns the record of it.
 
@@ -70,7 +70,7 @@ def train(
     `collate_fn`, a function of (batch, start, stop) → (inputs, targets), or a Feed; None makes them up. `recipe` is a
     Recipe, or a function from parameters to an optimizer. With `hosts` the workers are started there, each host with
     those of its own devices. With a `config`, which the run's folder keeps, workers read that instead of running the
-    script. `share` workers fit on a card, even where the plan has fewer.
+    script. `share` workers fit on a card, even where the plan has fewer. `seen` gets the run's folder, once it has one.
     """
     job, settings, recipe = job or Job(), settings or Settings(), recipe or Recipe()
     settings = replace(settings, rescale_steps=settings.rescale_steps or -(-job.steps // 4))
@@ -86,7 +86,7 @@ def train(
             check_device(settings)
         check_run(schedule, model, recipe, job, settings, folder)
         about = about_run(schedule.plan, model, settings, recipe, feed)
-        how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite, "store": job.checkpoints}
+        how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite, "store": job.checkpoints, "seen": seen}
         rest = (schedule, model, job, settings, recipe, feed, held_out, cluster, source, metrics, callbacks)
         # Whoever started workers here follows their events; without such a one they show them themselves.
         shown = None if RUN_FOLDER in os.environ else console or Console()
@@ -143,12 +143,14 @@ def _check_targets(plan: Plan, *feeds: object) -> None:
 
 @contextmanager
 def taken(
-    config: Config | None, folder: str | Path | None, *about: Any, store: str | None, **how: Any
-) -> Iterator[RunFolder]:
+    config: Config | None, folder: str | Path | None, *about: Any, store: str | None,
+    seen: Callable[[RunFolder], object] = lambda run: None, **how: Any,
+) -> Iterator[RunFolder]:  # fmt: skip
     """The run's folder while the block runs, with the configuration in it; the store for copies has no other run's."""
     if store is not None and not how["overwrite"]:
         how["id"] = run_at(store, folder, resume=how["resume"], goes_on=how.get("goes_on", False))
     with held(folder, *about, **how) as run:
+        seen(run)
         if store is not None and how["overwrite"]:
             Store.open(store).clear()
         if config is not None:
