@@ -89,7 +89,7 @@ def _end_of(runs: Sequence[RunFolder], fault: BaseException | None) -> dict[str,
     elif fault is not None:
         state = "stopped"
     status = fault.code if isinstance(fault, SystemExit) else getattr(fault, "status", 0)
-    return {"event": "end", "state": state, "status": status, "resumable": bool(saved) and state != "finished", **end}
+    return {"event": "exit", "state": state, "status": status, "resumable": bool(saved) and state != "finished", **end}
 
 
 @dataclass(frozen=True, kw_only=True)
