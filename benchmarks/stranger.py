@@ -34,19 +34,19 @@ from benchmarks import chaos  # noqa: E402
 
 STRANGER = 54_321
 """A user that nobody is."""
-PATIENCE = timedelta(seconds=1)
+PATIENCE = timedelta(seconds=0.5)
 
 
 def as_stranger(do: Callable[[], Any], limit_s: float) -> Any:
     """What a function gives in a process of the other user; what it raised, as one thing that it gives."""
+    import torch.distributed as dist
+
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            import torch.distributed as dist
-
-            with tempfile.NamedTemporaryFile() as file:  # what torch loads late, Python's own folder may be closed for
-                dist.init_process_group("gloo", store=dist.FileStore(file.name, 1), rank=0, world_size=1)
+            with tempfile.TemporaryDirectory() as name:  # what torch loads late, Python's own folder may be closed for
+                dist.init_process_group("gloo", store=dist.FileStore(f"{name}/store", 1), rank=0, world_size=1)
                 dist.destroy_process_group()
             os.setgroups([])
             os.setresgid(STRANGER, STRANGER, STRANGER)
@@ -205,6 +205,7 @@ def main() -> int:
     if os.geteuid() != 0:
         print("left out: needs root, to become another user")
         return 0
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # it tells every refusal at length
     chaos.IS_ROOT = False  # a run on the machine's own network, as its other users have it
     with tempfile.TemporaryDirectory(prefix="stranger-") as name:
         Path(name).chmod(0o755)
