@@ -69,8 +69,8 @@ def as_stranger(do: Callable[[], Any], limit_s: float) -> Any:
     return json.loads(said) if said else None
 
 
-def attack(processes: Sequence[int], folder: Path, port: int) -> list[str]:
-    """One try of everything; what worked."""
+def attack(processes: Sequence[int], folder: Path, port: int, at: str) -> list[str]:
+    """One try at the run's files and processes, at a port as at a store, or as a worker; what worked."""
     import torch
     import torch.distributed as dist
 
@@ -80,16 +80,17 @@ def attack(processes: Sequence[int], folder: Path, port: int) -> list[str]:
         with suppress(OSError, RuntimeError, ValueError):
             done.append(f"{what}: {do()!r}"[:200])
 
-    attempt("listed the folder", lambda: os.listdir(folder))
-    for name in ("secret", "config.yaml", "run.json", "events.jsonl", "checkpoints/step-00000020/manifest.json"):
-        attempt(f"read {name}", lambda name=name: (folder / name).read_bytes()[:9])
-    attempt("left the word that stops it", lambda: (folder / "stop").write_text("a stranger"))
-    for process in processes:
-        for name in ("environ", "mem", "maps", "fd/0"):
-            attempt(f"read {name} of {process}", lambda path=Path(f"/proc/{process}/{name}"): path.read_bytes())
-        attempt(f"listed the files of {process}", lambda process=process: os.listdir(f"/proc/{process}/fd"))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGSTOP):
-            attempt(f"signalled {process}", lambda process=process, number=number: os.kill(process, number))
+    def try_files() -> None:
+        attempt("listed the folder", lambda: os.listdir(folder))
+        for name in ("secret", "config.yaml", "run.json", "events.jsonl", "checkpoints/step-00000020/manifest.json"):
+            attempt(f"read {name}", lambda name=name: (folder / name).read_bytes()[:9])
+        attempt("left the word that stops it", lambda: (folder / "stop").write_text("a stranger"))
+        for process in processes:
+            for name in ("environ", "mem", "maps", "fd/0"):
+                attempt(f"read {name} of {process}", lambda path=Path(f"/proc/{process}/{name}"): path.read_bytes())
+            attempt(f"listed the files of {process}", lambda process=process: os.listdir(f"/proc/{process}/fd"))
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGSTOP):
+                attempt(f"signalled {process}", lambda process=process, number=number: os.kill(process, number))
 
     def speak() -> object:
         store = dist.TCPStore("127.0.0.1", port, None, False, timeout=PATIENCE, wait_for_workers=False)
@@ -102,8 +103,12 @@ def attack(processes: Sequence[int], folder: Path, port: int) -> list[str]:
         dist.all_reduce(torch.full((64,), float("nan")))
         return "all-reduced"
 
-    attempt(f"spoke to a store at {port}", speak)
-    attempt(f"joined at {port}", join)
+    if at == "files":
+        try_files()
+    elif at == "store":
+        attempt(f"spoke to a store at {port}", speak)
+    else:
+        attempt(f"joined at {port}", join)
     return done
 
 
@@ -145,7 +150,8 @@ def at_a_run(tries: int, connections: int, draw: random.Random, folder: Path) ->
     worked: list[str] = []
     for _ in range(tries):
         port = draw.choice(ports)
-        worked += as_stranger(lambda port=port: attack(processes, run.folder, port), 10) or []
+        for at in ("files", "store", "group"):
+            worked += as_stranger(lambda port=port, at=at: attack(processes, run.folder, port, at), 10) or []
     before = run.step()
     chaos.wait_for_step(run, before + 20)
     alive = run.process.poll() is None and run.step() > before
