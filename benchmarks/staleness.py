@@ -2,7 +2,7 @@
 
     python benchmarks/staleness.py data FOLDER                   real images and text, by pip and apt, into a file
     python benchmarks/staleness.py run FOLDER [--only text,…]    trains what is still to do, the most telling first
-    python benchmarks/staleness.py table FOLDER                  what came out, as table.md and curves.svg
+    python benchmarks/staleness.py table FOLDER                  what came out: table.md, curves.svg, stale_costs.json
 
 The delays are applied in one process by the workers' own code: a store of versions for each stage, and its correction.
 tests/test_staleness.py holds it to real workers. A run is one JSON file, so a study goes on where it was stopped.
@@ -534,7 +534,32 @@ def table(told: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+_ADVISES = {"sgd": "resnet", "adamw": "text", "muon": "text"}
+"""For each optimizer the workload whose costs `plan` and `train` tell."""
+
+
+def costs(told: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """By optimizer and correction (mean delay, mean gap), by delay; of delays with runs of every correction."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in _ADVISES}
+    for (workload, optimizer, staleness, stages, correct), values in gaps(told).items():
+        if _ADVISES[optimizer] == workload and all(map(np.isfinite, values)):
+            trial = Trial(workload, optimizer, staleness, stages or 8)
+            delay = sum(trial.versions) / trial.stages - 1
+            found[optimizer].setdefault(correct, []).append((delay, round(float(np.mean(values)), 4)))
+    for ways in found.values():
+        known = [{delay for delay, _ in points} for points in ways.values()]
+        for way, points in ways.items():
+            ways[way] = sorted(point for point in points if all(point[0] in delays for delays in known))
+    return found
+
+
 _STALE_NAMES = ("2bw", "ssp", "4", "8")
+_DRAWN = (
+    ("text", "adamw", "2bw", 0),
+    ("text", "muon", "2bw", 0),
+    ("text", "muon", "ssp", 4),
+    ("resnet", "sgd", "2bw", 0),
+)
 _COLOURS = ("#222222", "#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98", "#707b7c")
 
 
@@ -592,8 +617,8 @@ def main() -> None:
     elif told.what == "table":
         runs = read(told.folder)
         (told.folder / "table.md").write_text(table(runs))
-        panels = dict.fromkeys(key[:4] for key in by_setting(runs) if key[2] != "0")
-        draw(runs, list(panels), told.folder / "curves.svg")
+        draw(runs, _DRAWN, told.folder / "curves.svg")
+        (told.folder / "stale_costs.json").write_text(json.dumps(costs(runs), indent=1) + "\n")
         print(table(runs))
     else:
         todo = retuned(told.seeds) if told.retune else trials(told.only.split(","), told.seeds)

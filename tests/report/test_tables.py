@@ -170,7 +170,7 @@ def test_time_to_loss_is_that_of_the_steps_it_takes() -> None:
     assert table is not None
     assert column(table, "final loss") == ["1.0000 0.9000 to 1.1000", "0.5000 0.0000 to 1.0000", "2.0000"]
     assert column(table, "time to the loss") == [
-        "22.12 s 21.85 s to 22.40 s; 1 of 3 runs never come to it", "10.08 s 8.96 s to 11.20 s",
+        "22.13 s 21.85 s to 22.40 s; 1 of 3 runs never come to it", "10.08 s 8.96 s to 11.20 s",
         "– 1 of 1 runs never come to it",
     ]  # fmt: skip
     assert column(table, "against")[1].startswith("0.46")

@@ -21,6 +21,7 @@ from stagewright.profile import Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.drawing import describe_devices
 from stagewright.report.figures import GAP, rate, seconds, size
+from stagewright.runtime.corrections import price_of_staleness
 from stagewright.schema import dump_json, schema
 from stagewright.simulation import simulator
 
@@ -85,7 +86,9 @@ def _show(found: Search, cluster: Cluster, after: Sequence[str]) -> None:
     if found.data_parallel is None:
         lines.append(("  data parallel", GAP, GAP, GAP, found.why_no_data_parallel))
     plans = table("  plan! | step> | images/s> | memory first / last! | limited by", lines)
-    show(f"{title}    {how}", plans, [*best.notes[:1], _settings(best), *_passed_over(found), *best.notes[1:], *after])
+    price = price_of_staleness(best.versions)
+    told = [*best.notes[:1], _settings(best), *_passed_over(found), *best.notes[1:], *([price] if price else [])]
+    show(f"{title}    {how}", plans, [*told, *after])
 
 
 def _next(plan: Plan, what: str, own: _Planning) -> list[str]:

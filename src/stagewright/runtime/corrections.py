@@ -17,8 +17,14 @@ checkpoints have z.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,53 @@ class Correction:
     @property
     def keeps_weights(self) -> bool:
         """Whether it keeps weights or moves beside the weights at use."""
-        return self.ahead is not None or self.feeds_back
+        return self.copies(1) > 0
+
+    def copies(self, delay: int) -> int:
+        """How many times the weights it keeps beside the versions, the last of them only while an update is made."""
+        if delay == 0 or (self.ahead is None and not self.feeds_back):
+            return 0
+        return 2 if self.ahead is not None else delay + 1
+
+    def prepare(self, groups: Iterable[dict[str, Any]], delay: int) -> dict[int, float]:
+        """Sets the momentum of an optimizer's groups; by a parameter's id how many moves its slots are ahead."""
+        found: dict[int, float] = {}
+        for group in groups:
+            momentum = _momentum_of(group)
+            if self.momentum is not None and momentum is not None:
+                momentum = _set_momentum(group, momentum, self.momentum(delay, momentum))
+            if self.ahead is not None:
+                found |= {id(each): self.ahead(delay, momentum or 0.0) for each in group["params"]}
+        return found
+
+    @contextmanager
+    def rescaled(self, groups: Sequence[dict[str, Any]], delay: int, over: float) -> Iterator[None]:
+        """Inside, the groups' rates are those of this correction, with such a share of the first steps over."""
+        rates = [group["lr"] for group in groups]
+        if self.rate is not None:
+            for group, rate in zip(groups, rates):
+                group["lr"] = rate * self.rate(delay, over)
+        yield
+        for group, rate in zip(groups, rates):
+            group["lr"] = rate
+
+
+def _momentum_of(group: Mapping[str, Any]) -> float | None:
+    """The momentum of a group whose steps do not grow with it; None where there is none."""
+    if "betas" in group:
+        return float(group["betas"][0])
+    return float(group["momentum"]) if "dampening" in group or "ns_steps" in group else None
+
+
+def _set_momentum(group: dict[str, Any], before: float, momentum: float) -> float:
+    """Gives a group another momentum, with steps of the same length in the long run; returns it."""
+    if "betas" in group:
+        group["betas"] = (momentum, group["betas"][1])
+    else:
+        group["momentum"] = momentum
+    if "dampening" in group:  # a mean of gradients keeps its size by itself, SGD's sum of them does not
+        group["dampening"] = 1 - (1 - momentum) / (1 - before) * (1 - group["dampening"])
+    return momentum
 
 
 def _ahead_by_delay(delay: int, momentum: float) -> float:
@@ -74,3 +126,62 @@ CORRECTIONS: Mapping[str, Correction] = {
         paper="Yang et al., PipeMare, 2021, technique 1", rate=lambda delay, over: (delay + 1) ** (over - 1)
     ),
 }
+
+# ── what staleness costs, as benchmarks/staleness.py measured it ────────────────────────────────────────
+
+
+@cache
+def _measured() -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """By optimizer and correction: (mean delay over the stages, how much higher the final loss is), by delay."""
+    file = Path(__file__).with_name("stale_costs.json")
+    told: dict[str, dict[str, list[tuple[float, float]]]] = json.loads(file.read_text(encoding="utf-8"))
+    return told
+
+
+def _mean_delay(versions: Sequence[int]) -> float:
+    return sum(versions) / len(versions) - 1
+
+
+def cost_of(optimizer: str, versions: Sequence[int], correct: str) -> float | None:
+    """The share by which the study's final loss was higher at such delays; None where it has nothing near.
+
+    Between two delays it is on a line, beyond the longest that of the longest.
+    """
+    delay, found = _mean_delay(versions), _measured().get(optimizer, {}).get(correct)
+    if found is None:
+        return None
+    for (low, less), (high, more) in pairwise([(0.0, 0.0), *found]):
+        if delay <= high:
+            return less + (more - less) * (delay - low) / (high - low)
+    return found[-1][1]
+
+
+def _best(optimizer: str, versions: Sequence[int]) -> tuple[str, float]:
+    """The correction that costs least."""
+    costs = {name: cost_of(optimizer, versions, name) for name in _measured()[optimizer]}
+    name = min((name for name in costs if costs[name] is not None), key=lambda name: costs[name] or 0.0)
+    return name, costs[name] or 0.0
+
+
+def price_of_staleness(versions: Sequence[int]) -> str:
+    """One line on what each optimizer's loss pays for a plan's versions; empty for an exact plan."""
+    if max(versions) == 1:
+        return ""
+    told = []
+    for optimizer in _measured():
+        plain, (name, best) = cost_of(optimizer, versions, "none"), _best(optimizer, versions)
+        told.append(f"{optimizer} {plain or 0:+.1%}" + (f" (--correct {name} {best:+.1%})" if name != "none" else ""))
+    delay = f"stale by {_mean_delay(versions):.2g} steps on average"
+    return f"{delay}; the loss it costs at as many samples, measured on small models: {', '.join(told)}"
+
+
+def warnings_of(optimizer: str, versions: Sequence[int], correct: Sequence[str]) -> Iterator[str]:
+    """One line for a launch without a correction that would pay."""
+    if max(versions) == 1 or set(correct) != {"none"} or optimizer not in _measured():
+        return
+    cost, (name, best) = cost_of(optimizer, versions, "none"), _best(optimizer, versions)
+    if cost is not None and name != "none":
+        yield (
+            f"stale weights without a correction: {optimizer} paid {cost:+.1%} of final loss for such delays on a "
+            f"small model, {best:+.1%} with --correct {name} (docs/staleness.md)"
+        )

@@ -72,7 +72,9 @@ class Versions:
         for name, parameter in zip(self.names, self.moved):  # for optimizers that treat some apart
             parameter.stagewright_name = name  # type: ignore[attr-defined]
         self.optimizer, self.scheduler = optimizer_by(make_optimizer, self.moved)
-        self._aheads = self._prepare()
+        ahead = self.correction.prepare(self.optimizer.param_groups if self.optimizer is not None else (), self.delay)
+        self._aheads = [ahead.get(id(each), 0.0) for each in self.moved]
+        """How far the slots are ahead of each parameter that the optimizer moves, in moves like its last one."""
         past = self.moved if self.correction.feeds_back else ()
         self.moves = [each.new_full((self.delay, *each.shape), nan) for each in past]
         """The last moves of each parameter, each in the place of its batch; NaN where there was none yet."""
@@ -162,7 +164,8 @@ class Versions:
                 rate = self.rate_of(batch)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
-            with self._rescaled(self.optimizer, batch):
+            over = min(1.0, batch / self._rescale_steps) if self._rescale_steps else 0.0
+            with self.correction.rescaled(self.optimizer.param_groups, self.delay, over):
                 _step(self.optimizer, verdict)
         self._correct(batch, target, before)
         if self.scheduler is not None:
@@ -173,32 +176,6 @@ class Versions:
             moved.grad = None
         torch.clear_autocast_cache()  # it knows the weights by their place, and would give out the old ones
         self.num_updates = batch + 1
-
-    # What a correction adds
-
-    def _prepare(self) -> list[float]:
-        """Sets the momentum that a correction wants; how far each parameter's slots are ahead of it, in moves."""
-        found: dict[int, float] = {}
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            momentum = _momentum_of(group)
-            if self.correction.momentum is not None and momentum is not None:
-                momentum = _set_momentum(group, momentum, self.correction.momentum(self.delay, momentum))
-            if self.correction.ahead is not None:
-                moves = self.correction.ahead(self.delay, momentum or 0.0)
-                found |= {id(each): moves for each in group["params"]}
-        return [found.get(id(each), 0.0) for each in self.moved]
-
-    @contextmanager
-    def _rescaled(self, optimizer: Optimizer, batch: int) -> Iterator[None]:
-        """Inside, the groups' rates are those of a batch under the correction."""
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if self.correction.rate is not None:
-            over = min(1.0, batch / self._rescale_steps) if self._rescale_steps else 0.0
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * self.correction.rate(self.delay, over)
-        yield
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate
 
     def _correct(self, batch: int, target: Sequence[Tensor], before: Sequence[Tensor]) -> None:
         """Puts the weights at use into a batch's slot, from those that were there before the step."""
@@ -303,24 +280,6 @@ def _step(optimizer: Optimizer, verdict: Verdict | None) -> None:
     if divisor is not None and gradients:
         torch._foreach_div_(gradients, divisor)
     optimizer.step()
-
-
-def _momentum_of(group: Mapping[str, Any]) -> float | None:
-    """The momentum of a group whose steps do not grow with it; None where there is none."""
-    if "betas" in group:
-        return float(group["betas"][0])
-    return float(group["momentum"]) if "dampening" in group or "ns_steps" in group else None
-
-
-def _set_momentum(group: dict[str, Any], before: float, momentum: float) -> float:
-    """Gives a group another momentum, with steps of the same length in the long run; returns it."""
-    if "betas" in group:
-        group["betas"] = (momentum, group["betas"][1])
-    else:
-        group["momentum"] = momentum
-    if "dampening" in group:  # a mean of gradients keeps its size by itself, SGD's sum of them does not
-        group["dampening"] = 1 - (1 - momentum) / (1 - before) * (1 - group["dampening"])
-    return momentum
 
 
 def _twin(module: nn.Module, known: Mapping[str, nn.Parameter]) -> nn.Module:

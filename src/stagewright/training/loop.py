@@ -22,6 +22,7 @@ from stagewright.models.counts import parameter_roles
 from stagewright.record import Record, Source
 from stagewright.runtime.checkpoint.resuming import give_back, restore
 from stagewright.runtime.checkpoint.storage import find_checkpoint, path_of, sweep
+from stagewright.runtime.corrections import warnings_of
 from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
 from stagewright.runtime.launch.environment import RUN_FOLDER, is_main
 from stagewright.runtime.launch.joining import Take, joined
@@ -121,6 +122,9 @@ def _run_worker(run: Run, flight: Flight) -> Record:
             listener.announce("transport", f"workers exchange rows by {worker.transport.name}")
         for word in told:
             listener.announce("resume", word)
+        if isinstance(run.recipe, Recipe):
+            for warning in warnings_of(run.recipe.optimizer, run.schedule.plan.versions, run.settings.correct):
+                listener.announce("staleness", warning)
         if run.job.first_step >= run.job.steps and not run.job.only_evaluates:
             listener.announce("resume", nothing_left(run.job.first_step, run.job.steps))
         run.dog.get_on()

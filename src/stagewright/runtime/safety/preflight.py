@@ -25,6 +25,7 @@ from stagewright.models.counts import parameter_roles
 from stagewright.plan import Plan
 from stagewright.profiling.facts import memory_profile
 from stagewright.profiling.kinds import find_kind, kind_called
+from stagewright.runtime.corrections import CORRECTIONS
 from stagewright.runtime.launch.ssh import PORT, OverSsh
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
@@ -71,17 +72,18 @@ class _Bytes(NamedTuple):
     trained: int
     """Those of them that are trained; so much their gradients take too."""
     states: int
-    """What the optimizer keeps for them."""
+    """What the optimizer and a correction keep for them."""
 
 
 def _stage_bytes(plan: Plan, layered: Layered, settings: Settings, states: _States) -> list[_Bytes]:
     """What each stage's parameters take; those that several stages use are in each of them."""
     size, first, found = 8 if settings.precision == "fp64" else 4, 0, []
     named, roles = dict(layered.model.named_parameters()), parameter_roles(layered)
-    for stage in plan.stages:
+    for number, stage in enumerate(plan.stages):
         names = layered.parameter_names(first, first + len(stage.layers))
         trained = [name for name in names if named[name].requires_grad]
-        kept = sum(named[name].numel() * states(roles[name]) for name in trained)
+        copies = CORRECTIONS[settings.correction_of(number)].copies(stage.versions - 1)
+        kept = sum(named[name].numel() * (states(roles[name]) + copies) for name in trained)
         weights, moving = (sum(named[name].numel() for name in each) for each in (names, trained))
         found.append(_Bytes(size * weights, size * moving, math.ceil(size * kept)))
         first += len(stage.layers)
