@@ -27,12 +27,13 @@ from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.run_folder import RunFolder, is_held
 from stagewright.runtime.settings import Settings
 from stagewright.scheduling import make_schedule
+from stagewright.training.before import check_device
 from stagewright.training.config import PYTHON, SYNTHETIC, Config, DataOptions, Job, JobOptions
 from stagewright.training.events import check_sinks
 from stagewright.training.loop import nothing_left
 from stagewright.training.recipes import Recipe
 from stagewright.training.rows import data_and_model, feed_for
-from stagewright.training.start import check_device, train
+from stagewright.training.start import train
 
 _DEFAULT_ROWS = 32
 """Rows a device, where no batch is given."""

@@ -35,13 +35,14 @@ from stagewright.runtime.settings import Settings
 from stagewright.runtime.worker import Worker
 from stagewright.runtime.world import pick_device
 from stagewright.schedule import Action, Kind, Schedule
+from stagewright.training.before import check_here, check_run
 from stagewright.training.config import Job
 from stagewright.training.dataset import DatasetFeed
 from stagewright.training.events import Teller, read_events
 from stagewright.training.listener import COMMAND, Run, gather, typed_command
 from stagewright.training.loop import at_work, checkpointer_of, feed_of, make_worker
 from stagewright.training.recipes import Recipe, rate_at
-from stagewright.training.start import about_run, check_here, check_run, taken
+from stagewright.training.start import about_run, taken
 
 _ANSWER = "answer"
 """The event by which workers tell the script what a step came to."""

@@ -13,18 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from stagewright.cluster import DeviceId, count, format_placement
-from stagewright.errors import PlanError, RunError, UsageError
+from stagewright.errors import PlanError, RunError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
-from stagewright.runtime.checkpoint.remote import Store, check_stores, is_url, run_at
+from stagewright.runtime.checkpoint.remote import Store, run_at
 from stagewright.runtime.checkpoint.resuming import give_back
 from stagewright.runtime.checkpoint.storage import find_checkpoint
-from stagewright.runtime.corrections import CORRECTIONS
 from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import (
     RESTARTED,
@@ -36,21 +34,21 @@ from stagewright.runtime.launch.local import Hosts, launch, stop_on_signals
 from stagewright.runtime.launch.members import Members
 from stagewright.runtime.launch.process import follow_parent
 from stagewright.runtime.launch.script import SCRIPT_SO_FAR, Script
-from stagewright.runtime.launch.ssh import PORT, OverSsh
+from stagewright.runtime.launch.ssh import OverSsh
 from stagewright.runtime.run_folder import RECORD, SCHEDULE_FILE, STOP_FILE, RunFolder, held, write_text
-from stagewright.runtime.safety.preflight import check_before_launch, check_hosts
 from stagewright.runtime.settings import Settings
 from stagewright.runtime.weights import OptimizerMaker
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
+from stagewright.training.before import check_device, check_here, check_run, check_targets, check_there
 from stagewright.training.callbacks import Callback, Follower
 from stagewright.training.config import CONFIG_FILE, Config, Job
-from stagewright.training.dataset import Collate, DatasetFeed, MapStyle, as_feed
-from stagewright.training.events import Teller, check_sinks
+from stagewright.training.dataset import Collate, MapStyle, as_feed
+from stagewright.training.events import Teller
 from stagewright.training.listener import COMMAND, Rows, typed_command
 from stagewright.training.loop import work
 from stagewright.training.metrics import Metric
-from stagewright.training.recipes import OPTIMIZERS, Recipe
+from stagewright.training.recipes import Recipe
 
 
 def train(
@@ -96,7 +94,7 @@ def train(
             return work(lambda again: taken(config, folder, job.name, about, goes_on=again, **how), shown, *rest)
         with taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
             paths = [os.getcwd(), str(run.path), *(config.data.folders if config is not None else ())]
-            check = partial(_check_hosts, paths, model, settings, recipe)
+            check = partial(check_there, paths, model, settings, recipe)
             if not isinstance(hosts, OverSsh):
                 check_here(schedule, model, settings, recipe, job, run.path)
             elif job.nnodes is None:
@@ -104,7 +102,7 @@ def train(
             if len(schedule.plan.devices) == 1 and hosts is None:
                 record = work(lambda again: nullcontext(run), shown, *rest)
             else:
-                _check_targets(schedule.plan, feed, held_out)
+                check_targets(schedule.plan, feed, held_out)
                 command = command or (None if config is None else config.command(run.path))
                 told = script.leave(run.path) if command is None else {}
                 members = _members_of(hosts, schedule.plan, job, run, check) if isinstance(hosts, OverSsh) else None
@@ -114,31 +112,6 @@ def train(
                 give_back(model.model, run.path)
             done(run.path, record)
             return record
-
-
-def _check_hosts(
-    paths: Sequence[str], model: Layered, settings: Settings, recipe: Recipe | OptimizerMaker, hosts: OverSsh,
-    plan: Plan, port: int = PORT,
-) -> None:  # fmt: skip
-    """Refuses other hosts that do not see what the run needs, or have no room for it."""
-    states, scratch = _states_of(recipe), _scratch_of(recipe, settings.device)
-    check_hosts(hosts, paths, plan, model, settings, states=states, scratch=scratch, port=port)
-
-
-def check_here(
-    schedule: Schedule, model: Layered, settings: Settings, recipe: Recipe | OptimizerMaker, job: Job, folder: Path
-) -> None:
-    """Refuses what this machine has no room for."""
-    keep = job.keep if job.checkpoint_every else 1 if job.save_final else None
-    states, scratch = _states_of(recipe), _scratch_of(recipe, settings.device)
-    check_before_launch(schedule, model, settings, folder, states=states, keep=keep, scratch=scratch)
-
-
-def _check_targets(plan: Plan, *feeds: object) -> None:
-    """Refuses items whose inputs and targets, read by different workers, would not belong together."""
-    for each in feeds if len(plan.stages) > 1 else ():
-        if isinstance(each, DatasetFeed):
-            each.check_targets_stay()
 
 
 @contextmanager
@@ -174,74 +147,6 @@ def about_run(
         "data": "synthetic" if data is None else str(getattr(data, "about", None) or name_of(data)),
         "recipe": recipe.in_words() if isinstance(recipe, Recipe) else name_of(recipe),
     }  # fmt: skip
-
-
-def _states_of(recipe: Recipe | OptimizerMaker) -> Callable[[str], float]:
-    """How many numbers the optimizer keeps for each of a parameter, by its role; of one not known the usual two."""
-    return OPTIMIZERS[recipe.optimizer].states_of if isinstance(recipe, Recipe) else lambda role: 2
-
-
-def _scratch_of(recipe: Recipe | OptimizerMaker, device: str) -> float:
-    """How many numbers the optimizer takes for each of a parameter while it updates; of one not known one."""
-    return OPTIMIZERS[recipe.optimizer].scratch_on(device) if isinstance(recipe, Recipe) else 1.0
-
-
-# ── what cannot be started ──────────────────────────────────────────────────────────────────────────────
-
-
-def check_device(settings: Settings) -> None:
-    """Refuses cards where torch sees none."""
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            f"--device is cuda, but torch {torch.__version__} sees no card here",
-            "use --device cpu, or look at nvidia-smi and at how torch was installed",
-        )
-
-
-def check_run(
-    schedule: Schedule, model: Layered, recipe: Recipe | OptimizerMaker, job: Job, settings: Settings,
-    folder: str | Path | None,
-) -> None:  # fmt: skip
-    """Refuses what contradicts itself, to resume from nowhere, and to restart a run that saves nothing."""
-    if settings.agrees and not schedule.agree:
-        raise UsageError(
-            "fp16, gradient clipping and --on-nan skip need the agreement of all workers before an update",
-            "make the schedule with make_schedule(plan, agree=True)",
-        )
-    named, stages = len(settings.correct), len(schedule.plan.stages)
-    if named not in (1, stages) and RESTARTED not in os.environ:  # a restart may have fewer
-        raise UsageError(
-            f"--correct names {named} corrections, but the plan has {count(stages, 'stage')}",
-            "name one for all stages, or one a stage: --correct predict,none",
-        )
-    for number, shares in enumerate(schedule.plan.shard_optimizer):
-        name = settings.correction_of(number)
-        if shares and schedule.plan.versions[number] > 1 and CORRECTIONS[name].keeps_weights:
-            raise UsageError(
-                f"--correct {name} keeps weights beside those at use, and stage {number} has its states sharded",
-                "leave out --shard-optimizer, or use --correct rescale or none",
-            )
-    wanted = recipe.label_smoothing if isinstance(recipe, Recipe) else 0.0
-    found = getattr(model.loss, "label_smoothing", 0.0)
-    if wanted and wanted != found:  # the loss was chosen with the model
-        raise UsageError(
-            f"the recipe smooths labels by {wanted:g}, but the model's loss by {found:g}",
-            f"build the model with label_smoothing={wanted:g}",
-        )
-    check_sinks(job.sinks)
-    if job.resume == "auto" and folder is None and job.checkpoints is None and RUN_FOLDER not in os.environ:
-        raise UsageError("--resume auto looks for checkpoints in the folder of the run", "name it with --out FOLDER")
-    if RUN_FOLDER not in os.environ:
-        check_stores(job.checkpoints, job.resume)
-    if job.resume not in (None, "auto") and not is_url(job.resume) and not Path(str(job.resume)).is_dir():
-        raise UsageError(
-            f"--resume {job.resume}: there is no such folder", "use auto, or a run's or checkpoint's folder"
-        )
-    for option in [name for name, given in (("--replan", job.replan), ("--nnodes", job.nnodes)) if given]:
-        if not job.checkpoint_every:
-            raise UsageError(
-                f"{option} goes on from the last checkpoint, but none is asked for", "add --checkpoint-every N"
-            )
 
 
 # ── starting, and starting again ────────────────────────────────────────────────────────────────────────
