@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from stagewright.errors import UsageError
 from stagewright.runtime.run_folder import ANSWER, CHECKPOINTS, EVENTS, STOP_FILE, write_text
-from stagewright.training.events import BOUNDARY, STEP, read_events
+from stagewright.training.events import BOUNDARY, NO_FIGURES, STEP, read_events
 
 
 @dataclass
@@ -73,7 +74,10 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, now: Moment) -> None:
         if self.monitor not in now.figures:
-            raise KeyError(f"EarlyStopping monitors {self.monitor!r}, and evaluations have {', '.join(now.figures)}")
+            raise UsageError(
+                f"EarlyStopping monitors {self.monitor!r}, which evaluations do not have",
+                f"they have {', '.join(now.figures)}",
+            )
         value = now.figures[self.monitor]
         gain = self.best - value if self.mode == "min" else value - self.best
         if math.isnan(self.best) or gain > self.min_delta:
@@ -129,6 +133,7 @@ class Follower:
             if kind == STEP:
                 self._call("on_step", Moment(**place, figures=figures, folder=self._folder), at_once=True)
         elif kind == "validation":
+            figures = {key: value for key, value in figures.items() if key not in NO_FIGURES}
             self._known |= {f"validation_{key}": value for key, value in figures.items()}
             self._call("on_evaluation", Moment(**place, figures=figures, folder=self._folder))
         elif kind == "checkpoint" and "step" in event:

@@ -160,7 +160,7 @@ class Run:
             )
         job = replace(
             self._job, only_evaluates=True, save_final=False, evaluate_every=1, evaluation_rows=len(items),
-            checkpoint_every=None, resume=None, replan=False, sinks=(),
+            checkpoint_every=None, checkpoints=None, resume=None, replan=False, nnodes=None, sinks=(),
         )  # fmt: skip
         points = self._train(job, items).points
         return {point.name.removeprefix("validation_"): point.value for point in points}
