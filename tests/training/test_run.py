@@ -28,7 +28,9 @@ from torch.utils.data import (
 
 import stagewright as sw
 from stagewright.models.loss import MeanLoss, as_sum
+from stagewright.training.config import make_config
 from stagewright.training.dataset import divided, items_of
+from stagewright.training.rows import data_and_model, feed_for
 from tests.training.own_run import BATCH, ROWS, WEIGHTS, confidence, make_data, make_model, optimizer, scheduler
 
 ROOT = Path(__file__).parents[2]
@@ -208,3 +210,41 @@ def test_parts_of_an_item_go_where_the_model_wants_them() -> None:
     assert divided(Two(), {"b": y, "labels": z, "a": x}) == ((), {"a": x, "b": y}, (z,))
     with pytest.raises(sw.DataError, match="items have the columns c, d, and Two takes a, b, labels"):
         divided(Two(), {"c": x, "d": y})
+
+
+def test_own_data_by_the_name_of_a_function(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def images(): return torch.utils.data.TensorDataset(torch.randn(8, 3, 32, 32), torch.arange(8))\n"
+        "def flat(): return torch.utils.data.TensorDataset(torch.randn(8, 5), torch.arange(8))\n"
+        "def wrong(): return 5\n"
+    )
+
+    def opened(function: str) -> Any:
+        config = make_config({"model": {"name": "tiny-cnn"}, "data": {"data": f"python:{file}:{function}"}})
+        dataset, _, model = data_and_model(config)
+        return feed_for(dataset, model, config)
+
+    one, other = opened("images"), opened("images")
+    assert one.fingerprint() == other.fingerprint()
+    assert torch.equal(one.look(8)[0][0], other.look(8)[0][0]), "the seed is the same in every worker"
+    for function, said in (
+        ("flat", r"give 'images' as torch.float32 of shape \(5,\) a row\ngive torch.float32 of shape \(3, 32, 32\)"),
+        ("wrong", "--data python:.*:wrong: int gives no item by its index"),
+        ("lost", "--data python:.*:lost: .* has no function lost"),
+    ):
+        with pytest.raises(sw.DataError, match=said):
+            opened(function)
+
+
+def test_early_stopping_waits_for_what_gets_no_better(tmp_path: Path) -> None:
+    stopping = sw.EarlyStopping("hit", patience=2, mode="max", min_delta=0.1)
+    reasons = []
+    for step, hit in enumerate((0.1, 0.3, 0.35, 0.5, 0.5, 0.55)):
+        now = sw.Moment(step=step, epoch=0, figures={"hit": hit}, folder=tmp_path)
+        stopping.on_evaluation(now)
+        reasons.append(bool(now.reason))
+    assert reasons == [False, False, False, False, False, True]
+    with pytest.raises(sw.UsageError, match=r"monitors 'loss', which evaluations do not have\nthey have hit"):
+        sw.EarlyStopping().on_evaluation(now)
