@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.guides.running import ROOT, environment
+from tests.guides.running import run as run_installed
 from tests.texts import make_tokenizer, write_lines
 
 transformers = pytest.importorskip("transformers")
-ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
 
@@ -44,13 +45,15 @@ def run(folder: Path, *words: object) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_the_guide_from_a_folder_to_a_fine_tuned_folder(folder: Path) -> None:
+def test_the_guide_from_a_folder_to_a_fine_tuned_folder(fresh: Path, folder: Path) -> None:
     assert [shlex.split(line)[1] for line in COMMANDS] == ["data", "train", "train", "export"]
     said = []
     for line in COMMANDS:
         program, *words = shlex.split(line)
         assert program == "stagewright"
-        said.append(run(folder, "-m", "stagewright", *words, *(["--device", "cpu"] if words[0] == "train" else [])))
+        here = ["--device", "cpu"] if words[0] == "train" else []
+        own = environment(fresh, {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")})
+        said.append(run_installed([fresh / program, *words, *here], folder, own))
     assert "tokens of 24 documents" in said[0]
     assert "validation:" in said[1]
     assert re.search(r"going on after step \d+", said[2])
