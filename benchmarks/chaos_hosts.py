@@ -768,6 +768,8 @@ def run_all(words: list[str]) -> int:
     asked.add_argument("--faults", default="", help="faults, by name, separated by commas")
     asked.add_argument("--at-once", type=int, default=2)
     chosen = asked.parse_args(words)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     chosen.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * chosen.minutes
     names = [name for name in chosen.faults.split(",") if name]
@@ -824,6 +826,7 @@ def show(cases: list[Case]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was made is removed
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     if sys.argv[1:2] == ["run"]:
         run_training(*sys.argv[2:])
