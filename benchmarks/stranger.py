@@ -49,6 +49,7 @@ def as_stranger(do: Callable[[], Any], limit_s: float) -> Any:
             with tempfile.TemporaryDirectory() as name:  # what torch loads late, Python's own folder may be closed for
                 dist.init_process_group("gloo", store=dist.FileStore(f"{name}/store", 1), rank=0, world_size=1)
                 dist.destroy_process_group()
+            "host".encode("idna")  # as connections do
             os.setgroups([])
             os.setresgid(STRANGER, STRANGER, STRANGER)
             os.setresuid(STRANGER, STRANGER, STRANGER)
