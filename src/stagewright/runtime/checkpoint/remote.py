@@ -308,18 +308,15 @@ def fetch(
             (manifest, *_) = together(lambda path=path: read_manifest(unfinished(path), worker, size), group, size)  # type: ignore[misc]
         except CheckpointError as fault:
             tell(f"{fault.what.replace(str(unfinished(path)), f'{store.url}/{name}')}; it is passed over")
-            together(lambda path=path: _drop(unfinished(path), worker), group, size)  # type: ignore[misc]
+            gather_json(None, group, size)
+            if worker == 0:
+                shutil.rmtree(unfinished(path), ignore_errors=True)
             continue
         if manifest.get("run") != run:
             return unfinished(path), manifest
         together(lambda path=path: _take_place(path, worker), group, size)  # type: ignore[misc]
         return path, manifest
     return None
-
-
-def _drop(path: Path, worker: int) -> None:
-    if worker == 0:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _take_place(path: Path, worker: int) -> None:
