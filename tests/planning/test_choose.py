@@ -7,7 +7,7 @@ from typing import Any
 from stagewright.cluster import DeviceId
 from stagewright.plan import Plan, Stage
 from stagewright.planning.exact import Candidate, Found, Leaders
-from stagewright.planning.groups import Setting
+from stagewright.planning.groups import Savings, Setting
 from stagewright.planning.search import _TIE, Choice, _plainest
 
 
@@ -31,7 +31,7 @@ def test_the_best_plans_of_few_stages_are_simulated_though_the_estimate_prefers_
     def offer(sizes: tuple[int, ...], step_s: float, first: int = 1) -> None:
         edges = (0, *range(first, first + len(sizes) - 1), 20)
         groups = tuple(tuple(DeviceId(number, n) for n in range(size)) for number, size in enumerate(sizes))
-        leaders.offer(Found(step_s, Candidate(edges, groups, Setting(batch=8)), (False,) * len(sizes)))
+        leaders.offer(Found(step_s, Candidate(edges, groups, Setting(batch=8)), (Savings(),) * len(sizes)))
 
     deep = (1,) * 5
     for sizes, step_s, first in ((deep, 1.0, 1), (deep, 1.1, 2), ((2, 1), 1.4, 1), ((2, 1), 1.3, 2), ((3, 1), 1.5, 1)):

@@ -15,7 +15,7 @@ from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
 from stagewright.planning.estimate import estimate
 from stagewright.planning.exact import _PLAIN_SLACK, Candidate, Found, Leaders, price, runs, search_exactly, subsets
-from stagewright.planning.groups import Setting
+from stagewright.planning.groups import Savings, Setting
 from stagewright.planning.problem import Problem
 from stagewright.planning.search import make_plan
 from tests.planning.cases import GIB, MIB, chain, random_cluster, random_options, random_profile
@@ -133,7 +133,7 @@ def test_recomputing_only_where_memory_needs_it_is_best(seed: int) -> None:
 
 def whole_of(candidate: Candidate, problem: Problem) -> Plan:
     """A candidate as a plan that does not recompute."""
-    return problem.plan(Found(0.0, candidate, (False,) * len(candidate.groups)))
+    return problem.plan(Found(0.0, candidate, (Savings(),) * len(candidate.groups)))
 
 
 @pytest.mark.parametrize("seed", range(10))

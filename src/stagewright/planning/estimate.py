@@ -19,16 +19,16 @@ parallelism", 2023, table 2; K batches under way as in PipeDream-2BW, 2021, sect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stagewright.cluster import Device, DeviceId, Devices
 from stagewright.cost import Costs, Handled, handled_by_each, num_buckets
 from stagewright.plan import Plan, split_edges
-from stagewright.planning.groups import FLUSHED, ClusterRates, Setting
+from stagewright.planning.groups import FLUSHED, ClusterRates, Savings, Setting
 from stagewright.policy import RULES, holds, outstanding
 
 
@@ -107,7 +107,7 @@ class _Part(NamedTuple):
     lanes: int
     """How many microbatches its replicas work on at a time."""
     versions: int
-    recompute: bool
+    savings: Savings
     peak_bytes: int
     """On the device that is fullest against its memory."""
     work_s: float
@@ -143,6 +143,8 @@ class Shortage(NamedTuple):
     device: DeviceId
     need_bytes: int
     has_bytes: int
+    how: Mapping[str, Any]
+    """What `stage_bytes` was told."""
 
     @property
     def ratio(self) -> float:
@@ -180,31 +182,34 @@ class Estimator:
         return self._alike[key]
 
     def _fitting(self, first: int, last: int, devices: Devices, held: int, versions: int) -> _Part | None:
-        wish = self.setting.recompute
-        for recompute in (False, True) if wish is None else (wish,):
-            peak, short = self.fullest(first, last, devices, held, versions, recompute)
+        for savings in Savings.to_try(
+            self.setting.recompute, self.setting.shard_optimizer if len(devices) > 1 else False
+        ):
+            peak, short = self.fullest(first, last, devices, held, versions, savings)
             if short is None:
-                return self.timed(first, last, devices, held, versions, recompute, peak)
+                return self.timed(first, last, devices, held, versions, savings, peak)
             if self.shortage is None or short.ratio < self.shortage.ratio:
                 self.shortage = short
         return None
 
     def fullest(
-        self, first: int, last: int, devices: Devices, held: int, versions: int, recompute: bool
+        self, first: int, last: int, devices: Devices, held: int, versions: int, savings: Savings
     ) -> tuple[int, Shortage | None]:
         """The bytes on the device that is fullest against its memory, and whether they are too many."""
-        uses = [Shortage(first, last, devices[0], 0, 1)]
+        uses = [Shortage(first, last, devices[0], 0, 1, {})]
         for rows, id, device, _ in self.group(devices).kinds:
-            need = self.costs.on(device).stage_bytes(
-                first, last, rows=rows, held=held, versions=versions, num_replicas=len(devices), recompute=recompute,
-                microbatches=self.group(devices).handled.microbatches, device=device,
-            )  # fmt: skip
-            uses.append(Shortage(first, last, id, need.total, device.memory_bytes))
+            how: dict[str, Any] = {
+                "rows": rows, "held": held, "versions": versions, "num_replicas": len(devices),
+                "recompute": savings.recompute, "sharded": savings.shard_optimizer and len(devices) > 1,
+                "microbatches": self.group(devices).handled.microbatches, "device": device,
+            }  # fmt: skip
+            need = self.costs.on(device).stage_bytes(first, last, **how)
+            uses.append(Shortage(first, last, id, need.total, device.memory_bytes, how))
         worst = max(uses, key=lambda use: use.ratio)
         return worst.need_bytes, worst if worst.ratio > 1 else None
 
     def timed(
-        self, first: int, last: int, devices: Devices, waiting: int, versions: int, recompute: bool, peak_bytes: int,
+        self, first: int, last: int, devices: Devices, waiting: int, versions: int, savings: Savings, peak_bytes: int,
         buckets: int | None = None,
     ) -> _Part:  # fmt: skip
         """The seconds of a stage."""
@@ -213,7 +218,7 @@ class Estimator:
         forward = backward = late = kept = 0.0
         for rows, _, device, speed in group.kinds:
             rows_s = costs.on(device).seconds(
-                first, last, rows * group.evenness, speed, recompute=recompute, handled=group.handled
+                first, last, rows * group.evenness, speed, recompute=savings.recompute, handled=group.handled
             )
             forward, backward = max(forward, rows_s.forward), max(backward, rows_s.backward)
             if self.rule.halves:
@@ -239,7 +244,7 @@ class Estimator:
             waiting=max(waiting, 1),
             lanes=len(devices) if self.setting.route == "rotate" else 1,
             versions=versions,
-            recompute=recompute,
+            savings=savings,
             peak_bytes=peak_bytes,
             work_s=group.core_share * (busy_s + update_s),
         )
@@ -353,11 +358,12 @@ def estimate(plan: Plan, costs: Costs, shared: ClusterRates | None = None) -> _E
         estimator.group(stage.devices, stage.row_weights or (1.0,) * len(stage.devices))
     every = list(zip(plan.stages, edges, edges[1:], holds(plan), outstanding(plan)))
     for later, (stage, first, last, held, waiting) in enumerate(reversed(every)):
-        peak, short = estimator.fullest(first, last, stage.devices, held, stage.versions, stage.recompute)
+        savings = Savings(stage.recompute, stage.shard_optimizer)
+        peak, short = estimator.fullest(first, last, stage.devices, held, stage.versions, savings)
         shortage = short or shortage
         targets = plan.stages[-later].devices if later else ()
         crossings.insert(0, estimator.crossing(last, stage.devices, targets))
-        how = (waiting, stage.versions, stage.recompute, peak, stage.num_buckets)
+        how = (waiting, stage.versions, savings, peak, stage.num_buckets)
         parts.insert(0, estimator.timed(first, last, stage.devices, *how))
         label = estimator.extend(label, crossings[0], parts[0])
     step_s = estimator.total(label, len(parts))

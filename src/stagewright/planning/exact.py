@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from stagewright.cluster import DeviceId, Devices
 from stagewright.cost import Costs
 from stagewright.planning.estimate import Estimator, Label
-from stagewright.planning.groups import Setting, find_twins
+from stagewright.planning.groups import Savings, Setting, find_twins
 
 _Shape = tuple[tuple[int, int], ...]
 
@@ -41,17 +41,17 @@ class Candidate(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the estimate says of a candidate, and which stages recompute."""
+    """What the estimate says of a candidate, and which stages recompute or share out states."""
 
     step_s: float
     candidate: Candidate
-    recompute: tuple[bool, ...]
+    savings: tuple[Savings, ...]
 
     @property
     def rank(self) -> tuple[object, ...]:
         """The fastest first, then those of few stages; the rest makes the order one and the same in every run."""
         edges, groups, _ = self.candidate
-        return self.step_s, len(groups), tuple(zip(edges, edges[1:], groups, self.recompute))
+        return self.step_s, len(groups), tuple(zip(edges, edges[1:], groups, self.savings))
 
 
 @dataclass
@@ -117,7 +117,7 @@ class _Tail(NamedTuple):
     label: Label = Label()
     firsts: tuple[int, ...] = ()
     groups: tuple[Devices, ...] = ()
-    recompute: tuple[bool, ...] = ()
+    savings: tuple[Savings, ...] = ()
     replicas: int = 0
     step_s: float = 0.0
     """What a step of these stages would take."""
@@ -128,7 +128,7 @@ _NO_STAGES = _Tail()
 
 def _longer(tail: _Tail, first: int, last: int, devices: Devices, estimator: Estimator) -> _Tail | None:
     """The tail with one stage more in front; None where that does not fit."""
-    label, firsts, groups, recompute, replicas, _ = tail
+    label, firsts, groups, savings, replicas, _ = tail
     later = len(groups)
     part = estimator.part(first, last, devices, later, replicas)
     if part is None:
@@ -136,7 +136,7 @@ def _longer(tail: _Tail, first: int, last: int, devices: Devices, estimator: Est
     between = estimator.crossing(last, devices, groups[0] if later else ())
     label = estimator.extend(label, between, part)
     step_s, replicas = estimator.total(label, later + 1), replicas + len(devices)
-    return _Tail(label, (first, *firsts), (devices, *groups), (part.recompute, *recompute), replicas, step_s)
+    return _Tail(label, (first, *firsts), (devices, *groups), (part.savings, *savings), replicas, step_s)
 
 
 def price(candidate: Candidate, estimator: Estimator, below: float = float("inf")) -> Found | None:
@@ -148,7 +148,7 @@ def price(candidate: Candidate, estimator: Estimator, below: float = float("inf"
         if found is None or found.step_s >= below:
             return None
         tail = found
-    return Found(tail.step_s, candidate, tail.recompute)
+    return Found(tail.step_s, candidate, tail.savings)
 
 
 class Space(NamedTuple):
@@ -228,7 +228,7 @@ def search_exactly(
                     elif space.is_done(then_used):
                         candidate = Candidate((*grown.firsts, cuts[-1]), grown.groups, estimator.setting)
                         leaders.looked_at += 1
-                        leaders.offer(Found(grown.step_s, candidate, grown.recompute))
+                        leaders.offer(Found(grown.step_s, candidate, grown.savings))
         table[last].clear()
 
 

@@ -14,7 +14,7 @@ from stagewright.cluster import Cluster, DeviceId, parse_placement
 from stagewright.cost import Costs, layer_seconds, num_buckets
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import DEFAULT_POLICY, Plan, Stage, parse_staleness
-from stagewright.planning.groups import FLUSHED, Setting
+from stagewright.planning.groups import FLUSHED, Savings, Setting
 from stagewright.planning.options import PlanOptions, RatioOf
 from stagewright.profile import Profile
 
@@ -133,11 +133,11 @@ def fixed_plan(
         policy=options.policy or DEFAULT_POLICY,
         hold=options.hold,
         staleness=options.staleness or FLUSHED,
-        shard_optimizer=bool(options.shard_optimizer),
     )
-    versions, recompute = parse_staleness(setting.staleness, len(groups)), [bool(options.recompute)] * len(groups)
+    versions = parse_staleness(setting.staleness, len(groups))
+    savings = [Savings(bool(options.recompute), bool(options.shard_optimizer))] * len(groups)
     edges = (0, *cuts, len(table.names))
-    plan = whole_plan(table, edges, groups, setting, versions, recompute, options.num_buckets, cluster, costs)
+    plan = whole_plan(table, edges, groups, setting, versions, savings, options.num_buckets, cluster, costs)
     return replace(plan, notes=tuple(notes))
 
 
@@ -147,7 +147,7 @@ def whole_plan(
     groups: Sequence[Sequence[DeviceId]],
     setting: Setting,
     versions: Sequence[int],
-    recompute: Sequence[bool],
+    savings: Sequence[Savings],
     buckets: int | None = None,
     cluster: Cluster | None = None,
     costs: Costs | None = None,
@@ -163,8 +163,8 @@ def whole_plan(
             layers=table.names[first:last],
             devices=tuple(devices),
             versions=versions[number],
-            recompute=recompute[number],
-            shard_optimizer=setting.shard_optimizer,
+            recompute=savings[number].recompute,
+            shard_optimizer=savings[number].shard_optimizer,
             num_buckets=buckets or num_buckets(sum(table.parameter_bytes[first:last])),
             row_weights=tuple(
                 _speed_of(id, cluster)

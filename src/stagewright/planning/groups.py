@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 from stagewright.cluster import DeviceId, Devices
 from stagewright.cost import Costs
@@ -15,6 +16,20 @@ from stagewright.policy import RULES, held
 
 FLUSHED = "0"
 """The staleness of exact training."""
+
+
+class Savings(NamedTuple):
+    """What a stage does without to hold less."""
+
+    recompute: bool = False
+    shard_optimizer: bool = False
+
+    @classmethod
+    def to_try(cls, recompute: bool | None, shard_optimizer: bool | None) -> Iterator[Self]:
+        """Those that a wish leaves open, the cheapest first: sharing states out costs next to nothing."""
+        for again in (False, True) if recompute is None else (recompute,):
+            for shards in (False, True) if shard_optimizer is None else (shard_optimizer,):
+                yield cls(again, shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +44,8 @@ class Setting:
     recompute: bool | None = None
     """None: in the stages that would not fit otherwise."""
     staleness: str = FLUSHED
-    shard_optimizer: bool = False
+    shard_optimizer: bool | None = None
+    """None: in the stages that would not fit otherwise."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -41,7 +57,6 @@ class Setting:
             policy=plan.policy,
             hold=plan.hold,
             staleness=",".join(map(str, plan.versions)),
-            shard_optimizer=any(plan.shard_optimizer),
         )
 
     @property

@@ -104,7 +104,7 @@ class Problem:
             hold=self.options.hold,
             recompute=self.options.recompute,
             staleness=staleness,
-            shard_optimizer=bool(self.options.shard_optimizer),
+            shard_optimizer=self.options.shard_optimizer,
         )
 
     def settings(self, *, weighed: bool = False) -> tuple[Setting, ...]:
@@ -163,7 +163,7 @@ class Problem:
         # Of versions that are listed stage by stage a plan of fewer stages keeps the last ones.
         versions = [setting.versions(later) or 1 for later in reversed(range(len(groups)))]
         buckets, cluster = self.options.num_buckets, self.costs.cluster
-        return whole_plan(self.table, edges, groups, setting, versions, found.recompute, buckets, cluster, self.costs)
+        return whole_plan(self.table, edges, groups, setting, versions, found.savings, buckets, cluster, self.costs)
 
     def price(self, candidate: Candidate, below: float = float("inf")) -> Found | None:
         """The estimate of a candidate; None where it does not fit, or is not below."""

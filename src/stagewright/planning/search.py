@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from time import perf_counter
+from typing import Any
 
 from stagewright.cluster import Cluster, format_devices
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, ScheduleError
+from stagewright.memory import Memory, in_words
 from stagewright.plan import DEFAULT_POLICY, Plan
 from stagewright.planning.estimate import Shortage, estimate
 from stagewright.planning.exact import Found
@@ -236,14 +238,49 @@ def _describe(short: Shortage, problem: Problem) -> str:
     return f"{layers} {need} on {short.device}, which has {has}"
 
 
+def what_helps(memory: Memory, short: Shortage) -> str:
+    """`--shard-optimizer brings it to 10.9 GiB`: what makes a stage fit, the cheapest first; else what fills it."""
+    how = dict(short.how)
+    ways: list[tuple[str, dict[str, Any]]] = []
+    if how["num_replicas"] > 1 and not how["sharded"]:
+        ways.append(("--shard-optimizer", {"sharded": True}))
+    if not how["recompute"]:
+        ways.append(("--recompute", {"recompute": True}))
+    if len(ways) > 1:
+        ways.append(("--shard-optimizer --recompute", {"sharded": True, "recompute": True}))
+    for times in (2, 4, 8, 16):
+        if how["rows"] >= times:
+            less = {"rows": -(-how["rows"] // times), "microbatches": how["microbatches"] * times}
+            ways.append((f"{times} times the --microbatches", less))
+    least = [(text, memory.stage_bytes(short.first, short.last, **{**how, **more}).total) for text, more in ways]
+    for text, size in least:
+        if size <= short.has_bytes:
+            return f"{text} brings it to {_bytes_text(size)}"
+    held = memory.stage_bytes(short.first, short.last, **how)
+    fixed = sum(held[:4])  # weights, versions, gradients, states
+    what = "an optimizer with fewer states (sgd, adafactor), --lora" if fixed > short.has_bytes else "a smaller --batch"
+    return f"it is {in_words(held)}: {what}, or more or larger devices"
+
+
 def _refused(problem: Problem) -> PlanError:
     """The error for a model that fits in no way, with the stage that came closest."""
     short = problem.shortage
     why = "" if short is None else f"; closest: {_describe(short, problem)}"
     return PlanError(
         f"no plan of {problem.costs.profile.model} for {problem.batch} rows fits on {problem.costs.cluster.name}{why}",
-        "use a smaller --batch, more --microbatches, --recompute, or more or larger devices",
+        "use a smaller --batch, more --microbatches, --recompute, or more or larger devices"
+        if short is None
+        else f"{what_helps(problem.costs, short)}; {_all_of_it(problem)}",
     )
+
+
+def _all_of_it(problem: Problem) -> str:
+    """What the weights with their gradients and states take in all, against all devices."""
+    costs, cluster = problem.costs, problem.costs.cluster
+    weights, trained, states = costs.parameter_bytes(0, len(costs.profile.layers))
+    has = sum(cluster.device(id).memory_bytes for id in cluster.device_ids)
+    parts = f"weights {_bytes_text(weights)}, gradients {_bytes_text(trained)}, states {_bytes_text(states)}"
+    return f"in all there are {parts}, and {_bytes_text(has)} of memory"
 
 
 def shape(plan: Plan) -> str:
