@@ -7,7 +7,7 @@ A replica is fullest in one of three moments, with P bytes of trained parameters
                      u … n have made by then, and what layer u takes for itself: at the layer u where that is most
     in an update     gradients, states and what the optimizer takes for itself
     in the first     gradients of the whole batch beside a backward run once more (the self-check), before there are
-    batch            states
+    batch            states; on a card every stage has run once more before it, adding to its gradients
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Memory:
         gradients    P where `microbatches` of a batch add up, else those that are made by then
         activations  rows · held · saved; with recompute what enters and leaves alone is held, and one microbatch in
                      full; held is at least K on a device that sets memory aside for every batch that may be under way
-        buffers      rows · (inputs and outputs, twice each: one on the wire, one at work); K P to reduce from, and more
-                     where replicas have that in common
+        buffers      rows · (inputs and outputs, twice each: one on the wire, one at work), in the first stage those of a
+                     batch that wait; K P to reduce from, and more where replicas have that in common
         workspace    what the fullest layer takes, or the update
         framework    as the device says                 allocator  what it keeps beside, as the device says
         """
@@ -191,6 +191,8 @@ class Memory:
         factor = device.saved_factor if device is not None else 1.0
         activations = rows * self.held_bytes(first, last, held, recompute, device)
         wire = 2 * rows * ((self.crossings[first] if first else 0.0) + self.crossings[last])
+        if not first:  # the rows of a batch that wait for their turn
+            wire += rows * max(microbatches - held, 0) * self.crossings[0]
         plain = StageBytes(
             weights=self._parameters[last] - self._parameters[first],
             versions=(versions - 1) * (trained + self._casts[last] - self._casts[first]),
@@ -206,7 +208,10 @@ class Memory:
             gradients=0 if many else trained, activations=math.ceil(waiting),
             workspace=math.ceil(self.update_bytes(first, last, num_replicas, sharded=sharded)),
         )  # fmt: skip
-        begin = plain._replace(optimizer=0, gradients=0 if many and not microbatches > 1 else trained)
+        again = self.backward_peak(first, last, rows, adds=True, many=many)
+        begin = plain._replace(
+            optimizer=0, gradients=trained, activations=math.ceil(activations), workspace=math.ceil(again.workspace)
+        )  # fmt: skip
         most = max((plain, update, begin), key=sum)
         return most._replace(allocator=self.kept_by_allocator(most, device))
 

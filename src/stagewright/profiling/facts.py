@@ -123,8 +123,16 @@ def memory_profile(model: Layered, precision: Precision) -> Profile:
     return Profile(
         model=type(model.model).__name__.lower(), device="any", precision=precision, source="analytic",
         batch_sizes=(1,), layers=layer_profiles(pieces, find_facts(pieces, has_work=False), zeros, zeros),
-        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
+        input_bytes=input_bytes(model, precision),
     )  # fmt: skip
+
+
+def input_bytes(model: Layered, precision: Precision) -> float:
+    """Bytes of a row of the model's inputs as they come: those that only products read are rounded before."""
+    width = _float_bytes(precision) / 4
+    pairs = zip(model.inputs, model.only_multiplied)
+    rounded = [spec.bytes_per_row * (width if only and spec.dtype.is_floating_point else 1) for spec, only in pairs]
+    return float(sum(rounded))
 
 
 def find_facts(pieces: Pieces, *, has_work: bool = True) -> tuple[LayerProfile, ...]:

@@ -38,6 +38,8 @@ def _run_everything_once(worker: Worker) -> None:
                 _run_or_compile_again(run, here.weights.modules, slot) if worker.settings.compile else run()
                 for length in filter(None, here.shapes):
                     _run_once(worker, here, slot, rows, length)
+            if slot:  # gradients of one slot at a time, as in a run
+                here.weights.modules[slot].zero_grad(set_to_none=True)
         for buffer, kept in zip(here.weights.modules[0].buffers(), buffers):
             buffer.copy_(kept)
         for versions in (here.weights, *here.tied):

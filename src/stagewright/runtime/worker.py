@@ -232,6 +232,8 @@ class Worker:
         again, is_last = self.self_check.keep(here, key), self._arm(here, key)
         with here.backward_of(key[0], is_last=is_last):
             returned = here.runner.backward(key, gradients, scale)
+        if again is not None:
+            self._make_full()  # rows that are kept for it would lie beside those of the check
         self.self_check.add(here, key, again, gradients, scale, self.feed.length(key[0]))
         if is_last:
             here.finish_tied(key[0])

@@ -65,10 +65,14 @@ class SelfCheck:
         """
         if held is None:
             return
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # else copies of these weights stay until the next update
         try:
             self._run(here, key, held, gradients, scale, length)
         except torch.OutOfMemoryError:  # a card that is just large enough for the run itself
             self._is_on = False
+        finally:
+            torch.set_autocast_cache_enabled(caches)
         self._left[here.stage] -= 1
         if self._left[here.stage] == 0:
             for name, own_name, found in self._found.pop(here.stage, ()):
