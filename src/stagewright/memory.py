@@ -178,8 +178,8 @@ class Memory:
         gradients    P where `microbatches` of a batch add up, else those that are made by then
         activations  rows · held · saved; with recompute what enters and leaves alone is held, and one microbatch in
                      full; held is at least K on a device that sets memory aside for every batch that may be under way
-        buffers      rows · (inputs and outputs, twice each: one on the wire, one at work), in the first stage those of a
-                     batch that wait; K P to reduce from, and more where replicas have that in common
+        buffers      rows · (inputs and outputs, twice each: one on the wire, one at work), of the first stage also what
+                     waits of a batch; K P to reduce from, and more where replicas have that in common
         workspace    what the fullest layer takes, or the update
         framework    as the device says                 allocator  what it keeps beside, as the device says
         """

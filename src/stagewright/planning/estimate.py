@@ -228,7 +228,7 @@ class Estimator:
         backward = max(backward - late - kept, 0.0)
         reduce_s = self.reduce_s(first, last, devices, buckets)
         busy_s = count * (forward + backward + late)
-        sharers = len(devices) if self.setting.shard_optimizer else 1
+        sharers = len(devices) if savings.shard_optimizer else 1
         update_s = costs.optimizer_s(first, last, group.slowest, versions=versions, sharers=sharers) + count * kept
         return _Part(
             forward_s=forward,
