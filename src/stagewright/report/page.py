@@ -32,7 +32,7 @@ from stagewright.report.cases import (
     make_cases,
     read_results,
     strategy,
-)
+)  # fmt: skip
 from stagewright.report.figures import rate, size, span_of, times
 from stagewright.report.map import draw_map
 from stagewright.report.summary import find_hero, sentences
@@ -45,7 +45,7 @@ from stagewright.report.tables import (
     pair_table,
     reach_table,
     scaling_table,
-)
+)  # fmt: skip
 from stagewright.report.timeline import PAGE_WORDS, run_data, stride
 from stagewright.schema import write_whole
 

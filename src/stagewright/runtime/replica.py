@@ -147,10 +147,7 @@ def make_replicas(
     shared = make_tied(plan, layered, world, settings, make_optimizer)
     for number, members in enumerate(plan.workers):
         group = world.group("reduce", members)
-        staged, back = world.is_staged(settings), f"weights of stage {number}"
-        add_up, give_out = make_all_reduce(world, f"stage {number}", members, staged=staged), None
-        if plan.shard_optimizer[number]:
-            give_out = make_all_reduce(world, back, members, staged=staged, channel=back, like=add_up)
+        add_up, give_out = _collectives(world, settings, number, members, shares=plan.shard_optimizer[number])
         norms = world.group("batch norm", members) if settings.sync_batch_norm else None
         if number not in modules:
             continue
@@ -187,6 +184,15 @@ def make_replicas(
             shapes[length] = _at_length(stage, other, shapes[None], settings, world.device)
         replicas[number] = Replica(number, replica, plan, runner, weights, reducer, shapes, tied, names, deferred)
     return replicas
+
+
+def _collectives(
+    world: World, settings: Settings, stage: int, members: tuple[int, ...], *, shares: bool
+) -> tuple[AllReduce | None, AllReduce | None]:
+    """What adds gradients up, and what gives weights out where replicas share the optimizer's states."""
+    staged, back = world.is_staged(settings), f"weights of stage {stage}"
+    add_up = make_all_reduce(world, f"stage {stage}", members, staged=staged)
+    return add_up, make_all_reduce(world, back, members, staged=staged, channel=back, like=add_up) if shares else None
 
 
 def _make_reducer(

@@ -83,8 +83,8 @@ def train(
         if not isinstance(hosts, OverSsh):
             check_device(settings)
         check_run(schedule, model, recipe, job, settings, folder)
-        about = about_run(schedule.plan, model, settings, recipe, feed)
         how: dict[str, Any] = {"resume": job.resume, "overwrite": job.overwrite, "store": job.checkpoints, "seen": seen}
+        about = about_run(schedule.plan, model, settings, recipe, feed)
         rest = (schedule, model, job, settings, recipe, feed, held_out, cluster, source, metrics, callbacks)
         # Whoever started workers here follows their events; without such a one they show them themselves.
         shown = None if RUN_FOLDER in os.environ else console or Console()
@@ -93,8 +93,7 @@ def train(
             how["patience_s"] = settings.timeout_s
             return work(lambda again: taken(config, folder, job.name, about, goes_on=again, **how), shown, *rest)
         with taken(config, folder, job.name, about, **how) as run, stop_on_signals(run):
-            paths = [os.getcwd(), str(run.path), *(config.data.folders if config is not None else ())]
-            check = partial(check_there, paths, model, settings, recipe)
+            check = partial(check_there, [os.getcwd(), str(run.path), *_folders(config)], model, settings, recipe)
             if not isinstance(hosts, OverSsh):
                 check_here(schedule, model, settings, recipe, job, run.path)
             elif job.nnodes is None:
@@ -112,6 +111,10 @@ def train(
                 give_back(model.model, run.path)
             done(run.path, record)
             return record
+
+
+def _folders(config: Config | None) -> tuple[str, ...]:
+    return () if config is None else tuple(config.data.folders)
 
 
 @contextmanager
