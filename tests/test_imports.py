@@ -25,13 +25,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("models", "data"),
     ("record",),
     ("schedule", "cost"),
+    ("memory",),
     ("policy",),
     ("plan", "network"),
     ("profile", "cluster"),
     ("schema",),
     ("errors",),
 )
-"""From the top down; the last seven are the nouns and what they stand on."""
+"""From the top down; the last eight are the nouns and what they stand on."""
 
 TORCH_ROOMS = {"models", "profiling", "runtime", "data", "training", "bench", "rehearsal"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
