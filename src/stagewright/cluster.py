@@ -63,8 +63,6 @@ class Device:
     activation function beside its output."""
     cores: float = Field(default=1.0, gt=0)
     """How many CPU cores it keeps busy while it computes; matters where hosts share cores."""
-    price_per_h: float | None = Field(default=None, ge=0)
-    """What an hour of it costs, in whatever currency."""
     sets_aside: bool = False
     """Whether the framework takes memory as it starts, for every batch that versions allow to be under way, instead of
     when it is used."""
