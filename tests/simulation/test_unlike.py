@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -101,3 +102,16 @@ def test_the_search_is_near_the_best_of_all_plans_of_two_unlike_devices(seed: in
         options = sw.PlanOptions(batch=16, placement=where, cut=cut, num_microbatches=many)
         best = min(best, score(fixed_plan(both, options, MIXED)).median_step_s)
     assert found.best.step_s <= best * 1.02
+
+
+def test_a_worker_whose_sends_block_does_nothing_else_meanwhile() -> None:
+    layers = [replace(layer, output_bytes=1e6) for layer in profile_of(GPU, 1.0, 1.0).layers]
+    both, two = replace(profile_of(GPU, 1.0, 1.0), layers=tuple(layers)), cluster_of(GPU, GPU)
+    slow = replace(two.hosts[0], links=tuple(replace(link, bytes_per_s=1e6) for link in two.hosts[0].links))
+    plan = fixed_plan(both, sw.PlanOptions(batch=4, placement="0:0.0:1", cut=("b",), num_microbatches=4), two)
+    plain, blocking = (
+        step_s(plan, both, Cluster(name="c", hosts=(slow,), blocking_sends=each)) for each in (False, True)
+    )
+    # A microbatch's rows take a second on the wire; what neither worker can hide behind waiting for the other is two.
+    assert blocking == pytest.approx(plain + 2)
+    assert step_s(plan, both, replace(two, blocking_sends=True)) == pytest.approx(step_s(plan, both, two), rel=1e-4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, is_dataclass
+from dataclasses import MISSING, is_dataclass, replace
 from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -18,6 +18,7 @@ import typer
 from stagewright.cluster import Cluster
 from stagewright.errors import UsageError
 from stagewright.profile import Profile
+from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.kinds import with_kinds_of
 from stagewright.schema import schema
 from stagewright.training.recipes import OPTIMIZERS, OptimizerName
@@ -39,6 +40,8 @@ class Hardware:
     """a cluster's name or file; this machine if left out"""
     assume_kind: str | None = None
     """take the profile for one of this kind of device, such as titan-v"""
+    blocking_sends: bool = False
+    """a worker waits until what it sends has arrived, as in systems that do not overlap the two"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """what is computed in, where a model's name is given"""
     optimizer: OptimizerName = "sgd"
@@ -48,6 +51,11 @@ class Hardware:
     def states(self) -> Callable[[str], float]:
         """How many numbers the optimizer keeps for each number of a parameter, by its role."""
         return OPTIMIZERS[self.optimizer].states_of
+
+    def load_cluster(self) -> Cluster:
+        """The cluster, its sends as they are said to be."""
+        found = cluster_or_here(self.cluster)
+        return replace(found, blocking_sends=True) if self.blocking_sends else found
 
     def load_profile(self, file: str | Path | None, cluster: Cluster) -> Profile | None:
         """The profile in a file, or those of several kinds in a folder; None without one.

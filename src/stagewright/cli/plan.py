@@ -18,7 +18,6 @@ from stagewright.plan import Plan
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.search import Choice, Search, make_plan, shape
 from stagewright.profile import Profile
-from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.drawing import describe_devices
 from stagewright.report.figures import GAP, rate, seconds, size
 from stagewright.runtime.corrections import price_of_staleness
@@ -45,7 +44,7 @@ def plan(
 
     Example: stagewright plan vgg16.profile.json --cluster titan-v-8 --batch 224 -o plan.json
     """
-    hardware = cluster_or_here(own.cluster)
+    hardware = own.load_cluster()
     profile = own.load_profile(what if names_file(what) else None, hardware) or _analytic(what, hardware, plan, own)
     profile = profile.with_states(own.states)
     found = make_plan(profile, hardware, plan, simulator(profile, hardware) if own.simulate else None)

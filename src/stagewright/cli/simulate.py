@@ -18,7 +18,6 @@ from stagewright.cluster import Cluster, format_devices, format_placement
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
-from stagewright.profiling.detect import cluster_or_here
 from stagewright.record import Record
 from stagewright.report import chrome_trace, timeline_svg
 from stagewright.report.figures import alike, rate, seconds, too_full
@@ -66,7 +65,7 @@ def simulate(
     Example: stagewright simulate vgg16 --cluster titan-v-8 --placement 0:0-6.0:7 --cut fc1 --batch 224 --staleness ssp
     """
     plan = replace(plan, placement=plan.placement or "", recompute=bool(plan.recompute))
-    hardware = cluster_or_here(own.cluster)
+    hardware = own.load_cluster()
     profile = own.load_profile(own.profile, hardware)
     made = Plan.load(what) if names_file(what) else None
     setting = Scenario(

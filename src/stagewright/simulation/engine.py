@@ -83,6 +83,8 @@ class Engine:
                     continue
                 if code is _SEND or code is _RECEIVE:
                     issue(op, action, batch)
+                    if op.seconds:
+                        yield from self.spend(worker, op.seconds)
                     continue
                 if code is _COMPUTES:
                     if op.slot >= 0:

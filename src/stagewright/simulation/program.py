@@ -241,8 +241,18 @@ class _Compiler:
         if code is Code.SEND:
             forward = action.kind is Kind.SEND_FORWARD
             num_bytes = self.message_bytes(worker, stage, action, forward)
-            return Op(code, channel=self.channel_of(worker, peer, forward, stage), num_bytes=num_bytes)
+            sending_s = self.sending_s(worker, peer, num_bytes)
+            return Op(
+                code, channel=self.channel_of(worker, peer, forward, stage), num_bytes=num_bytes, seconds=sending_s
+            )
         return Op(code, seconds=self.update_s(worker, stage) if code is Code.UPDATE else 0.0)
+
+    def sending_s(self, worker: int, peer: int, num_bytes: float) -> float:
+        """How long a worker does nothing else than send, where sends block."""
+        ends, network = (self.plan.devices[worker], self.plan.devices[peer]), self.costs.network
+        if not self.costs.cluster.blocking_sends or self.is_dynamic:
+            return 0.0
+        return network.latency_s(*ends) + num_bytes / network.rate(*ends)
 
     def compute_op(self, worker: int, action: Action) -> Op:
         """Forward, backward or one of its halves."""
