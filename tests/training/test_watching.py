@@ -102,7 +102,23 @@ def test_what_a_run_told_is_read_once_and_a_run_begun_anew_begins_its_curves_ane
     assert (run["name"], run["state"], run["workers"]) == ("run", "ended", [])
 
 
-def test_only_this_machine_is_answered_and_only_three_addresses(served: str, tmp_path: Path) -> None:
+def test_prometheus_reads_the_newest_figures_of_every_run(served: str, tmp_path: Path) -> None:
+    (tmp_path / 'a "run"').mkdir()
+    with closing(Teller(tmp_path / 'a "run"')) as teller:
+        teller.tell("plan", **PLAN, first_step=0)
+        for number in (10, 20):
+            teller.tell("train", **{**STEP, "iter": number, "stage_memory_bytes": [GIB, 2 * GIB]})
+    with urllib.request.urlopen(f"{served}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    run = r'run="a \"run\""'
+    assert f"stagewright_running{{{run}}} 0" in lines
+    assert f"stagewright_step{{{run}}} 20" in lines
+    assert f'stagewright_memory_bytes{{{run},stage="1"}} {2 * GIB}' in lines
+    assert f"stagewright_loss{{{run}}} {STEP['loss']}" in lines
+
+
+def test_only_this_machine_is_answered_and_only_four_addresses(served: str, tmp_path: Path) -> None:
     other = urllib.request.Request(f"{served}/live.json", headers={"Host": "evil.example"})
     for request, status in ((other, 404), (f"{served}/../etc/passwd", 404), (f"{served}/report.html", 503)):
         with pytest.raises(urllib.error.HTTPError) as refused:

@@ -1,6 +1,7 @@
 """Runs under way as a page that is served here: their events, and where the recorders say that each worker stands.
 
 browser ──GET /live.json──▶ server ──▶ events.jsonl, worker-N.flight, run.json of every run in a folder
+Prometheus ──GET /metrics──▶
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,25 +104,42 @@ class _Watched:
 
     def data(self) -> tuple[str, str]:
         """What the page asks for every second."""
+        return "application/json", json.dumps({"runs": self._states(), "now": time.time()})
+
+    def metrics(self) -> tuple[str, str]:
+        """The newest figures of every run, as Prometheus reads them."""
+        return "text/plain; version=0.0.4", "".join(map(_as_metrics, self._states()))
+
+    def _states(self) -> list[dict[str, Any]]:
         with self._lock:
             for events in sorted(self._folder.rglob("events.jsonl")):
                 home = events.parent
                 name = home.resolve().name if home == self._folder else home.relative_to(self._folder).as_posix()
                 self._runs.setdefault(home, _Followed(home, name))
-            told = [each.state() for each in self._runs.values() if each.folder.is_dir()]
-        return "application/json", json.dumps({"runs": told, "now": time.time()})
+            return [each.state() for each in self._runs.values() if each.folder.is_dir()]
 
     def report(self) -> tuple[str, str]:
         """The report of what has ended so far."""
         return "text/html", make_report(self._folder, self._folder).page.read_text(encoding="utf-8")
 
 
+def _as_metrics(state: Mapping[str, Any]) -> str:
+    run = json.dumps(state["name"], ensure_ascii=False)  # quotes and backslashes are written as Prometheus wants them
+    lines = [f"stagewright_running{{run={run}}} {int(state['state'] == 'running')}"]
+    for step, loss, rate, memory, epoch, _ in state["points"][-1:]:
+        figures = {"step": step, "epoch": epoch, "loss": "NaN" if loss is None else loss, "rows_per_second": rate}
+        lines += [f"stagewright_{name}{{run={run}}} {value}" for name, value in figures.items()]
+        stages = enumerate(memory)
+        lines += [f'stagewright_memory_bytes{{run={run},stage="{number}"}} {size}' for number, size in stages]
+    return "\n".join(lines) + "\n"
+
+
 class _Handler(BaseHTTPRequestHandler):
-    """Answers for three addresses, and only to those who name this machine."""
+    """Answers for four addresses, and only to those who name this machine."""
 
     def __init__(self, watched: _Watched, *given: Any) -> None:
         self._pages: dict[str, Callable[[], tuple[str, str]]] = {
-            "/": watched.page, "/live.json": watched.data, "/report.html": watched.report,
+            "/": watched.page, "/live.json": watched.data, "/report.html": watched.report, "/metrics": watched.metrics,
         }  # fmt: skip
         super().__init__(*given)
 
@@ -130,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self._pages.get(self.path.partition("?")[0])
         # A page of another site that has its name resolved to this machine gets nothing.
         if answer is None or self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
-            return self._send(404, "text/plain", "there are /, /live.json and /report.html")
+            return self._send(404, "text/plain", "there are /, /live.json, /metrics and /report.html")
         try:
             return self._send(200, *answer())
         except StagewrightError as fault:
