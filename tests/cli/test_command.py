@@ -144,7 +144,7 @@ def test_a_fault_of_the_program_is_no_traceback_either(run: Run, monkeypatch: py
 def test_a_file_that_cannot_be_written_is_an_error(run: Run) -> None:
     status, _, err = run("schedule", "--replicas", "3,1", "-o", "/proc/none/schedule.json")
     assert status == 2
-    assert err.startswith("error: /proc/none")
+    assert err.startswith("error: -o /proc/none")
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

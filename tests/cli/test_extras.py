@@ -53,6 +53,8 @@ LINES = {
     "bench pipedream --simulate --only alexnet-of-dp -o results/bench": "",
     "export results/run -o model.safetensors": "",
     "doctor results/bench": "results/bench is no folder of a run",
+    "checkpoints list results/run": "",
+    "launch tiny-cnn --batch 16 --nodes a,b --placement 0:0,1:0 --print ssh": "",
     "report results": "",
 }
 """What is typed, and what is said of what is missing; nothing where it works."""

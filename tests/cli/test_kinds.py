@@ -91,8 +91,8 @@ def test_kinds_are_the_same_in_any_spelling(tmp_path: Path) -> None:
         cluster = make_cluster(4, device=Device(kind=kind, memory_bytes=1 << 34))
         assert make_plan(made, cluster, options).best.step_s > 0
         assert find_kind(kind).name == "titan-v"
-    with pytest.raises(ProfileError, match="is of titan-v devices, but the cluster local has rtx-3090"):
-        make_plan(made, make_cluster(4, device=Device(kind="rtx-3090", memory_bytes=1 << 34)), options)
+    with pytest.raises(ProfileError, match="is of titan-v devices, but the cluster local has rtx-9090"):
+        make_plan(made, make_cluster(4, device=Device(kind="rtx-9090", memory_bytes=1 << 34)), options)
 
 
 def test_other_kinds_may_be_there_where_the_file_says_how_fast_they_are(profile: Path, tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_every_cluster_that_ships_has_kinds_that_can_be_profiled(name: str) -> N
 
 
 def test_a_model_on_cards_without_a_data_sheet_has_to_be_measured(tmp_path: Path, run: Run) -> None:
-    device = Device(kind="rtx-3090", memory_bytes=1 << 34)
+    device = Device(kind="rtx-9090", memory_bytes=1 << 34)
     file = make_cluster(2, name="mine", device=device).save(tmp_path / "mine.yaml")
     for verb in ("plan", "simulate"):
         status, _, err = run(verb, "tiny-cnn", "--batch", 8, "--cluster", file)
         assert status == 2
-        assert "tiny-cnn has to be measured on rtx-3090, the devices of mine" in err
+        assert "tiny-cnn has to be measured on rtx-9090, the devices of mine" in err
         assert "`stagewright profile tiny-cnn --batch ROWS -o FILE`" in err

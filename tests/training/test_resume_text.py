@@ -58,7 +58,9 @@ def seen_in(folder: Path, which: str) -> dict[int, list[tuple[int, ...]]]:
 
 
 def losses_in(run: Path) -> dict[int, float]:
-    return {int(event["iter"]): float(event["loss"]) for _, event in read_events(run) if "loss" in event}
+    return {
+        int(event["iter"]): float(event["loss"]) for _, event in read_events(run) if "loss" in event and "iter" in event
+    }
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def with_kinds_of(profile: Profile, cluster: Cluster) -> Profile:
     unknown = [kind for kind in cluster.kinds if kind not in known and kind in known_kinds()]
     speeds = {plain_kind(device.kind): device.speed for host in cluster.hosts for device in host.devices}
     measured = [find_kind(kind) for kind in known if kind in known_kinds()]
-    if not measured:
+    if not measured or not {*known} & {*cluster.kinds}:  # a profile is not taken to other kinds alone
         return profile
     made = []
     for kind in (find_kind(each) for each in unknown if speeds[each] == 1.0):

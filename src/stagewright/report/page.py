@@ -1,6 +1,4 @@
-"""One page that carries everything: text, tables, figures, charts and the library that draws them; and the same in
-Markdown.
-"""
+"""One page that carries everything: text, tables, charts and the library that draws them; and the same in Markdown."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from markupsafe import Markup
 from stagewright.cluster import Cluster, count, ready_made_clusters
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.record import MEMORY_KINDS, DeviceUse, Record
+from stagewright.report import tables as _tables
 from stagewright.report.cases import (
     Case,
     Failure,
@@ -36,23 +35,11 @@ from stagewright.report.cases import (
 from stagewright.report.figures import rate, size, span_of, times
 from stagewright.report.map import draw_map
 from stagewright.report.summary import find_hero, sentences
-from stagewright.report.tables import (
-    SOURCE_MARKS,
-    Table,
-    case_table,
-    markdown_table,
-    markdown_text,
-    pair_table,
-    reach_table,
-    scaling_table,
-)  # fmt: skip
 from stagewright.report.timeline import PAGE_WORDS, run_data, stride
 from stagewright.schema import write_whole
 
 _Plain = dict[str, Any]
-
 _SCRIPTS = ("base.js", "tables.js", "charts.js", "runs.js", "timeline.js")
-
 _OTHER = "not told apart"
 """Memory that a record does not divide by kind."""
 
@@ -104,7 +91,7 @@ def _render_page(results: Results, folder: Path) -> str:
         headline=told[0],
         further=told[1:],
         facts=_facts_of(results),
-        marks=SOURCE_MARKS,
+        marks=_tables.SOURCE_MARKS,
         tables=_tables_of(results, folder),
         runs=_runs_of(results.cases),
         drawings=_drawings_of(results),
@@ -149,19 +136,21 @@ def _as_json(plain: object) -> Markup:
 def _facts_of(results: Results) -> tuple[str, ...]:
     """`● 4 measured cases`, `✕ 1 failed`: what the page is made from."""
     sources = [case.source for case in results.cases]
-    told = [f"{mark} {sources.count(source)} {source}" for source, mark in SOURCE_MARKS.items() if source in sources]
+    told = [
+        f"{mark} {sources.count(source)} {source}" for source, mark in _tables.SOURCE_MARKS.items() if source in sources
+    ]
     if results.failures:
-        told.append(f"{SOURCE_MARKS['failed']} {len(results.failures)} failed")
+        told.append(f"{_tables.SOURCE_MARKS['failed']} {len(results.failures)} failed")
     runs = sum(len(case.records) for case in results.cases)
     clusters = dict.fromkeys(case.record.cluster for case in results.cases)
     return (count(runs, "run"), *told, *(f"on {name}" for name in clusters))
 
 
-def _tables_of(results: Results, folder: Path) -> dict[str, Table]:
+def _tables_of(results: Results, folder: Path) -> dict[str, _tables.Table]:
     """The page's tables, by the section that they stand in; those without rows are left out."""
-    found = {"cases": case_table(results, folder), "scaling": scaling_table(results)}
-    pairs, reach = find_pairs(results.cases), reach_table(results)
-    found |= {"pairs": pair_table(pairs)} if pairs else {}
+    found = {"cases": _tables.case_table(results, folder), "scaling": _tables.scaling_table(results)}
+    pairs, reach = find_pairs(results.cases), _tables.reach_table(results)
+    found |= {"pairs": _tables.pair_table(pairs)} if pairs else {}
     return found | ({"reach": reach} if reach is not None else {})
 
 
@@ -173,7 +162,7 @@ def _runs_of(cases: Sequence[Case]) -> list[_Plain]:
     limit = max(min(20_000, 200_000 // max(num_drawn, 1)), 1_000)
     return [
         {
-            "label": f"{SOURCE_MARKS[case.source]} {case.name} ({case.source})",
+            "label": f"{_tables.SOURCE_MARKS[case.source]} {case.name} ({case.source})",
             "cluster": case.record.cluster,
             "data": _as_json(run_data(case, limit)),
         }
@@ -196,14 +185,14 @@ def _environments_of(cases: Sequence[Case]) -> list[_Plain]:
     for case in cases:
         for record in case.records:
             names = groups.setdefault(tuple(sorted(record.environment.items())), [])
-            label = f"{SOURCE_MARKS[case.source]} {case.name}"
+            label = f"{_tables.SOURCE_MARKS[case.source]} {case.name}"
             names.extend([label] if label not in names else [])
     return [{"facts": facts, "cases": names} for facts, names in groups.items() if facts]
 
 
 def _commands_of(results: Results) -> list[Mapping[str, str]]:
-    pairs = [(f"{SOURCE_MARKS[case.source]} {case.name}", case.record.command) for case in results.cases]
-    pairs += [(f"{SOURCE_MARKS['failed']} {failure.name}", failure.command) for failure in results.failures]
+    pairs = [(f"{_tables.SOURCE_MARKS[case.source]} {case.name}", case.record.command) for case in results.cases]
+    pairs += [(f"{_tables.SOURCE_MARKS['failed']} {failure.name}", failure.command) for failure in results.failures]
     return [{"name": name, "command": command} for name, command in pairs if command]
 
 
@@ -375,12 +364,12 @@ def _error_bar(pair: Pair) -> _Plain:
 
 
 def _render_markdown(results: Results, folder: Path) -> str:
-    first, *further = map(markdown_text, sentences(results))
+    first, *further = map(_tables.markdown_text, sentences(results))
     parts = ["# Report\n", f"{first}\n", *(f"- {line}" for line in further), ""]
     for table in _tables_of(results, folder).values():
-        notes = [markdown_text(note) for note in table.notes]
+        notes = [_tables.markdown_text(note) for note in table.notes]
         listed = [*notes[:1], "", *(f"- {note}" for note in notes[1:]), ""] if notes else []
-        parts += [f"## {table.title}\n", *listed, markdown_table(table)]
+        parts += [f"## {table.title}\n", *listed, _tables.markdown_table(table)]
     parts += ["## How it was measured\n", *_environment_lines(results)]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -398,8 +387,8 @@ def _environment_lines(results: Results) -> list[str]:
 def _fact_lines(key: str, value: str) -> list[str]:
     """A fact as an entry of a list; text of several lines, such as a table, keeps them."""
     if "\n" not in value.strip():
-        return [f"- {markdown_text(key)}: {markdown_text(value)}"]
-    return [f"- {markdown_text(key)}:", "", *("  " + line for line in _fenced(value.splitlines())), ""]
+        return [f"- {_tables.markdown_text(key)}: {_tables.markdown_text(value)}"]
+    return [f"- {_tables.markdown_text(key)}:", "", *("  " + line for line in _fenced(value.splitlines())), ""]
 
 
 def _fenced(lines: Iterable[str]) -> list[str]:
