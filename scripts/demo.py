@@ -98,9 +98,18 @@ def train(plan: sw.Plan, model: sw.Layered, name: str, folder: Path) -> sw.Recor
 
 
 def work() -> None:
-    """What a worker of this script does: its part of the plan that it is told."""
-    file = Path(os.environ[PLAN])
-    train(sw.Plan.load(file), make_model(), file.parent.name, file.parent)
+    """What a worker of this script does: the runs up to its own, of which those before are over and cost nothing."""
+    own = Path(os.environ[PLAN]).parent
+    for name in PLACEMENTS:
+        place = own.parent / folder_of(name)
+        train(sw.Plan.load(place / "plan.json"), make_model(), name, place)
+        if place == own:
+            return
+
+
+def folder_of(name: str) -> str:
+    """Where a plan's run is, in the demo's folder."""
+    return name.replace(" ", "-")
 
 
 def say(title: str, what: str) -> None:
@@ -144,7 +153,7 @@ def main(folder: Path) -> None:
     show_plans(found["3-1"], cluster, records)
     for name, plan in plans.items():
         say("3  train", f"{name}: {plan.placement}, {STEPS} steps of {BATCH} made-up images, {NUM_DEVICES} processes")
-        place = folder / name.replace(" ", "-")
+        place = folder / folder_of(name)
         os.environ[PLAN] = str(plan.save(place / "plan.json"))  # here alone: workers that all saved it would collide
         records.append(train(plan, model, name, place))
     say("4  compare", "what was predicted, and what happened\n")
