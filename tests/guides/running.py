@@ -63,7 +63,8 @@ def follow(
             said += [run(["bash", "-euo", "pipefail", "-c", line], where, own, enter=enter) for line in lines]
         elif language == "console":
             for line, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
-                status = 2 if re.search("^error: ", shown, re.MULTILINE) else 0
+                told = re.search("^error: (worker )?", shown, re.MULTILINE)
+                status = 0 if told is None else 3 if told[1] else 2  # a run that failed, or what was typed
                 said.append(run(["bash", "-c", line], where, own, status))
                 check_printed(shown, said[-1])
         elif language == "python":
