@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from stagewright.cluster import DeviceId, count, format_placement
-from stagewright.errors import PlanError, RunError
+from stagewright.errors import PlanError, RunError, UsageError
 from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.record import Record, Source
@@ -186,7 +186,7 @@ def _start_workers(
                 with _asked_to_stop_for(members, run) if members is not None else nullcontext():
                     start(plan=schedule.plan, hosts=hosts, extra=environment)
                 if members is None or not members.has_grown or run.state == "stopped" or _is_done(run.path, job):
-                    return Record.load(run.path / RECORD)
+                    return _record_in(run.path)
             except RunError as fault:
                 causes.append(fault.cause)
                 _refuse_the_same(fault, causes)
@@ -203,6 +203,16 @@ def _start_workers(
                 else:
                     raise
             environment[RESTARTED] = "1"
+
+
+def _record_in(folder: Path) -> Record:
+    """The record that the workers of a run have left."""
+    if not (folder / RECORD).exists():
+        raise UsageError(
+            "the workers ended without training: they took this call for a run that the script had been through before",
+            "a script that trains several times makes the same calls in the same order in its workers",
+        )
+    return Record.load(folder / RECORD)
 
 
 def _schedule_of_worker(schedule: Schedule, job: Job) -> Schedule:
