@@ -187,8 +187,7 @@ def test_memory_decides_where_weights_may_lie() -> None:
     holder = next(stage for stage in found.best.plan.stages if "b" in stage.layers)
     assert [str(id) for id in holder.devices] == ["0:1"]
     assert found.data_parallel is None
-    assert "layers a … c need" in found.why_no_data_parallel
-    assert "on 0:2, which has 1.0 GiB" in found.why_no_data_parallel
+    assert "layers a … c need 4.0 GiB on 0:2, which has 1.0 GiB" in found.why_no_data_parallel
 
 
 def test_layers_that_share_weights_stay_together() -> None:
