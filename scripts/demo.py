@@ -25,7 +25,7 @@ import stagewright as sw
 if TYPE_CHECKING:
     from stagewright.planning.search import Search
 
-NUM_DEVICES, BATCH, STEPS, WARM_UP = 4, 64, 50, 5
+NUM_DEVICES, BATCH, STEPS, WARM_UP = 4, 128, 40, 10
 PLACEMENTS = {"3-1": "0:0-2.0:3", "data parallel": "0:0-3"}
 """Three replicas of the first stage and one of the second; and plain data parallelism beside it."""
 PLAN = "STAGEWRIGHT_DEMO_PLAN"
