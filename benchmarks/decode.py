@@ -1,4 +1,4 @@
-"""Images/s of the loader against Pillow in a torch DataLoader: same files, same crops, same numbers out.
+"""Images/s of the image feed against Pillow in a torch DataLoader: same files, same crops, same numbers out.
 
     python benchmarks/decode.py [--images 256] [--repeats 5] [--workers 2]
 
@@ -26,12 +26,15 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stagewright.data.loader import Loader
 from stagewright.data.opening import open_dataset
 from stagewright.data.order import Draw, draw_uniform
 from stagewright.data.pixels import IMAGENET_MEAN, IMAGENET_STD, EvalTransform, TrainTransform, Transform
 from stagewright.data.records import write_images
 from stagewright.data.source import Dataset
+from stagewright.runtime.feed import ReadAhead
+from stagewright.runtime.settings import Settings
+from stagewright.scheduling.drawing import sketch_plan
+from stagewright.training.feeds import DataFeed
 
 SIZES = ((375, 500), (768, 1024))
 BATCH = 64
@@ -81,18 +84,13 @@ def with_pillow(dataset: Dataset, transform: Transform, workers: int) -> None:
         pass
 
 
-def with_loader(dataset: Dataset, transform: Transform, workers: int) -> None:
-    loader = Loader(
-        dataset=dataset,
-        batch=BATCH,
-        row_ranges=lambda rows: ((0, rows),),
-        transform=transform,
-        shuffle=False,
-        keep_last=True,
-        num_workers=workers,
-    )
-    for _ in loader:
-        pass
+def with_feed(dataset: Dataset, transform: Transform) -> None:
+    feed = DataFeed(dataset, size=transform.size, is_training=isinstance(transform, TrainTransform))
+    feed.settle(sketch_plan((1,), batch=BATCH), Settings())
+    ahead = ReadAhead(feed, torch.device("cpu"))
+    for batch in range(len(dataset) // BATCH):
+        ahead.inputs(batch, 0, BATCH)
+        ahead.targets(batch, 0, BATCH)
 
 
 def measure(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
@@ -110,7 +108,7 @@ def measure(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, lis
 def contenders(dataset: Dataset, transform: Transform, workers: int) -> dict[str, Callable[[], None]]:
     """Pillow first, which the others are compared with."""
     calls: dict[str, Callable[[], None]] = {"Pillow, DataLoader": lambda: with_pillow(dataset, transform, workers)}
-    calls["Loader, simplejpeg"] = lambda: with_loader(dataset, transform, workers)
+    calls["DataFeed, simplejpeg"] = lambda: with_feed(dataset, transform)
     return calls
 
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from stagewright.data.generate import _MAX_CLASSES, _class_look, _draw_image, make_images
 from stagewright.data.inspection import Spread, inspect_dataset, save_contact_sheet
-from stagewright.data.loader import Loader
 from stagewright.data.opening import open_dataset
-from stagewright.data.pixels import EvalTransform, TrainTransform
 from stagewright.errors import DataError, UsageError
+from stagewright.runtime.settings import Settings
+from stagewright.scheduling.drawing import sketch_plan
+from stagewright.training.feeds import DataFeed
 
 
 @pytest.mark.parametrize("format", ["folder", "ofrecord", "tar"])
@@ -89,22 +90,19 @@ def test_a_small_residual_network_learns_the_set(tmp_path: Path) -> None:
     make_images(tmp_path / "train", 10, 1000, 40, "ofrecord", seed=0)
     make_images(tmp_path / "test", 10, 300, 40, "tar", seed=1)
     network = nn.Sequential(Residual(3, 12), Residual(12, 24), Residual(24, 48), nn.Flatten(), nn.LazyLinear(10))
-    small = TrainTransform(size=32, area=(0.5, 1))
-    loader = Loader(
-        dataset=open_dataset(tmp_path / "train"), batch=50, row_ranges=lambda rows: ((0, rows),), transform=small
-    )
-    next(map(network, (batch.images[0] for batch in loader)))
+    train = DataFeed(open_dataset(tmp_path / "train"), size=32, crop_area=0.5)
+    train.settle(sketch_plan((1,), batch=50), Settings())
+    rows = lambda feed, batch, size: (feed.finish(*feed.inputs(batch, 0, size)), *feed.targets(batch, 0, size))  # noqa: E731
+    network(rows(train, 0, 50)[0])
     optimizer = torch.optim.Adam(network.parameters(), 2e-3)
-    for epoch in range(5):
-        for batch in loader.for_epoch(epoch):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(network(batch.images[0]), batch.labels[0]).backward()
-            optimizer.step()
+    for batch in range(100):
+        images, labels = rows(train, batch, 50)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(images), labels).backward()
+        optimizer.step()
     network.eval()
-    middle = EvalTransform(size=32, shorter=36)
-    test = Loader(
-        dataset=open_dataset(tmp_path / "test"), batch=300, row_ranges=lambda rows: ((0, rows),), transform=middle
-    )
-    (batch,) = test
-    right = (network(batch.images[0]).argmax(dim=1) == batch.labels[0]).float().mean()
+    test = DataFeed(open_dataset(tmp_path / "test"), size=32, is_training=False)
+    test.settle(sketch_plan((1,), batch=300), Settings())
+    images, labels = rows(test, 0, 300)
+    right = (network(images).argmax(dim=1) == labels).float().mean()
     assert right > 0.9

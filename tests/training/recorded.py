@@ -27,8 +27,10 @@ BATCH, PLACEMENT = 12, "0:0-1.0:2"
 class RecordingFeed(DataFeed):
     """Writes down what it gives; where HOLD names a batch, it waits there to be killed."""
 
+    may_be_read_ahead = False
+
     def inputs(self, batch, start, stop):
-        given = super().inputs(batch, start, stop)
+        given = [*map(self.finish, super().inputs(batch, start, stop))]
         self.note("images", batch, numbers_of(given[0]))
         if batch >= int(os.environ.get("HOLD", sys.maxsize)):
             time.sleep(600)

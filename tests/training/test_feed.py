@@ -67,7 +67,7 @@ class Workers:
                 if labels:
                     yield from feed.targets(number, share.start, share.stop)[0].tolist()
                 else:
-                    yield from numbers_of(feed.inputs(number, share.start, share.stop)[0])
+                    yield from numbers_of(feed.finish(feed.inputs(number, share.start, share.stop)[0]))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -110,5 +110,6 @@ def test_batches_may_be_asked_for_out_of_order(directory: Path, monkeypatch: pyt
     feed = Workers(directory, make_plan("0:0", microbatches=2), monkeypatch).feeds[0]
     early = feed.inputs(0, 0, 6)[0], feed.inputs(1, 0, 6)[0], feed.inputs(0, 6, 12)[0], feed.inputs(1, 6, 12)[0]
     other = Workers(directory, make_plan("0:0"), monkeypatch)
+    early = [*map(feed.finish, early)]
     assert numbers_of(early[0]) + numbers_of(early[2]) == other.batch(0)[0]
     assert numbers_of(early[1]) + numbers_of(early[3]) == other.batch(1)[0]

@@ -51,7 +51,10 @@ class FunctionFeed:
 
 
 class ReadAhead:
-    """A feed whose rows are made ahead of time by threads, and pinned where they go to a card."""
+    """A feed whose rows are made ahead of time by threads, and pinned where they go to a card.
+
+    What such a feed has left to be done with its inputs there, it says as `finish`.
+    """
 
     def __init__(self, feed: Feed, device: torch.device, *, batches: int = 2, threads: int = 2) -> None:
         self.feed, self._device, self._batches = feed, device, batches
@@ -71,7 +74,9 @@ class ReadAhead:
                 self._coming[key] = self._pool.submit(self._make, *key)
         given = self._coming.pop((which, batch, start, stop)).result()
         # torch keeps memory that it pinned until copies from it are over.
-        return [each.to(self._device, non_blocking=each.is_pinned()) for each in given]
+        moved = [each.to(self._device, non_blocking=each.is_pinned()) for each in given]
+        finish = getattr(self.feed, "finish", None) if which == "inputs" else None
+        return moved if finish is None else [finish(each) for each in moved]
 
     def _make(self, which: str, batch: int, start: int, stop: int) -> list[Tensor]:
         made = getattr(self.feed, which)(batch, start, stop)

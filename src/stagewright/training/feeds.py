@@ -1,6 +1,6 @@
-"""Rows for a run: each worker reads those that it needs, and every worker agrees on which they are.
+"""Rows for a run: any worker reads any rows of any batch, and every worker agrees on which they are.
 
-DataFeed       images, by threads of its own
+DataFeed       images
 TextFeed       tokens, as many a row as the batch's longest row has
 
 The items of any map-style dataset are dataset.py's.
@@ -9,31 +9,39 @@ The items of any map-style dataset are dataset.py's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stagewright.data.loader import Batch, Loader, Range, Want
+from stagewright.data.order import Draw, draw_uniform, epoch_order
 from stagewright.data.packing import TokenRows, bucket_lengths, padded_to, rows_of_batch
-from stagewright.data.pixels import EvalTransform, TrainTransform, Transform
+from stagewright.data.pixels import EvalTransform, TrainTransform, Transform, normalise, read_crop
 from stagewright.data.source import Dataset, Indices, OnCorrupt
 from stagewright.errors import DataError
 from stagewright.models import Layered
 from stagewright.models.loss import IGNORED
 from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
-from stagewright.runtime.world import pick_device
 
 _MAX_THREADS = 8
 """Threads that read images for one worker, at most."""
+_IMAGENET_GREY = 118
+"""The mean brightness of ImageNet, for an image that cannot be read."""
 
 
 class DataFeed:
-    """Rows of a dataset, epoch after epoch; images where the first stage is, labels where the last one is."""
+    """Rows of a dataset, epoch after epoch; what a row holds depends on the seed, the epoch and its place there alone.
+
+    Threads, not the processes of torch's DataLoader: decoding and resizing run without the interpreter's lock (two
+    threads decode twice as much), and no process is forked under running collectives. What they make are bytes, which
+    `finish` makes numbers of, where a card does that.
+    """
+
+    may_be_read_ahead = True
 
     def __init__(
         self, dataset: Dataset, *, size: int, seed: int = 0, is_training: bool = True, crop_area: float = 0.08,
@@ -43,7 +51,7 @@ class DataFeed:
         self._transform: Transform = TrainTransform(size=size, area=(crop_area, 1.0))
         if not is_training:
             self._transform = EvalTransform(size=size, shorter=max(size, size * 256 // 224))
-        self._streams: dict[Want, _Stream] = {}
+        self._order = lru_cache(2)(self._find_order)
 
     @property
     def about(self) -> str:
@@ -51,73 +59,52 @@ class DataFeed:
         return f"{len(self.dataset):,} images, the first in {self.dataset.where(0)}"
 
     def settle(self, plan: Plan, settings: Settings) -> None:
-        """Learns which rows this worker needs."""
-        worker = int(os.environ.get("RANK", "0"))
+        """Learns how many rows a batch has, and what is made of them."""
+        self._batch, self._timeout_s = plan.batch, settings.timeout_s
+        dtype = torch.float64 if settings.precision == "fp64" else torch.float32
+        self.finish = partial(normalise, dtype=dtype, channels_last=settings.channels_last)
         threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // plan.replicas[0]))
-        device = pick_device(settings) if settings.device == "cuda" else None  # which leaves them on the host
-        wants: tuple[tuple[Want, int, int], ...] = (("images", 0, threads), ("labels", len(plan.stages) - 1, 0))
-        for want, stage, num_workers in wants:
-            loader = Loader(
-                dataset=self.dataset, batch=plan.batch, row_ranges=partial(_ranges, plan, stage, worker), want=want,
-                transform=self._transform, seed=self._seed, shuffle=self._is_training, keep_last=not self._is_training,
-                num_workers=num_workers, device=device,
-                dtype=torch.float64 if settings.precision == "fp64" else torch.float32, on_corrupt=self._on_corrupt,
-                channels_last=settings.channels_last, timeout_s=settings.timeout_s,
-            )  # fmt: skip
-            self._streams[want] = _Stream(loader)
+        self._pool = ThreadPoolExecutor(threads, "stagewright-data")
 
     def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
-        return (self._streams["images"].rows(batch, start, stop),)
+        """The images as bytes (rows, size, size, 3)."""
+        epoch, positions = self._places(batch, start, stop)
+        images = torch.empty((stop - start, *[self._transform.size] * 2, 3), dtype=torch.uint8)
+        parts = [slice(first, first + 8) for first in range(0, stop - start, 8)]
+        jobs = [self._pool.submit(self._fill, images[part], epoch, positions[part]) for part in parts]
+        try:
+            for job in jobs:
+                job.result(timeout=self._timeout_s)
+        except TimeoutError as error:
+            raise DataError(
+                f"rows of batch {batch} were not read within {self._timeout_s:g} s",
+                "look at the disk that they come from, or allow more with --timeout",
+            ) from error
+        return (images,)
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
-        return (self._streams["labels"].rows(batch, start, stop),)
+        epoch, positions = self._places(batch, start, stop)
+        return (torch.tensor([self.dataset.label(index) for index in self._order(epoch)[positions].tolist()]),)
 
+    def _find_order(self, epoch: int) -> Indices:
+        return epoch_order(self.dataset, seed=self._seed, epoch=epoch, shuffle=self._is_training)
 
-def _ranges(plan: Plan, stage: int, worker: int, rows: int) -> tuple[Range, ...]:
-    """The row ranges that a worker has in a stage, of a batch of so many rows."""
-    members = plan.workers[stage]
-    if worker not in members:
-        return ()
-    plan = replace(plan, batch=rows, num_microbatches=min(rows, plan.num_microbatches))
-    shares = (share for number in range(plan.num_microbatches) for share in plan.shares(stage, number))
-    own = members.index(worker)
-    return tuple((share.start, share.stop) for share in shares if share.replica == own)
+    def _places(self, batch: int, start: int, stop: int) -> tuple[int, Indices]:
+        """The epoch of some rows, and their places in it; an evaluation is one epoch, whose last batch may be short."""
+        epoch, place = divmod(batch, len(self.dataset) // self._batch) if self._is_training else (0, batch)
+        return epoch, np.arange(place * self._batch + start, place * self._batch + stop)
 
-
-class _Stream:
-    """One kind of rows, batch after batch; batches that are asked for out of order are kept meanwhile."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-        self._per_epoch = len(loader)
-        self._next = 0
-        self._batches: Iterator[Batch] = iter(())
-        self._kept: dict[int, dict[Range, Tensor]] = {}
-
-    def rows(self, batch: int, start: int, stop: int) -> Tensor:
-        """The rows start … stop − 1 of a batch, given out once."""
-        if batch not in self._kept and batch != self._next:
-            self._kept.clear()
-            self._begin(batch)
-        while batch not in self._kept:
-            self._read()
-        found = self._kept[batch].pop((start, stop))
-        if not self._kept[batch]:
-            del self._kept[batch]
-        return found
-
-    def _begin(self, batch: int) -> None:
-        epoch, place = divmod(batch, self._per_epoch)
-        self._batches = iter(self._loader.for_epoch(epoch, place * self._loader.batch))
-        self._next = batch
-
-    def _read(self) -> None:
-        if self._next % self._per_epoch == 0:
-            self._begin(self._next)
-        batch = next(self._batches)
-        tensors = batch.images if self._loader.want == "images" else batch.labels
-        self._kept[self._next] = dict(zip(self._loader.row_ranges(batch.rows), tensors, strict=True))
-        self._next += 1
+    def _fill(self, pixels: Tensor, epoch: int, positions: Indices) -> None:
+        """Reads the images at some places of an epoch."""
+        draws = draw_uniform(self._seed, epoch, Draw.CROP, positions, num=self._transform.num_draws)
+        for row, index in enumerate(self._order(epoch)[positions].tolist()):
+            encoded, crop_of = self.dataset.encoded(index), partial(self._transform.crop, draws=draws[row].tolist())
+            try:
+                pixels[row].numpy()[...] = read_crop(encoded, crop_of, self._transform.size)
+            except DataError as error:
+                if self._on_corrupt == "stop":
+                    raise DataError(f"{self.dataset.where(index)} {error.what}", error.todo) from error
+                pixels[row] = _IMAGENET_GREY
 
 
 class TextFeed:
