@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("policy",),
     ("plan", "network"),
-    ("profile", "cluster"),
+    ("profile", "cluster", "system"),
     ("schema",),
     ("errors",),
 )

@@ -119,8 +119,6 @@ class Cluster(Saved):
     sum_core_s_per_byte: float = Field(default=0.0, ge=0)
     """What a core spends on a byte of gradients for each replica, where replicas of one host add them up in memory that
     they have in common; 0: they do so over wires."""
-    blocking_sends: bool = False
-    """Whether a worker waits until what it sends has arrived, as in systems that do not overlap the two."""
     notes: tuple[str, ...] = ()
     """Where the figures come from: one sentence a fact."""
 

@@ -25,6 +25,7 @@ from stagewright.network import Network
 from stagewright.plan import Policy, Route
 from stagewright.policy import RULES
 from stagewright.profile import LayerProfile, Profile
+from stagewright.system import OWN, System
 
 KEPT_SHARE = 0.5
 """Of a linear layer's weights, what the rows that it keeps for later weight gradients may take beside them."""
@@ -121,12 +122,12 @@ class Costs(Memory):
     They are those of the profile's own kind of device: `on(device)` has those of another kind that was profiled too.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, system: System = OWN) -> None:
         profile = _of_these_kinds(profile, cluster)
         super().__init__(profile)
         speeds = {other.device: _whole_s(profile, profile) / _whole_s(other, profile) for other in profile.others}
         self.cluster = _at_speeds(cluster, speeds) if speeds else cluster
-        self.network = Network(self.cluster)
+        self.system, self.network = system, Network(self.cluster, system.all_reduce)
         self.in_common = bool(cluster.sum_core_s_per_byte)
         self.own_speed = 1.0
         """`Device.speed` of the kind that the seconds are of."""
@@ -163,13 +164,15 @@ class Costs(Memory):
 
     def row_sums(self, rows: float, handled: Handled = _ONE) -> _Seconds[tuple[float, ...]]:
         """Sums of all layers' seconds at this number of rows, made at the first call."""
-        found = self._rows.get((rows, handled))
+        key = (rows, handled)
+        found = self._rows.get(key)
         if found is None:
+            handled = handled._replace(folds=handled.folds and self.system.folds)
             sizes, layers = self.profile.batch_sizes, self.profile.layers
             forward = [_interpolate(sizes, layer.forward_s, rows) for layer in layers]
             backward, weight = zip(*(self._backward_halves(layer, rows, handled) for layer in layers))
             kept = [own if handled.keeps(layer, rows) else 0.0 for layer, own in zip(layers, weight)]
-            found = self._rows[rows, handled] = _Seconds(sums(forward), sums(backward), sums(weight), sums(kept))
+            found = self._rows[key] = _Seconds(sums(forward), sums(backward), sums(weight), sums(kept))
         return found
 
     def _backward_halves(self, layer: LayerProfile, rows: float, handled: Handled) -> tuple[float, float]:
@@ -184,7 +187,8 @@ class Costs(Memory):
             count = _num_folded(layer, rows, handled.microbatches)
             together = _weight_s(self.profile, layer, rows * count) / count
             return whole - apart + together, together
-        adding = self._step_s(layer.gradient_bytes) * 3 / 5 * (handled.microbatches - 1) / handled.microbatches
+        adding = self._step_s(layer.gradient_bytes) * self.system.adding_passes / 5
+        adding *= (handled.microbatches - 1) / handled.microbatches
         return whole + adding, apart + adding
 
     def _step_s(self, num_bytes: float) -> float:
@@ -208,14 +212,26 @@ class Costs(Memory):
         # In the first stage all of backward is for the weights: nobody asks for gradients of the model's inputs.
         return _Seconds(forward, backward, weight if first else backward, kept)
 
-    def optimizer_s(self, first: int, last: int, speed: float = 1.0, *, versions: int = 1, sharers: int = 1) -> float:
+    def optimizer_s(
+        self, first: int, last: int, speed: float = 1.0, *, versions: int = 1, sharers: int = 1, buckets: int = 1
+    ) -> float:
         """The optimizer step of some layers: their parameters' share of the whole one, cut among those who share it.
+
+        Where the optimizer overlaps reductions, that of the last of the buckets.
 
         With several versions the new one begins as a copy of the newest: two passes over memory, against the five of an
         SGD-with-momentum step.
         """
-        copying = 1.0 if versions == 1 else 1.0 + 2 / 5
-        return self._step_s(self.gradient_bytes(first, last)) * copying / (speed / self.own_speed) / sharers
+        copying = 1.0 if versions == 1 else 1.0 + self.system.copying_passes / 5
+        left = buckets if self.system.optimizer_overlaps else 1
+        return self._step_s(self.gradient_bytes(first, last)) * copying / (speed / self.own_speed) / sharers / left
+
+    def num_buckets(self, first: int, last: int, wanted: int | None = None) -> int:
+        """In how many pieces the gradients of some layers are reduced: as the system does, or as a plan wants it."""
+        size, most = self.gradient_bytes(first, last), self.system.bucket_bytes
+        if most is None:
+            return wanted or num_buckets(size)
+        return max(math.ceil(size / most), 1) if most else 1
 
     def ready_shares(self, first: int, last: int, rows: float, num_buckets: int) -> tuple[float, ...]:
         """For each bucket the share of backward after which its gradients are complete.

@@ -114,8 +114,8 @@ class Network:
     After the links come the cores that hosts share, where they do.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, all_reduce: str = "fastest") -> None:
+        self.cluster, self.all_reduce = cluster, all_reduce
         self.cores = _Cores(cluster, first=2 * len(cluster.wires))
         there_and_back = ((link.bytes_per_s, link.back_bytes_per_s or link.bytes_per_s) for link in cluster.wires)
         self.rates = (*(rate for rates in there_and_back for rate in rates), *self.cores.rates)
@@ -163,6 +163,8 @@ class Network:
             common = self._common(key)
             self._collectives[key] = (self._ring(key), self._tree(key)) if common is None else (common, common)
         ring, tree = self._collectives[key]
+        if self.all_reduce != "fastest":
+            return tree if self.all_reduce == "tree" else ring
         is_small = ring.latency_s > ring.passes * num_bytes / ring.bytes_per_s
         return tree if is_small and tree.seconds(num_bytes) < ring.seconds(num_bytes) else ring
 

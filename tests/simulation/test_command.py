@@ -109,3 +109,16 @@ def test_sweeps_are_a_table_and_a_plot(files, tmp_path):
 def test_options_that_mean_nothing_are_refused(files, options, fault):
     with pytest.raises(UsageError, match=fault):
         call(files, *options)
+
+
+def test_another_system_is_simulated_by_its_facts(files, tmp_path):
+    (tmp_path / "other.yaml").write_text("format: stagewright.system\nversion: 1\nname: other\nblocking_sends: true\n")
+    steps = {}
+    for system in ("stagewright", "unhidden-reduction", str(tmp_path / "other.yaml")):
+        found = json.loads(call(files, "--system", system, "--json"))
+        steps[system] = found["step_s"]
+    own, unhidden, other = steps.values()
+    assert own <= unhidden < other
+    assert "as other works: sends block, reductions overlap next batch" in found["notes"]
+    with pytest.raises(UsageError, match="no system is named 'no'"):
+        call(files, "--system", "no")

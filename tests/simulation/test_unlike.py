@@ -14,6 +14,7 @@ from stagewright.errors import ProfileError
 from stagewright.planning.fixed import fixed_plan
 from stagewright.profile import LayerProfile, Profile
 from stagewright.simulation import simulator
+from stagewright.system import OWN, System
 
 GPU, CPU = "gpu", "cpu"
 
@@ -44,8 +45,8 @@ BOTH = Profile.of_kinds([profile_of(GPU, 1.0, 1.0, 1.0), profile_of(CPU, 6.0, 1.
 MIXED = cluster_of(GPU, CPU)
 
 
-def step_s(plan: sw.Plan, profile: Profile = BOTH, cluster: Cluster = MIXED) -> float:
-    return sw.simulate(sw.make_schedule(plan), profile, cluster).median_step_s
+def step_s(plan: sw.Plan, profile: Profile = BOTH, cluster: Cluster = MIXED, system: System = OWN) -> float:
+    return sw.simulate(sw.make_schedule(plan), profile, cluster, system=system).median_step_s
 
 
 def test_a_stage_takes_what_its_layers_take_on_its_kind() -> None:
@@ -109,9 +110,8 @@ def test_a_worker_whose_sends_block_does_nothing_else_meanwhile() -> None:
     both, two = replace(profile_of(GPU, 1.0, 1.0), layers=tuple(layers)), cluster_of(GPU, GPU)
     slow = replace(two.hosts[0], links=tuple(replace(link, bytes_per_s=1e6) for link in two.hosts[0].links))
     plan = fixed_plan(both, sw.PlanOptions(batch=4, placement="0:0.0:1", cut=("b",), num_microbatches=4), two)
-    plain, blocking = (
-        step_s(plan, both, Cluster(name="c", hosts=(slow,), blocking_sends=each)) for each in (False, True)
-    )
+    wires, blocks = Cluster(name="c", hosts=(slow,)), System(name="b", blocking_sends=True)
+    plain, blocking = step_s(plan, both, wires), step_s(plan, both, wires, blocks)
     # A microbatch's rows take a second on the wire; what neither worker can hide behind waiting for the other is two.
     assert blocking == pytest.approx(plain + 2)
-    assert step_s(plan, both, replace(two, blocking_sends=True)) == pytest.approx(step_s(plan, both, two), rel=1e-4)
+    assert step_s(plan, both, two, blocks) == pytest.approx(step_s(plan, both, two), rel=1e-4)

@@ -21,6 +21,7 @@ from stagewright.profile import Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.kinds import with_kinds_of
 from stagewright.schema import schema
+from stagewright.system import OWN, System, find_system
 from stagewright.training.recipes import OPTIMIZERS, OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys
 
@@ -40,8 +41,10 @@ class Hardware:
     """a cluster's name or file; this machine if left out"""
     assume_kind: str | None = None
     """take the profile for one of this kind of device, such as titan-v"""
+    system: str = OWN.name
+    """how what trains overlaps computing, sending and reducing: a system's name or file"""
     blocking_sends: bool = False
-    """a worker waits until what it sends has arrived, as in systems that do not overlap the two"""
+    """whatever the system, a worker waits until what it sends has arrived"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """what is computed in, where a model's name is given"""
     optimizer: OptimizerName = "sgd"
@@ -53,8 +56,12 @@ class Hardware:
         return OPTIMIZERS[self.optimizer].states_of
 
     def load_cluster(self) -> Cluster:
-        """The cluster, its sends as they are said to be."""
-        found = cluster_or_here(self.cluster)
+        """The cluster that is named, or this machine."""
+        return cluster_or_here(self.cluster)
+
+    def load_system(self) -> System:
+        """The system, its sends as they are said to be."""
+        found = find_system(self.system)
         return replace(found, blocking_sends=True) if self.blocking_sends else found
 
     def load_profile(self, file: str | Path | None, cluster: Cluster) -> Profile | None:

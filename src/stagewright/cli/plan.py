@@ -23,6 +23,7 @@ from stagewright.report.figures import GAP, rate, seconds, size
 from stagewright.runtime.corrections import price_of_staleness
 from stagewright.schema import dump_json, schema
 from stagewright.simulation import simulator
+from stagewright.system import OWN
 
 
 @schema(error=UsageError)
@@ -47,7 +48,8 @@ def plan(
     hardware = own.load_cluster()
     profile = own.load_profile(what if names_file(what) else None, hardware) or _analytic(what, hardware, plan, own)
     profile = profile.with_states(own.states)
-    found = make_plan(profile, hardware, plan, simulator(profile, hardware) if own.simulate else None)
+    system = own.load_system()
+    found = make_plan(profile, hardware, plan, simulator(profile, hardware, system) if own.simulate else None, system)
     if notes := own.assumed(profile):
         best = replace(found.best.plan, notes=(*found.best.plan.notes, *notes))
         found = replace(found, best=replace(found.best, plan=best))
@@ -97,6 +99,7 @@ def _next(plan: Plan, what: str, own: _Planning) -> list[str]:
     words = ["--profile", what] if names_file(what) else []
     words += ["--assume-kind", own.assume_kind] if own.assume_kind is not None else []
     words += ["--cluster", own.cluster] if own.cluster is not None else []
+    words += ["--system", own.system] if own.system != OWN.name else []
     typed = ["--optimizer", own.optimizer] if own.optimizer != type(own)().optimizer else []
     where = "" if own.cluster is None else f"on {own.cluster} itself: "
     simulate = shlex.join(["stagewright", "simulate", str(own.out), *words, *typed])

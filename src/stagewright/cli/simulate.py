@@ -70,7 +70,7 @@ def simulate(
     made = Plan.load(what) if names_file(what) else None
     setting = Scenario(
         model=what if made is None else made.model, plan=made, profile=profile, precision=own.precision, data=own.data,
-        states=own.states, epoch_images=own.epoch_images,
+        states=own.states, epoch_images=own.epoch_images, system=own.load_system(),
     )  # fmt: skip
     points = list(_sweep(setting, hardware, plan, own))
     if len(points) > 1:

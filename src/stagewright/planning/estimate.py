@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from stagewright.cluster import Device, DeviceId, Devices
-from stagewright.cost import Costs, Handled, handled_by_each, num_buckets
+from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.plan import Plan, split_edges
 from stagewright.planning.groups import FLUSHED, ClusterRates, Savings, Setting
 from stagewright.policy import RULES, holds, outstanding
@@ -159,6 +159,7 @@ class Estimator:
         self.costs, self.setting, self.rule = costs, setting, RULES[setting.policy]
         self.shared = shared or ClusterRates(costs)
         self.is_flushed = setting.staleness == FLUSHED
+        self.waits = costs.system.reduction_overlaps != "next-batch"
         self.shortage: Shortage | None = None
         """The stage that came closest to fitting of those that did not."""
         self._alike: dict[tuple[int, int, Devices, int, int], _Part | None] = {}
@@ -226,10 +227,11 @@ class Estimator:
             elif len(devices) == 1:
                 kept = rows_s.kept
         backward = max(backward - late - kept, 0.0)
+        buckets = costs.num_buckets(first, last, buckets) if len(devices) > 1 else 1
         reduce_s = self.reduce_s(first, last, devices, buckets)
         busy_s = count * (forward + backward + late)
         sharers = len(devices) if savings.shard_optimizer else 1
-        update_s = costs.optimizer_s(first, last, group.slowest, versions=versions, sharers=sharers) + count * kept
+        update_s = costs.optimizer_s(first, last, group.slowest, versions=versions, sharers=sharers, buckets=buckets)
         return _Part(
             forward_s=forward,
             backward_s=backward,
@@ -239,14 +241,14 @@ class Estimator:
             busy_s=busy_s,
             reduce_s=reduce_s,
             exposed_s=self.exposed_s(first, last, reduce_s, backward + late, group, buckets),
-            update_s=update_s,
+            update_s=update_s + count * kept,
             microbatches=count,
             waiting=max(waiting, 1),
             lanes=len(devices) if self.setting.route == "rotate" else 1,
             versions=versions,
             savings=savings,
             peak_bytes=peak_bytes,
-            work_s=group.core_share * (busy_s + update_s),
+            work_s=group.core_share * (busy_s + update_s + count * kept),
         )
 
     def group(self, devices: Devices, weights: tuple[float, ...] | None = None) -> _Group:
@@ -256,24 +258,21 @@ class Estimator:
             found = self._groups[devices] = _make_group(self.costs, self.setting, devices, weights)
         return found
 
-    def reduce_s(self, first: int, last: int, devices: Devices, buckets: int | None = None) -> float:
+    def reduce_s(self, first: int, last: int, devices: Devices, buckets: int) -> float:
         """The stage's all-reduce, alone on the wires; devices that are wired alike stand for one another."""
         if len(devices) < 2:
             return 0.0
         size = self.costs.gradient_bytes(first, last)
-        return self.shared.reduce_s(size, self.shared.lowest(devices), buckets or num_buckets(size))
+        return self.shared.reduce_s(size, self.shared.lowest(devices), buckets)
 
-    def exposed_s(
-        self, first: int, last: int, reduce_s: float, backward_s: float, group: _Group, buckets: int | None
-    ) -> float:
+    def exposed_s(self, first: int, last: int, reduce_s: float, backward_s: float, group: _Group, count: int) -> float:
         """What of the reduction outlasts the last backward: buckets go one after the other, each once it is complete.
 
         backward  ├──────────────────┤
         buckets       ├─0─┤  ├─1─┤   ├─2─┤     the part after backward's end is exposed
         """
-        if reduce_s <= 0:
-            return 0.0
-        count = buckets or num_buckets(self.costs.gradient_bytes(first, last))
+        if reduce_s <= 0 or self.costs.system.reduction_overlaps == "nothing":
+            return reduce_s
         now, bucket_s = 0.0, reduce_s / count
         for share in self.costs.ready_shares(first, last, group.kinds[0].rows, count):
             now = max(now, share * backward_s) + bucket_s
@@ -321,7 +320,7 @@ class Estimator:
             stage 0   F2 B0 F3 B1        K = 2, 2, 2: B0 comes once stage 1 has run F2, which waits for stage 0,
             stage 1      F2 B1 F3 B2     so that a step takes a microbatch through both
         """
-        steady_s = part.busy_s + part.update_s + (part.exposed_s if part.versions == 1 else 0.0)
+        steady_s = part.busy_s + part.update_s + (part.exposed_s if part.versions == 1 or self.waits else 0.0)
         turn_s, count, waiting = part.forward_s + part.backward_s + part.late_s, part.microbatches, part.waiting
         every_s = (count * (turn_s + round_s) + part.update_s) / waiting
         near_s = 0.0

@@ -27,6 +27,7 @@ from stagewright.planning.options import PlanOptions
 from stagewright.planning.problem import Problem
 from stagewright.profile import Profile
 from stagewright.record import Record
+from stagewright.system import OWN, System
 
 Score = Callable[[Plan], Record]
 """What a plan does when it is simulated; the planner is handed it."""
@@ -69,10 +70,12 @@ class Search:
     seconds: float
 
 
-def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None) -> Search:
+def make_plan(
+    profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None, system: System = OWN
+) -> Search:
     """The fastest plan that fits: by the estimate, and among the best of those and around them by the score."""
     begin = perf_counter()
-    problem = Problem(Costs(profile, cluster), options)
+    problem = Problem(Costs(profile, cluster, system), options)
     leaders, rivals, short = explore(problem)
     judge = _Judge(problem, score)
     plain = [problem.plan(found) for found in rivals.found]

@@ -14,8 +14,11 @@ from stagewright.simulation.traffic import Traffic
 class Collectives:
     """What has been reduced and agreed on in one run."""
 
-    def __init__(self, program: Program, workers: list[Worker], events: Events, traffic: Traffic) -> None:
+    def __init__(
+        self, program: Program, workers: list[Worker], events: Events, traffic: Traffic, num_batches: int
+    ) -> None:
         self.program, self.workers, self.events, self.traffic = program, workers, events, traffic
+        self.num_batches = num_batches
         self.reductions, self.log = program.reductions, list[Reduced]()
         self.flows = [
             traffic.make_flow(one.way.loads, one.way.bytes_per_s, over=self.arrive) if one.way else None
@@ -42,6 +45,11 @@ class Collectives:
             worker.wait = (stage, batch)
             return False
         return True
+
+    def all_reduced(self, worker: Worker, waits: tuple[tuple[int, int], ...], batch: int) -> bool:
+        """Whether reductions of some stages are over, each of a batch so many after this one."""
+        here = ((stage, batch + later) for stage, later in waits)
+        return all(self.reduced_whole(worker, *each) for each in here if 0 <= each[1] < self.num_batches)
 
     def agree(self, worker: Worker, batch: int) -> bool:
         """Whether all workers have met: each comes when its own stages' gradients are reduced."""

@@ -39,7 +39,7 @@ class Engine:
         self.workers = [Worker(number, *lists) for number, lists in enumerate(zip(program.orders, program.ops))]
         self.traffic = Traffic(program.costs.network.rates, self.events.at)
         self.transfers = Transfers(program, self.workers, self.events, self.traffic)
-        self.collectives = Collectives(program, self.workers, self.events, self.traffic)
+        self.collectives = Collectives(program, self.workers, self.events, self.traffic, num_batches)
         self.shared = [
             self.traffic.make_flow(*share, over=partial(self.end_piece, worker))
             for worker, share in zip(self.workers, program.shares)
@@ -100,6 +100,8 @@ class Engine:
                 else:
                     while not self.passes(worker, op, action, batch):
                         yield
+                    while op.waits and not self.collectives.all_reduced(worker, op.waits, batch):
+                        yield
                     if code is not _UPDATE:
                         continue
                 if shared:
@@ -151,6 +153,9 @@ class Engine:
                     issue(*placed)
             for op, action, batch in window.rest:
                 while not self.passes(worker, op, action, batch):
+                    while worker.wait is not None:
+                        yield
+                while op.waits and not self.collectives.all_reduced(worker, op.waits, batch):
                     while worker.wait is not None:
                         yield
                 if op.code is _UPDATE:

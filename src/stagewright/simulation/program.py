@@ -13,7 +13,7 @@ from stagewright.cluster import Cluster, Device
 from stagewright.cost import Costs, Handled, handled_by_each
 from stagewright.errors import SimulationError
 from stagewright.network import Collective
-from stagewright.plan import Plan
+from stagewright.plan import Plan, Stage
 from stagewright.policy import RULES
 from stagewright.profile import Profile
 from stagewright.schedule import Action, Kind, Order, Schedule
@@ -55,6 +55,9 @@ class Op:
     needs: tuple[float, ...] = ()
     """Of a batch's first forward: for each bucket the share of it that runs without the bucket's new weights, where
     replicas have to give these to one another."""
+    waits: tuple[tuple[int, int], ...] = ()
+    """Of the last reduction that a worker begins in a turn, where it computes nothing until all of them are over: their
+    stages, each with its batch against this one's."""
     needs_data: bool = False
 
 
@@ -140,8 +143,9 @@ class _Compiler:
     """Numbers slots, channels and works while it goes through the orders."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.plan, self.costs = schedule, schedule.plan, costs
-        self.bounds = _stage_layers(self.plan, costs.profile)
+        self.schedule, self.costs, self.system = schedule, costs, costs.system
+        self.bounds = _stage_layers(schedule.plan, costs.profile)
+        self.plan = replace(schedule.plan, stages=tuple(map(self.bucketed, schedule.plan.stages, self.bounds)))
         self.devices = [costs.cluster.device(id) for id in self.plan.devices]
         self.is_dynamic = RULES[self.plan.policy].by_arrival
         self.slots: dict[tuple[int, int, bool], int] = {}
@@ -166,6 +170,11 @@ class _Compiler:
             reductions=tuple(self.reduction(stage) for stage in range(len(self.plan.stages))),
             shares=tuple((cores.computing(id), cores.wanted(id) / cores.unit_s) for id in sharing),
         )  # fmt: skip
+
+    def bucketed(self, stage: Stage, bounds: tuple[int, int]) -> Stage:
+        """A stage whose gradients are reduced in as many pieces as the system does."""
+        many = self.costs.num_buckets(*bounds, stage.num_buckets)
+        return replace(stage, num_buckets=many) if len(stage.devices) > 1 else stage
 
     def channel(self, source: int, target: int, forward: bool) -> _Channel:
         ends, network = (self.plan.devices[source], self.plan.devices[target]), self.costs.network
@@ -201,7 +210,8 @@ class _Compiler:
     def finish(self, worker: int, order: Order, ops: list[Op]) -> None:
         """Gives last backwards the shares at which buckets are ready, and the last update the step's overhead."""
         gathers = _places(ops, Code.GATHER)
-        last = self.last_backwards(order, ops) if gathers else {}
+        hides = self.system.reduction_overlaps != "nothing"
+        last = self.last_backwards(order, ops) if gathers and hides else {}
         # A replica without rows has no backward that would say when its (empty) gradients are ready: G itself does.
         for index in [index for index in gathers if order[index].stage in last]:
             ops[index] = replace(ops[index], code=Code.NOTHING)
@@ -209,6 +219,10 @@ class _Compiler:
             op, buckets = ops[last[stage]], self.plan.stages[stage].num_buckets
             ready = self.costs.ready_shares(*self.bounds[stage], list(self.works)[op.work].rows, buckets)
             ops[last[stage]] = replace(op, ready=ready)
+        if gathers and self.system.reduction_overlaps != "next-batch":
+            begun, end = [order[index] for index in gathers], gathers[-1]
+            waits = tuple((each.stage, each.batch - order[end].batch) for each in begun)
+            ops[end] = replace(ops[end], waits=waits)
         for index, op in enumerate(ops):
             work = list(self.works)[op.work] if op.work >= 0 else None
             if work is not None and work.kind is Kind.FORWARD and self.plan.shard_optimizer[work.stage]:
@@ -250,7 +264,7 @@ class _Compiler:
     def sending_s(self, worker: int, peer: int, num_bytes: float) -> float:
         """How long a worker does nothing else than send, where sends block."""
         ends, network = (self.plan.devices[worker], self.plan.devices[peer]), self.costs.network
-        if not self.costs.cluster.blocking_sends or self.is_dynamic:
+        if not self.system.blocking_sends or self.is_dynamic:
             return 0.0
         return network.latency_s(*ends) + num_bytes / network.rate(*ends)
 
@@ -329,7 +343,8 @@ class _Compiler:
     def update_s(self, worker: int, stage: int) -> float:
         """Seconds of U, with the products that are left of its batch."""
         device = self.devices[worker]
-        how = {"versions": self.plan.versions[stage], "sharers": self.sharers(stage)}
+        buckets = self.plan.stages[stage].num_buckets
+        how = {"versions": self.plan.versions[stage], "sharers": self.sharers(stage), "buckets": buckets}
         own = self.costs.on(device).optimizer_s(*self.bounds[stage], device.speed, **how)
         if self.plan.replicas[stage] > 1:
             return own

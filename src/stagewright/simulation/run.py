@@ -28,6 +28,7 @@ from stagewright.simulation.loading import Loader
 from stagewright.simulation.log import Log
 from stagewright.simulation.memory import Ledger
 from stagewright.simulation.program import Code, Program, make_program
+from stagewright.system import OWN, System
 
 IMAGENET_IMAGES = 1_281_167
 """The images of an ImageNet epoch, for which epoch times are given unless another number is."""
@@ -36,11 +37,12 @@ IMAGENET_IMAGES = 1_281_167
 def simulate(
     schedule: Schedule, profile: Profile, cluster: Cluster, *, data: str = "synthetic", num_batches: int | None = None,
     epoch_images: int | None = IMAGENET_IMAGES, name: str = "", detail: bool = True, costs: Costs | None = None,
+    system: System = OWN,
 ) -> Record:  # fmt: skip
     """What the schedule would do on the cluster; without `detail` no spans and no memory over time, which is faster."""
     plan, (low, high), count = schedule.plan, schedule.offsets, num_batches or _batches_needed(schedule)
     with no_collection():
-        program = make_program(schedule, profile, cluster, costs)
+        program = make_program(schedule, profile, cluster, costs or Costs(profile, cluster, system))
         log = Engine(program, count, Loader(plan, cluster) if data == "records" else None).run()
         steady = find_steady(_batches_done(log, count), high - low, program.busiest_s)
         path = Path(program, log, steady.start_s, steady.stop_s)
@@ -171,18 +173,22 @@ def _notes(program: Program, log: Log, steady: _Steady, seconds: dict[str, float
         exposed = sum(share for what, share in seconds.items() if what.startswith(f"all-reduce of stage {stage} "))
         hidden = max(whole - exposed / steps, 0.0)
         yield f"reduce among {format_devices(devices)}: {whole * 1e3:.3g} ms, {hidden * 1e3:.3g} ms of it hidden"
+    if program.costs.system != OWN:
+        yield program.costs.system.in_words()
     if program.plan.sharing:
         yield program.plan.sharing
 
 
-def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None) -> Search:
+def make_plan(
+    profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None, system: System = OWN
+) -> Search:
     """The fastest plan that fits, by the simulator or another score."""
-    return search(profile, cluster, options, score or simulator(profile, cluster))
+    return search(profile, cluster, options, score or simulator(profile, cluster, system), system)
 
 
-def simulator(profile: Profile, cluster: Cluster) -> Score:
-    """The simulation of any plan on this profile and cluster."""
-    costs = Costs(profile, cluster)
+def simulator(profile: Profile, cluster: Cluster, system: System = OWN) -> Score:
+    """The simulation of any plan on this profile and cluster, as a system works."""
+    costs = Costs(profile, cluster, system)
 
     def score(plan: Plan) -> Record:
         return simulate(make_schedule(plan), profile, cluster, detail=False, costs=costs)

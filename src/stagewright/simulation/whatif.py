@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stagewright.cluster import Cluster, Link, parse_placement
+from stagewright.cost import Costs
 from stagewright.errors import UsageError
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions, fixed_plan
@@ -17,6 +18,7 @@ from stagewright.record import Record
 from stagewright.schedule import Schedule
 from stagewright.scheduling import make_schedule
 from stagewright.simulation.run import IMAGENET_IMAGES, simulate
+from stagewright.system import OWN, System
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class Scenario:
     """How many numbers the optimizer keeps for each number of a parameter, by its role; one if left out."""
     data: str = "synthetic"
     epoch_images: int | None = IMAGENET_IMAGES
+    system: System = OWN
 
     def record(self, cluster: Cluster, options: PlanOptions, *, detail: bool = True, name: str = "") -> Record:
         """The simulation on a cluster, under a plan as the options have it."""
@@ -49,10 +52,11 @@ class Scenario:
         else:
             made = replace(made, batch=options.batch or made.batch, hold=options.hold or made.hold)
         agree = "fp16" in (self.precision, profile.precision)
-        schedule = fastest_schedule(made, profile, cluster, agree=agree, data=self.data)
+        schedule = fastest_schedule(made, profile, cluster, agree=agree, data=self.data, system=self.system)
         return simulate(
-            schedule, profile, cluster, data=self.data, epoch_images=self.epoch_images, detail=detail, name=name
-        )
+            schedule, profile, cluster, data=self.data, epoch_images=self.epoch_images, detail=detail, name=name,
+            system=self.system,
+        )  # fmt: skip
 
     def _sizes(self, cluster: Cluster, options: PlanOptions) -> tuple[int, ...]:
         """Numbers of rows to profile: a first-stage replica's, a quarter of them, and a whole microbatch."""
@@ -106,7 +110,9 @@ def knee(points: Sequence[Point]) -> Point | None:
     return None
 
 
-def fastest_schedule(plan: Plan, profile: Profile, cluster: Cluster, *, agree: bool, data: str) -> Schedule:
+def fastest_schedule(
+    plan: Plan, profile: Profile, cluster: Cluster, *, agree: bool, data: str, system: System = OWN
+) -> Schedule:
     """The plan's schedule; where versions leave the choice, with the `hold` that is predicted to be faster.
 
     With K = 2 a stage can either run forward of the next batch early (hold 2), which hides transfers, or late (hold 1),
@@ -119,7 +125,9 @@ def fastest_schedule(plan: Plan, profile: Profile, cluster: Cluster, *, agree: b
     if plan.hold is not None or plan.is_synchronous:
         return made
     tight = make_schedule(plan, agree=agree, hold=1)
-    steps = [simulate(each, profile, cluster, data=data, detail=False).median_step_s for each in (made, tight)]
+    costs = Costs(profile, cluster, system)
+    how: dict[str, Any] = {"data": data, "detail": False, "costs": costs}
+    steps = [simulate(each, profile, cluster, **how).median_step_s for each in (made, tight)]
     return tight if steps[1] < steps[0] * 0.999 else made
 
 
