@@ -105,6 +105,10 @@ class Profile(Saved):
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     input_bytes: float = Field(default=0.0, ge=0)
     """Bytes of the model's input, a row."""
+    sample_name: Literal["images", "samples"] = "samples"
+    """What a row is called."""
+    sample_tokens: float | None = Field(default=None, gt=0)
+    """Tokens of a row, where rows are text."""
     optimizer_s: float = Field(default=0.0, ge=0)
     """One optimizer step over all trained parameters: of SGD with momentum, or of what `with_states` was told."""
     update_scratch: float = Field(default=0.0, ge=0)

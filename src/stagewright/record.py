@@ -168,6 +168,8 @@ class Record(Saved):
     """Seconds of each steady step, warm-up and start-up left out; none where a resumed run had no step left to do."""
     step_samples: int = Field(ge=1)
     """Samples that one step really processed."""
+    sample_name: Literal["images", "samples"] = "samples"
+    """What a sample is called."""
     sample_tokens: float | None = Field(default=None, gt=0)
     """Tokens of a sample, on average, where samples are text."""
     start_up_s: float = Field(default=0.0, ge=0)

@@ -77,3 +77,13 @@ def test_as_it_is_printed(words: str, run: Run) -> None:
     assert len(set(labels)) == len(labels)
     assert steps[0] == min(steps)
     assert out.count("▸") == 1
+
+
+def test_text_is_planned_and_simulated_in_tokens_and_images_in_images(run: Run) -> None:
+    for model, unit, step in (("gpt", "tokens/s", "16 samples a step"), ("tiny-cnn", "images/s", "16 images a step")):
+        _, planned, _ = run("plan", model, "--batch", "16", "--cluster", "titan-v-8")
+        _, simulated, _ = run("simulate", model, "--batch", "16", "--cluster", "titan-v-8")
+        assert unit in planned
+        assert step in planned
+        assert unit in simulated
+        assert ("epoch" in simulated) == (model == "tiny-cnn")

@@ -175,3 +175,16 @@ def test_time_to_loss_is_that_of_the_steps_it_takes() -> None:
     ]  # fmt: skip
     assert column(table, "against")[1].startswith("0.46")
     assert reach_table(results(stale[0])) is None, "nothing exact to compare with"
+
+
+def test_rates_have_the_unit_that_all_cases_share() -> None:
+    pictures, text = (
+        replace(make_record(), sample_name="images"),
+        replace(make_record(), name="text", sample_tokens=128),
+    )
+    samples, tokens = rate(pictures.samples_per_s), rate(text.samples_per_s * 128)
+    for records, title, figures in (
+        ([pictures], "images/s", [samples]), ([text], "tokens/s", [tokens]),
+        ([pictures, text], "samples/s", [samples] * 2),
+    ):  # fmt: skip
+        assert [each.split()[0] for each in column(case_table(results(*records)), title)] == figures

@@ -23,7 +23,7 @@ APP.command()(simulate)
 @pytest.fixture
 def files(tmp_path):
     """A plan of two stages, its profile and a cluster, as files."""
-    figures = even_profile(2, output_bytes=1.0, parameter_bytes=100, saved_bytes=1.0)
+    figures = replace(even_profile(2, output_bytes=1.0, parameter_bytes=100, saved_bytes=1.0), sample_name="images")
     return {
         "plan": str(plan([2, 1], 2).save(tmp_path / "plan.json")),
         "profile": str(figures.save(tmp_path / "profile.json")),

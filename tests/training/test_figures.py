@@ -15,7 +15,7 @@ from stagewright.models.lora import Lora
 from stagewright.plan import Plan, Stage
 from stagewright.record import Record
 from stagewright.training.display import log_lines
-from stagewright.training.metrics import peak_flops, perplexity, token_flops, tokens_of_row
+from stagewright.training.metrics import peak_flops, perplexity, token_flops
 
 BATCH, STEPS = 4, 4
 
@@ -66,7 +66,7 @@ def test_images_are_told_in_samples(tmp_path: Path) -> None:
 
 def test_operations_of_a_token_are_six_a_weight_and_four_a_frozen_one() -> None:
     model = build_model("gpt-tiny")
-    length = tokens_of_row(model)
+    length = model.row_tokens
     assert length is not None
     matrices = sum(
         each.numel() for name, each in model.model.named_parameters() if each.dim() == 2 and "embed" not in name
@@ -75,7 +75,7 @@ def test_operations_of_a_token_are_six_a_weight_and_four_a_frozen_one() -> None:
     adapted = build_model("gpt-tiny", adapt=Lora(rank=4, targets=("qkv",)))
     added = sum(each.numel() for each in adapted.model.parameters() if each.requires_grad)
     assert token_flops(adapted, length) == 4 * matrices + 6 * added
-    assert tokens_of_row(build_model("tiny-cnn")) is None
+    assert build_model("tiny-cnn").row_tokens is None
     assert peak_flops(torch.device("cpu"), "fp32") is None
 
 

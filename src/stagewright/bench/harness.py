@@ -41,7 +41,7 @@ from stagewright.bench.task import Task
 from stagewright.errors import FileError, StagewrightError, UsageError
 from stagewright.record import Record
 from stagewright.report.cases import FAILURE_END, RECORD_END, Case, Failure
-from stagewright.report.figures import too_full
+from stagewright.report.figures import speed, too_full
 from stagewright.runtime.launch.process import check_server, start_process
 from stagewright.schema import Saved, dump_json, schema
 from stagewright.simulation.run import IMAGENET_IMAGES
@@ -126,6 +126,7 @@ class Row(NamedTuple):
     model: str
     placement: str
     repetitions: int = 0
+    unit: str = "samples/s"
     images_per_s: float | None = None
     low: float | None = None
     high: float | None = None
@@ -149,7 +150,8 @@ def rows_of(tasks: Sequence[Task], folder: Path) -> list[Row]:
             case = Case(records=tuple(records), files=())
             does_not_fit = (note for note in records[0].notes if note.startswith(_DOES_NOT_FIT))
             row = row._replace(
-                repetitions=len(records), images_per_s=case.samples_per_s, low=min(case.rates), high=max(case.rates),
+                repetitions=len(records), unit=f"{records[0].sample_name}/s", images_per_s=case.samples_per_s,
+                low=min(case.rates), high=max(case.rates),
                 step_images=records[0].step_samples, step_s=case.step_s, peak_bytes=case.peak_bytes or None,
                 reason=f"{len(failures)} more failed: {reason}" if failures else "", notes=(*task.notes, *does_not_fit),
             )  # fmt: skip
@@ -201,7 +203,7 @@ def _simulate(task: Task, place: _Place, session: Session) -> Record | Failure:
         if isinstance(fault, StagewrightError):
             raise
         return _failure(task, f"{type(fault).__name__}: {fault}")
-    figures = f"step {record.median_step_s:.6f} s, {record.samples_per_s:.1f} images/s, limited by {record.limit}"
+    figures = f"step {record.median_step_s:.6f} s, {speed(record.samples_per_s, record)}, limited by {record.limit}"
     log.write_text("\n".join((f"$ {task.command}", figures, *task.notes, *record.notes, "")), encoding="utf-8")
     # A simulation says nothing of the machine it was worked out on.
     facts = {key: session.facts[key] for key in ("stagewright", "commit") if key in session.facts}

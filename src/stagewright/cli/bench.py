@@ -16,7 +16,7 @@ from stagewright.cli.show import fitted, show, show_json, table
 from stagewright.cluster import count
 from stagewright.errors import UsageError
 from stagewright.record import Record
-from stagewright.report.figures import GAP, percent, rate, seconds, size
+from stagewright.report.figures import GAP, percent, rate, seconds, size, speed
 from stagewright.report.tables import SOURCE_MARKS
 from stagewright.schema import schema
 
@@ -114,7 +114,7 @@ def _run(suite: Suite, tasks: Sequence[Task], out: Path, own: _Benching) -> None
 def _progress_line(progress: Progress) -> str:
     """` 7/40  vgg16-ssp, 2nd run: 1,014 images/s in 12.3 s · about 8 min 20 s left`."""
     result, task, left_s = progress.result, progress.task, progress.left_s
-    told = f"{rate(result.samples_per_s)} images/s" if isinstance(result, Record) else f"failed: {result.reason}"
+    told = speed(result.samples_per_s, result) if isinstance(result, Record) else f"failed: {result.reason}"
     mark, left = SOURCE_MARKS[task.source if isinstance(result, Record) else "failed"], ""
     if left_s is not None and progress.num_done < progress.num_runs:  # an estimate has no hundredths
         left = f" · about {seconds(left_s) if left_s >= 60 else f'{max(round(left_s), 1)} s'} left"
@@ -141,7 +141,7 @@ def _show_list(suite: Suite, tasks: Sequence[Task], as_json: bool) -> None:
 
 
 def _show_rows(rows: Sequence[Row], out: Path) -> None:
-    """The cases with their medians and spreads; different work is told apart by the images of a step."""
+    """The cases with their medians and spreads; different work is told apart by the samples of a step."""
     failed = [f"{SOURCE_MARKS['failed']} {row.name}: {row.reason}" for row in rows if row.reason]
     notes = dict.fromkeys(note if " fit: " not in note else f"{row.name} {note}" for row in rows for note in row.notes)
     lines = []
@@ -153,7 +153,9 @@ def _show_rows(rows: Sequence[Row], out: Path) -> None:
             source = f"{SOURCE_MARKS[row.source]} {row.source}"
             figures = [str(row.repetitions), rate(row.images_per_s), spread, *work]
         lines.append((row.name, source, *figures))
-    titles = "case | source | runs> | images/s> | spread> | images a step> | peak>"
+    units = {row.unit for row in rows if row.images_per_s is not None}
+    unit = units.pop() if len(units) == 1 else "samples/s"
+    titles = f"case | source | runs> | {unit}> | spread> | samples a step> | peak>"
     show(table(titles, lines), [*failed, *notes, f"saved {out} · next: stagewright report {out}"])
 
 
@@ -175,7 +177,7 @@ def _compare(folders: Sequence[str], as_json: bool) -> None:
 
     titles = "case | source | A> | B> | change> | 95 % of the time> | p> | runs> | verdict"
     told = [f"{key}: {brief(then)} → {brief(now)}" for key, then, now in facts]
-    head = f"A {before}, B {after}; images/s, medians of the runs"
+    head = f"A {before}, B {after}; samples/s, medians of the runs"
     show(table(titles, map(_comparison_cells, found)), [head, *told])
 
 

@@ -19,7 +19,7 @@ from stagewright.planning.options import PlanOptions
 from stagewright.planning.search import Choice, Search, make_plan, shape
 from stagewright.profile import Profile
 from stagewright.profiling.drawing import describe_devices
-from stagewright.report.figures import GAP, rate, seconds, size
+from stagewright.report.figures import GAP, amount, rate_unit, seconds, size
 from stagewright.runtime.corrections import price_of_staleness
 from stagewright.schema import dump_json, schema
 from stagewright.simulation import simulator
@@ -58,7 +58,7 @@ def plan(
     if own.json:
         typer.echo(dump_json(_summary(found)), nl=False)
     else:
-        _show(found, hardware, _next(found.best.plan, what, own))
+        _show(found, profile, hardware, _next(found.best.plan, what, own))
 
 
 def _analytic(model: str, cluster: Cluster, options: PlanOptions, own: _Planning) -> Profile:
@@ -72,21 +72,21 @@ def _analytic(model: str, cluster: Cluster, options: PlanOptions, own: _Planning
     return profile_for(cluster, model, sizes, own.precision)
 
 
-def _show(found: Search, cluster: Cluster, after: Sequence[str]) -> None:
+def _show(found: Search, profile: Profile, cluster: Cluster, after: Sequence[str]) -> None:
     """The plans as a table, the best one first, and why it is; what is faster by too little is told below it."""
     best = found.best.plan
     devices = " · ".join(dict.fromkeys(describe_devices(host.devices) for host in cluster.hosts))
     hosts = "one host" if len(cluster.hosts) == 1 else f"{len(cluster.hosts)} hosts"
-    title = f"{best.model}, {best.batch} images a step, {devices} ({hosts})"
+    title = f"{best.model}, {best.batch} {profile.sample_name} a step, {devices} ({hosts})"
     how = f"weighed {found.num_plans:,} plans, simulated {found.num_simulated:,}, in {found.seconds:.1f} s"
     lines = list[tuple[str, ...]]()
     for choice, label in _rows(found):
         ends = dict.fromkeys((0, len(choice.peak_bytes) - 1))
         memory, mark = " / ".join(size(choice.peak_bytes[end]) for end in ends), "  " if lines else "▸ "
-        lines.append((mark + label, seconds(choice.step_s), rate(choice.images_per_s), memory, choice.limit))
+        lines.append((mark + label, seconds(choice.step_s), amount(choice.images_per_s, profile), memory, choice.limit))
     if found.data_parallel is None:
         lines.append(("  data parallel", GAP, GAP, GAP, found.why_no_data_parallel))
-    plans = table("  plan! | step> | images/s> | memory first / last! | limited by", lines)
+    plans = table(f"  plan! | step> | {rate_unit(profile)}> | memory first / last! | limited by", lines)
     price = price_of_staleness(best.versions)
     told = [*best.notes[:1], _settings(best), *_passed_over(found), *best.notes[1:], *([price] if price else [])]
     show(f"{title}    {how}", plans, [*told, *after])
@@ -143,7 +143,7 @@ def _traits(plan: Plan) -> dict[str, str]:
         "recompute": f"recompute in stage {', '.join(again)}" if again else "no recompute",
         "sharing": plan.sharing or "whole states",
         "hold": "as many held as the order needs" if plan.hold is None else f"{plan.hold} held",
-        "buckets": f"{','.join(str(stage.num_buckets) for stage in plan.stages)} buckets",
+        "buckets": f"buckets {','.join(str(stage.num_buckets) for stage in plan.stages)}",
     }
 
 

@@ -20,7 +20,7 @@ from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
 from stagewright.record import Record
 from stagewright.report import chrome_trace, timeline_svg
-from stagewright.report.figures import alike, rate, seconds, too_full
+from stagewright.report.figures import alike, amount, rate_unit, seconds, speed, too_full
 from stagewright.schema import schema, write_whole
 from stagewright.simulation import faster_links
 from stagewright.simulation.run import IMAGENET_IMAGES
@@ -124,8 +124,10 @@ def _sweep(setting: Scenario, hardware: Cluster, fixed: PlanOptions, own: _Simul
 
 def _show(record: Record, cluster: Cluster, saved: Sequence[str]) -> None:
     """The figures, a bar a group of devices, and where the time goes."""
-    epoch = f" · epoch {seconds(record.epoch_s)} ({record.epoch_samples:,} images)" if record.epoch_s else ""
-    step = f"step {seconds(record.median_step_s)} · {rate(record.samples_per_s)} images/s{epoch}"
+    epoch = (
+        f" · epoch {seconds(record.epoch_s)} ({record.epoch_samples:,} {record.sample_name})" if record.epoch_s else ""
+    )
+    step = f"step {seconds(record.median_step_s)} · {speed(record.samples_per_s, record)}{epoch}"
     groups = list(alike(record, cluster))
     width = max(len(format_devices(ids)) for ids, _ in groups)
     bars = []
@@ -172,7 +174,7 @@ def _show_sweep(points: list[Point], cluster: Cluster, own: _Simulation) -> None
         record, why = point.record, short[point.label]
         bar = "" if why else "█" * max(round(20 * record.samples_per_s / best), 1)
         limit = f"does not fit: {why}" if why else record.limit
-        rows.append((point.label, seconds(record.median_step_s), rate(record.samples_per_s), bar, limit))
+        rows.append((point.label, seconds(record.median_step_s), amount(record.samples_per_s, record), bar, limit))
     turn = knee(fitting)
     told_turn = [f"more stops helping after {turn.label}" if turn else "more goes on helping"] if fitting else []
-    show(table("! | step> | images/s> | ! | limited by", rows), [*told_turn, *saved(own.plot)])
+    show(table(f"! | step> | {rate_unit(points[0].record)}> | ! | limited by", rows), [*told_turn, *saved(own.plot)])

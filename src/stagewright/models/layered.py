@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -111,6 +111,18 @@ class Layered:
     def predictions(self) -> tuple[TensorSpec, ...]:
         """The model's outputs that have an entry a row."""
         return self._carried(self._results[1])
+
+    @property
+    def row_tokens(self) -> int | None:
+        """How many tokens a row has; None where rows are no text: where the first input is no run of whole numbers."""
+        first = self.inputs[0] if self.inputs else None
+        is_text = first is not None and first.dtype in (torch.int32, torch.int64) and len(first.shape_per_row) == 1
+        return first.shape_per_row[0] if is_text and first is not None else None
+
+    @property
+    def sample_name(self) -> Literal["images", "samples"]:
+        """What rows are called: images, or samples where they are something else."""
+        return "images" if [len(each.shape_per_row) for each in self.inputs] == [3] else "samples"
 
     @property
     def sample(self) -> tuple[Tensor, ...]:

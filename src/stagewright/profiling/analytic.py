@@ -35,6 +35,7 @@ def make_analytic_profile(
         model=name or type(model.model).__name__.lower(), device=kind.name, precision=precision, source="analytic",
         batch_sizes=tuple(batch_sizes), layers=layer_profiles(pieces, facts, forward, backward),
         input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
+        sample_name=model.sample_name, sample_tokens=model.row_tokens,
         optimizer_s=_optimizer_seconds(sum(fact.gradient_bytes for fact in facts), kind),
         versions={"torch": str(torch.__version__)}, notes=(note, *kind.notes),
     )  # fmt: skip

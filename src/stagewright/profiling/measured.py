@@ -133,7 +133,8 @@ def make_profile(
     return Profile(
         model=name or type(model.model).__name__.lower(), device=kind, precision=precision,
         source="measured", batch_sizes=tuple(batch_sizes), layers=layers,
-        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)), optimizer_s=optimizer_s,
+        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
+        sample_name=model.sample_name, sample_tokens=model.row_tokens, optimizer_s=optimizer_s,
         model_s=tuple(median(timing.whole) for timing in timings), versions=versions, notes=(how,),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import FileError, RecordError, StagewrightError, UsageError
 from stagewright.plan import Plan, parse_staleness
 from stagewright.record import DeviceUse, Record, Source
-from stagewright.report.figures import rate, row_count
+from stagewright.report.figures import row_count, speed
 from stagewright.schema import Saved, schema
 
 RECORD_END, FAILURE_END = ".record.json", ".failure.json"
@@ -115,9 +115,8 @@ class Case:
         return self.samples_per_s / other.samples_per_s
 
     def speed(self, samples_per_s: float | None = None) -> str:
-        """`1,488 samples/s`, its own or others beside it; `190,464 tokens/s` where its samples are text."""
-        value, tokens = self.samples_per_s if samples_per_s is None else samples_per_s, self.record.sample_tokens
-        return f"{rate(value)} samples/s" if tokens is None else f"{rate(value * tokens)} tokens/s"
+        """`1,488 images/s`, its own or others beside it."""
+        return speed(self.samples_per_s if samples_per_s is None else samples_per_s, self.record)
 
     @property
     def step_s(self) -> float:

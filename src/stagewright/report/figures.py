@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Protocol
 
 from stagewright.cluster import Cluster, DeviceId, format_devices
 from stagewright.record import DeviceUse, Record
@@ -38,6 +39,36 @@ def size(value: float) -> str:
 def rate(value: float) -> str:
     """`1,503`, `48.2`, `3.41`: more digits where the figure is small."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+class HasSamples(Protocol):
+    """A profile or a record: what its samples are called, and the tokens that one has."""
+
+    @property
+    def sample_name(self) -> str: ...
+    @property
+    def sample_tokens(self) -> float | None: ...
+
+
+def rate_unit(of: HasSamples) -> str:
+    """`images/s`, `samples/s`, or `tokens/s` where samples are text."""
+    return f"{of.sample_name if of.sample_tokens is None else 'tokens'}/s"
+
+
+def shared_unit(each: Iterable[HasSamples]) -> str:
+    """The unit that all of them have, or samples/s."""
+    units = {rate_unit(one) for one in each}
+    return units.pop() if len(units) == 1 else "samples/s"
+
+
+def amount(samples_per_s: float, of: HasSamples) -> str:
+    """A rate as a number of that unit."""
+    return rate(samples_per_s * (of.sample_tokens or 1.0))
+
+
+def speed(samples_per_s: float, of: HasSamples) -> str:
+    """`1,503 images/s`."""
+    return f"{amount(samples_per_s, of)} {rate_unit(of)}"
 
 
 def times(ratio: float) -> str:

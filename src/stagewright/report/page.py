@@ -32,7 +32,7 @@ from stagewright.report.cases import (
     read_results,
     strategy,
 )  # fmt: skip
-from stagewright.report.figures import rate, size, span_of, times
+from stagewright.report.figures import amount, rate_unit, size, span_of, times
 from stagewright.report.map import draw_map
 from stagewright.report.summary import find_hero, sentences
 from stagewright.report.timeline import PAGE_WORDS, run_data, stride
@@ -223,19 +223,20 @@ def _family_charts(title: str, family: Sequence[Case]) -> _Plain:
 
 
 def _throughput_bar(case: Case, tell_batch: bool) -> _Plain:
-    limit = case.limit_samples_per_s
+    limit, tokens = case.limit_samples_per_s, case.record.sample_tokens or 1.0
     return {
         "name": case.name + (f" · batch {case.plan.batch:,}" if tell_batch else ""),
         "case": case.name,
         "source": case.source,
-        "value": case.samples_per_s,
-        "text": rate(case.samples_per_s),
+        "value": case.samples_per_s * tokens,
+        "text": amount(case.samples_per_s, case.record),
+        "unit": rate_unit(case.record),
         "spread": f"{span_of(case.rates)} in {len(case.records)} runs" if len(case.records) > 1 else "one run",
-        "limit": limit,
+        "limit": limit and limit * tokens,
         "limit_text": f"{case.speed(limit)} if the busiest device never waited" if limit else "",
         "limited_by": case.record.limit,
-        "low": min(case.rates),
-        "high": max(case.rates),
+        "low": min(case.rates) * tokens,
+        "high": max(case.rates) * tokens,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stagewright.cluster import count
 from stagewright.report.cases import SOURCES, Case, Results, differences, families, find_prediction, strategy
-from stagewright.report.figures import percent, rate, times
+from stagewright.report.figures import amount, percent, times
 
 _VERBS = {
     "measured": "trains",
@@ -77,13 +77,14 @@ def _prophecy(hero: Case, rival: Case | None, cases: Sequence[Case]) -> str:
     if predicted is None:
         return ""
     if rival is None or other is None:
-        error, told = predicted.gain(hero) - 1, rate(predicted.samples_per_s)
+        error, told = predicted.gain(hero) - 1, amount(predicted.samples_per_s, predicted.record)
         as_told, else_told = (
             (", as", "; predicted were") if rival is None else (", the former as", "; the former was to be")
         )
         return f"{as_told} predicted ({told})" if _is_near(error) else f"{else_told} {told} ({percent(error)})"
     found, ratio, overlap = hero.gain(rival), predicted.gain(other), _overlap(hero, rival)
-    told = f"{times(ratio)}: {rate(predicted.samples_per_s)} against {rate(other.samples_per_s)}"
+    rates = (amount(each.samples_per_s, each.record) for each in (predicted, other))
+    told = f"{times(ratio)}: {' against '.join(rates)}"
     if not overlap and (ratio - 1) * (found - 1) < 0:
         return f"; the opposite was predicted ({told})"
     error = ratio - 1 if overlap else ratio / found - 1

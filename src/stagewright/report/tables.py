@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path
@@ -21,7 +21,7 @@ from stagewright.report.cases import (
     plan_key,
     strategy,
 )
-from stagewright.report.figures import GAP, percent, rate, row_count, seconds, size, span_of, times
+from stagewright.report.figures import GAP, percent, rate, row_count, seconds, shared_unit, size, span_of, times
 from stagewright.report.reaching import final_losses, find_goals, times_to_loss
 
 SOURCE_MARKS: Mapping[str, str] = {"measured": "●", "rehearsed": "◐", "simulated": "◇", "failed": "✕"}
@@ -112,11 +112,24 @@ def case_table(results: Results, folder: Path | None = None) -> Table:
         for number, one in enumerate(known)
     }
     notes = _workload_notes({sign: str(one) for one, sign in signs.items()})
-    rows = [_case_row(case, signs[case.workload], folder) for case in results.cases]
+    unit = shared_unit(case.record for case in results.cases)
+    rows = [_case_row(case, signs[case.workload], unit, folder) for case in results.cases]
     rows += _failed(results.failures, _CASE_COLUMNS)
     one_work = len(known) < 2
     columns = (each._replace(extra=each.extra or (each.title == "work" and one_work)) for each in _CASE_COLUMNS)
-    return Table(title="All cases", columns=tuple(columns), rows=tuple(rows), notes=notes)
+    return Table(title="All cases", columns=_in_unit(columns, unit), rows=tuple(rows), notes=notes)
+
+
+def _in_unit(columns: Iterable[_Column], unit: str) -> tuple[_Column, ...]:
+    """The columns with rates in a unit."""
+    return tuple(each._replace(title=unit) if each.title == "samples/s" else each for each in columns)
+
+
+def _rate_cell(case: Case, unit: str, note: str = "") -> _Cell:
+    """A case's rate in a unit: tokens where all cases have some."""
+    return _Cell(
+        rate(case.samples_per_s * ((unit == "tokens/s" and case.record.sample_tokens) or 1.0)), case.samples_per_s, note
+    )
 
 
 def _workload_notes(told: Mapping[str, str]) -> tuple[str, ...]:
@@ -128,14 +141,14 @@ def _workload_notes(told: Mapping[str, str]) -> tuple[str, ...]:
     return head, *(f"{sign}: {text}" for sign, text in told.items()), epoch
 
 
-def _case_row(case: Case, sign: str, folder: Path | None) -> _Row:
+def _case_row(case: Case, sign: str, unit: str, folder: Path | None) -> _Row:
     plan, record, steps = case.plan, case.record, len(case.record.step_s)
     spread = f"1 run, {steps:,} step{'s' * (steps != 1)}"
     if len(case.records) > 1:
         spread = f"{span_of(case.rates)} in {len(case.records)} runs"
     cells = (
         _word(case.name, "; ".join(case.notes(on_time=False))),
-        _Cell(rate(case.samples_per_s), case.samples_per_s, spread),
+        _rate_cell(case, unit, spread),
         _source_cell(case.source),
         _word(sign),
         _word(strategy(plan), f"versions {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
@@ -283,11 +296,12 @@ def reach_table(results: Results) -> Table | None:
             for base, target, _ in goals
         ),
     )
-    rows = tuple(_reach_row(case, base, target) for base, target, cases in goals for case in cases)
-    return Table(title="Time to loss", columns=_REACH_COLUMNS, rows=rows, notes=notes) if rows else None
+    unit = shared_unit(case.record for case in results.cases)
+    rows = tuple(_reach_row(case, base, target, unit) for base, target, cases in goals for case in cases)
+    return Table(title="Time to loss", columns=_in_unit(_REACH_COLUMNS, unit), rows=rows, notes=notes) if rows else None
 
 
-def _reach_row(case: Case, base: Case, target: float) -> _Row:
+def _reach_row(case: Case, base: Case, target: float, unit: str) -> _Row:
     """A case's losses and times, with their spread over repetitions, and the share of the exact case's time."""
     finals, found, others = final_losses(case), times_to_loss(case, target), times_to_loss(base, target)
     missed = len(case.records) - len(found)
@@ -298,7 +312,7 @@ def _reach_row(case: Case, base: Case, target: float) -> _Row:
     cells = (
         _word(case.name),
         _source_cell(case.source),
-        _Cell(rate(case.samples_per_s), case.samples_per_s),
+        _rate_cell(case, unit),
         _Cell(f"{median(finals):.4f}", median(finals), spread),
         _Cell(seconds(median(found)) if found else GAP, median(found) if found else -1.0, "; ".join(told)),
         _EMPTY if share < 0 else _Cell(times(share), share, "itself" if case is base else base.name),

@@ -40,6 +40,7 @@ def simulate(
     system: System = OWN,
 ) -> Record:  # fmt: skip
     """What the schedule would do on the cluster; without `detail` no spans and no memory over time, which is faster."""
+    epoch = epoch_images if profile.sample_name == "images" or epoch_images != IMAGENET_IMAGES else None
     plan, (low, high), count = schedule.plan, schedule.offsets, num_batches or _batches_needed(schedule)
     with no_collection():
         program = make_program(schedule, profile, cluster, costs or Costs(profile, cluster, system))
@@ -48,7 +49,8 @@ def simulate(
         path = Path(program, log, steady.start_s, steady.stop_s)
         return Record(
             name=name or plan.model, source="simulated", plan=plan, cluster=program.costs.cluster.name, data=data,
-            precision=program.costs.profile.precision, epoch_samples=epoch_images, step_samples=plan.batch,
+            precision=program.costs.profile.precision, epoch_samples=epoch, step_samples=plan.batch,
+            sample_name=profile.sample_name, sample_tokens=profile.sample_tokens,
             step_s=steady.step_s, start_up_s=steady.start_s, devices=_device_uses(program, log, steady, detail),
             spans=log.spans(program) if detail else (), notes=tuple(_notes(program, log, steady, path.seconds)),
             limit=max(path.seconds, key=lambda what: path.seconds[what], default="nothing"),

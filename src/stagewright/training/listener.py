@@ -35,7 +35,7 @@ from stagewright.schedule import COMPUTE, Schedule
 from stagewright.training.callbacks import Callback, overrides
 from stagewright.training.config import Job
 from stagewright.training.events import BOUNDARY, STEP, Teller, sinks_of
-from stagewright.training.metrics import METRICS, Metric, peak_flops, perplexity, token_flops, tokens_of_row
+from stagewright.training.metrics import METRICS, Metric, peak_flops, perplexity, token_flops
 from stagewright.training.recipes import Recipe, rate_at
 from stagewright.training.telling import end_figures, memory_by_stage, memory_bytes, memory_figures, plan_figures
 
@@ -88,7 +88,7 @@ class Listener:
         self._group = run.world.group("figures", self._plan.workers[-1])
         self._speaks = self._plan.workers[-1][0] == run.world.worker
         self._is_last = run.world.worker in self._plan.workers[-1]
-        self._row_tokens = tokens_of_row(run.layered)
+        self._row_tokens = run.layered.row_tokens
         self._tokens = sum(map(self._tokens_of, range(run.job.first_step)))
         """Tokens seen so far, those before a checkpoint too; 0 where rows are no text."""
         self._logged_at = (time.perf_counter(), run.job.first_step, self._tokens)
@@ -351,6 +351,7 @@ def gather(run: Run, worker: Worker, points: Sequence[Point], sample_tokens: flo
         epoch_samples=run.job.epoch_images,
         step_s=tuple(steps),
         step_samples=plan.batch,
+        sample_name=run.layered.sample_name,
         sample_tokens=sample_tokens,
         devices=tuple(map(use_of, range(len(plan.devices)))),
         spans=spans,

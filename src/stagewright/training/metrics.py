@@ -56,13 +56,6 @@ def accuracy_sums(predictions: Sequence[Tensor], targets: Sequence[Tensor], *, s
     return (each.flatten(2).sum(-1) / number).sum(-1)
 
 
-def tokens_of_row(model: Layered) -> int | None:
-    """How many tokens a row has; None where rows are no text: where the first input is no run of whole numbers."""
-    first = model.inputs[0] if model.inputs else None
-    is_text = first is not None and first.dtype in (torch.int32, torch.int64) and len(first.shape_per_row) == 1
-    return first.shape_per_row[0] if is_text and first is not None else None
-
-
 def perplexity(model: Layered, loss: float) -> float | None:
     """e to the mean loss over tokens; None where labels are smoothed, or every row has one label."""
     if getattr(model.loss, "label_smoothing", 0.0) or not model.targets or not model.targets[0].shape_per_row:

@@ -17,7 +17,6 @@ from stagewright.plan import Plan
 from stagewright.record import Record
 from stagewright.runtime.safety.flight import Trace
 from stagewright.training.config import Job
-from stagewright.training.metrics import tokens_of_row
 
 
 def plan_figures(plan: Plan, job: Job, layered: Layered) -> dict[str, Any]:
@@ -49,9 +48,7 @@ def end_figures(record: Record, layered: Layered, folder: Path, *, is_saved: boo
 
 def _unit(layered: Layered) -> str:
     """What rows are called: images, tokens, or samples where they are neither."""
-    if tokens_of_row(layered):
-        return "tokens"
-    return "images" if [len(each.shape_per_row) for each in layered.inputs] == [3] else "samples"
+    return "tokens" if layered.row_tokens else layered.sample_name
 
 
 def _prediction(plan: Plan) -> dict[str, Any]:

@@ -63,7 +63,7 @@ function throughputOptions(bars, c) {
         const bar = bars[item.dataIndex];
         return tip(
           marked(bar),
-          `${bar.text} samples/s, ${bar.source}`,
+          `${bar.text} ${bar.unit}, ${bar.source}`,
           bar.spread,
           bar.limited_by && `limited by ${bar.limited_by}`,
           bar.limit_text,
@@ -72,7 +72,7 @@ function throughputOptions(bars, c) {
     },
     xAxis: axisLook(c, {
       type: "value",
-      name: "samples/s",
+      name: bars[0].unit,
       nameLocation: "middle",
       nameGap: 26,
       splitNumber: isNarrow() ? 3 : 5,

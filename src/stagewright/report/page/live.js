@@ -143,7 +143,7 @@ function showWorkers(run, isNew) {
 }
 
 function showWords(run) {
-  const end = run.end ? [`end: ${figure(run.end.samples_per_s)} samples/s; next: ${run.end.next.join(" · ")}`] : [];
+  const end = run.end ? [`end: ${figure(run.end.samples_per_s * (run.end.tokens || 1))} ${unitOf(run)}; next: ${run.end.next.join(" · ")}`] : [];
   const words = [...run.words.map((word) => `${word.event}: ${word.text}`), ...end];
   byId("words").replaceChildren(...words.reverse().map((word) => make("li", {}, word)));
   byId("said").hidden = !words.length;
