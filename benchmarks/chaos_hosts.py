@@ -35,6 +35,11 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from benchmarks.ssh import SSHD, server, write_keys  # noqa: E402
+
 PLANS = {
     "dp": ("0:0,1:0,2:0,3:0", "0", "split"),
     "3-1": ("0:0,1:0,2:0.3:0", "0", "split"),
@@ -174,7 +179,9 @@ class Fleet:
         """Each host's namespace, which lives for as long as it is open."""
         self.switch = Switch([self._make(host) for host in range(NUM_HOSTS + 1)])
         self.switch.start()
-        self._write_keys()
+        shutil.rmtree(home / "keys", ignore_errors=True)
+        if SSHD is not None:
+            write_keys(home / "keys")
         for host in range(NUM_HOSTS):
             self.start_server(host)
 
@@ -207,34 +214,11 @@ class Fleet:
         if ctypes.CDLL(None, use_errno=True).setns(self.networks[host], 0x40000000):
             raise OSError(ctypes.get_errno(), f"cannot enter host {host}")
 
-    def _write_keys(self) -> None:
-        if shutil.which("ssh-keygen") is None:  # runs by torchrun need none
-            return
-        keys = self.home / "keys"
-        shutil.rmtree(keys, ignore_errors=True)
-        keys.mkdir(parents=True)
-        for name in ("host_key", "key"):
-            _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name))
-        (keys / "ssh_config").write_text(
-            f"Host *\nIdentityFile {keys / 'key'}\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
-            "LogLevel ERROR\n"
-        )
-        (keys / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys / "ssh_config"} "$@"\n')
-        (keys / "ssh").chmod(0o755)
-        Path("/run/sshd").mkdir(exist_ok=True)
-
     def start_server(self, host: int) -> None:
-        """Starts a host's ssh server."""
-        keys, server = self.home / "keys", shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-        if server is None:
-            return
-        config = keys / f"sshd_config-{host}"
-        given = " ".join(f'"{key}={value}"' for key, value in self.environment(host).items())
-        config.write_text(
-            f"HostKey {keys / 'host_key'}\nAuthorizedKeysFile {keys / 'key.pub'}\nStrictModes no\nPermitRootLogin yes\n"
-            f"UsePAM no\nPidFile none\nMaxStartups 100\nSetEnv {given}\n"
-        )
-        self.servers[host] = self.start(host, [server, "-D", "-f", str(config)], self.home / f"sshd-{host}.log")
+        """Starts a host's ssh server; runs by torchrun need none."""
+        if SSHD is not None:
+            command = server(self.home / "keys", str(host), **self.environment(host))
+            self.servers[host] = self.start(host, command, self.home / f"sshd-{host}.log")
 
     def environment(self, host: int) -> dict[str, str]:
         """What everything in a host finds in its environment."""
@@ -294,10 +278,6 @@ class Fleet:
         self.switch.join(2)
         for file in (*self.switch.wires, *self.networks):
             os.close(file)
-
-
-def _call(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, timeout=30)
 
 
 @contextmanager
@@ -827,7 +807,6 @@ def show(cases: list[Case]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was made is removed
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     if sys.argv[1:2] == ["run"]:
         run_training(*sys.argv[2:])
     elif sys.argv[1:2] == ["chain"]:

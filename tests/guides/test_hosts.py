@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from benchmarks.ssh import SSHD, ssh_servers
 
 from stagewright.record import Record
 from stagewright.rehearsal import emulated_hosts
@@ -14,7 +15,6 @@ from stagewright.rehearsal.tools import missing
 from stagewright.runtime.checkpoint.storage import find_checkpoint
 from tests.guides.running import GUIDES, follow, run
 from tests.rehearsal.clusters import star
-from tests.ssh import SSHD, ssh_servers
 
 pytestmark = pytest.mark.timeout(600)
 

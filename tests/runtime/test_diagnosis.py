@@ -189,6 +189,33 @@ def test_the_doctor_blames_nobody_for_a_run_that_ended_well(
     assert "culprit" not in out
 
 
+def test_the_doctor_tells_of_replicas_that_diverged_and_of_the_last_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even of a run that ended well."""
+    fly(tmp_path, schedule_of(Case("3-1")), {0: "U0"})
+    write_json(tmp_path / _IDENTITY, {"id": "x", "state": "finished"})
+    told = [
+        ("replicas", "worker 1 has other weights"),
+        ("copy", "step 5 could not be copied: no room"),
+        ("copy", "step 9 could not be copied: \x1b[2J away"),
+        ("checkpoint", "step 9 saved"),
+    ]
+    lines = [json.dumps({"event": kind, "text": text}) for kind, text in told]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, "torn"]))
+    for options in ([], ["--json"]):
+        with pytest.raises(SystemExit):
+            main(["doctor", str(tmp_path), *options])
+    text, _, plain = capsys.readouterr().out.partition("{")
+    assert [
+        line.strip() for line in text.splitlines() if line.strip().startswith(("replicas", "copy", "checkpoint"))
+    ] == [
+        "replicas: worker 1 has other weights",
+        "copy: step 9 could not be copied: \\x1b[2J away",
+    ]
+    assert len(json.loads("{" + plain)["health"]) == 2
+
+
 def test_codes_in_files_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fly(tmp_path, schedule_of(Case("3-1")), {0: "B0.0", 1: "B0.0", 2: "B0.0", 3: "F1.0"})
     write_json(

@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from benchmarks.ssh import SSHD, ssh_servers
 
 import stagewright
 from stagewright.runtime.checkpoint.storage import checkpoints_in, find_checkpoint
 from tests.runtime.running import ROOT
-from tests.ssh import SSHD, ssh_servers
 from tests.training.test_torchrun import apart_from_one_process
 
 HOSTS = "127.0.0.2,127.0.0.3"

@@ -16,6 +16,8 @@ from stagewright.errors import UsageError, visible
 
 _ENDS = {"finished": "it finished", "stopped": "it was stopped, and can go on with --resume auto"}
 """What is said of runs that ended well, and for which nobody is to blame."""
+_HEALTH = ("replicas", "slow", "copy")
+"""Events of a run that tell of devices which are not sound; of several copies the last one says how it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ def doctor(folder: Annotated[Path, typer.Argument(help="the folder of a run (--o
     from stagewright.runtime.run_folder import is_held, read_identity
     from stagewright.runtime.safety.diagnosis import Blame, Scene
     from stagewright.schedule import Schedule
+    from stagewright.training.events import read_events
 
     path = folder / "schedule.json"
     if not path.exists():
@@ -40,10 +43,13 @@ def doctor(folder: Annotated[Path, typer.Argument(help="the folder of a run (--o
     scene, state = Scene.read(Schedule.load(path), folder), str((read_identity(folder) or {}).get("state"))
     end = "it is under way" if state == "running" and is_held(folder) else _ENDS.get(state)
     found = Blame(None, end) if end is not None else scene.blame()
+    told = [event for _, event in read_events(folder) if event.get("event") in _HEALTH]
+    copies = [event for event in told if event["event"] == "copy"]
+    health = [f"{event['event']}: {event.get('text')}" for event in told if event not in copies[:-1]]
     if own.json:
         places = {worker: scene.place_of(worker) for worker in scene.stands}
         data = {"culprit": found.worker, "why": found.why, "evidence": found.evidence, "workers": places}
-        Console().print_json(data=data)
+        Console().print_json(data={**data, "health": health})
         return
     newest, rows = max((time_s for time_s, _ in scene.stands.values()), default=0.0), []
     for worker, device in enumerate(scene.schedule.plan.devices):
@@ -52,4 +58,5 @@ def doctor(folder: Annotated[Path, typer.Argument(help="the folder of a run (--o
         rows.append((str(worker), str(device), scene.place_of(worker) or "no trace", ago, Text(said)))
     workers = table("worker! | device! | stands at! | last sign! | said", rows)
     who = f"culprit: {scene.name_of(found.worker)} " if found.worker is not None else ""
-    show(workers, [f"{who}{visible(found.why)}", *(f"  {visible(line)}" for line in found.evidence)])
+    words = [*(f"  {line}" for line in found.evidence), *health]
+    show(workers, [f"{who}{visible(found.why)}", *map(visible, words)])
