@@ -25,20 +25,31 @@ def make_analytic_profile(
     name: str | None = None,
 ) -> Profile:  # fmt: skip
     """The profile that a kind of device should show, from shapes alone."""
+    return _profiles(model, [kind], batch_sizes, precision, name or type(model.model).__name__.lower())[0]
+
+
+def _profiles(
+    model: Layered, kinds: Sequence[DeviceKind], sizes: Sequence[int], precision: Precision, name: str
+) -> list[Profile]:
+    """One profile for each kind of device; the model's operators, which are the same for all, are counted once."""
     pieces = make_pieces(model, precision)
     facts = find_facts(pieces)
-    tables = [record_work(pieces, rows) for rows in batch_sizes]
-    forward = [[_seconds(table[unit].forward, kind, precision) for table in tables] for unit in range(len(facts))]
-    backward = [[_seconds(table[unit].backward, kind, precision) for table in tables] for unit in range(len(facts))]
-    note = f"roofline of {kind.name}: {', '.join(f'{work} {share:g}' for work, share in kind.efficiency.items())}"
-    return Profile(
-        model=name or type(model.model).__name__.lower(), device=kind.name, precision=precision, source="analytic",
-        batch_sizes=tuple(batch_sizes), layers=layer_profiles(pieces, facts, forward, backward),
-        input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
-        sample_name=model.sample_name, sample_tokens=model.row_tokens,
-        optimizer_s=_optimizer_seconds(sum(fact.gradient_bytes for fact in facts), kind),
-        versions={"torch": str(torch.__version__)}, notes=(note, *kind.notes),
-    )  # fmt: skip
+    tables = [record_work(pieces, rows) for rows in sizes]
+
+    def made(kind: DeviceKind) -> Profile:
+        forward = [[_seconds(table[unit].forward, kind, precision) for table in tables] for unit in range(len(facts))]
+        backward = [[_seconds(table[unit].backward, kind, precision) for table in tables] for unit in range(len(facts))]
+        note = f"roofline of {kind.name}: {', '.join(f'{work} {share:g}' for work, share in kind.efficiency.items())}"
+        return Profile(
+            model=name, device=kind.name, precision=precision, source="analytic", batch_sizes=tuple(sizes),
+            layers=layer_profiles(pieces, facts, forward, backward),
+            input_bytes=float(sum(spec.bytes_per_row for spec in model.inputs)),
+            sample_name=model.sample_name, sample_tokens=model.row_tokens,
+            optimizer_s=_optimizer_seconds(sum(fact.gradient_bytes for fact in facts), kind),
+            versions={"torch": str(torch.__version__)}, notes=(note, *kind.notes),
+        )  # fmt: skip
+
+    return list(map(made, kinds))
 
 
 def profile_for(cluster: Cluster, model: str, sizes: tuple[int, ...], precision: Precision) -> Profile:
@@ -51,14 +62,19 @@ def profile_for(cluster: Cluster, model: str, sizes: tuple[int, ...], precision:
                 f"{model} has to be measured on {kind}, the devices of {cluster.name}: no data sheet is known here",
                 f"run `stagewright profile {model} --batch ROWS -o FILE` on such a device, and give that file",
             )
-    return Profile.of_kinds([_profile_by_name(model, kind, sizes, precision) for kind in kinds])
+    return Profile.of_kinds(_profiles_by_name(model, tuple(kinds), sizes, precision))
 
 
 @cache
-def _profile_by_name(model: str, device: str, sizes: tuple[int, ...], precision: Precision) -> Profile:
-    """The analytic profile of a model of the zoo on a kind of device, both by name; made once, however often asked."""
-    built = build_model(model, device="meta")
-    return make_analytic_profile(built, find_kind(device), batch_sizes=sizes, precision=precision, name=model)
+def _profiles_by_name(
+    model: str, kinds: tuple[str, ...], sizes: tuple[int, ...], precision: Precision
+) -> list[Profile]:
+    """The analytic profiles of a model on kinds of device, all by name; made once, however often asked.
+
+    That its layers do what the model does is checked before it is trained, not here.
+    """
+    built = build_model(model, device="meta", check=False)
+    return _profiles(built, list(map(find_kind, kinds)), sizes, precision, model)
 
 
 def operator_seconds(work: Work, kind: DeviceKind, precision: Precision) -> float:

@@ -17,6 +17,7 @@ from stagewright.models.counts import parameter_roles
 from stagewright.models.layered import Layered
 from stagewright.models.values import shapes_only
 from stagewright.profile import ROW_BYTES, LayerProfile, Precision, Profile
+from stagewright.profiling.alike import shortened
 from stagewright.profiling.kinds import WorkKind
 from stagewright.profiling.layers import DTYPES, Pieces, Unit, make_pieces, run_units
 from stagewright.profiling.memory import LayerMemory, record_memory
@@ -96,7 +97,8 @@ def _is_view(func: Any) -> bool:
 def record_work(pieces: Pieces, rows: int) -> tuple[UnitWork, ...]:
     """The work of every unit on so many rows."""
     # a precision below fp32 is counted here by its bytes, so that the shapes may run on any device
-    plain = replace(pieces, precision="fp32")
+    short, places = shortened(pieces)
+    plain = replace(short, precision="fp32")
     forward: list[tuple[Work, ...]] = []
     backward: list[tuple[Work, ...]] = []
     with shapes_only(pieces.model.sample[0].device):
@@ -108,7 +110,8 @@ def record_work(pieces: Pieces, rows: int) -> tuple[UnitWork, ...]:
 
         with recorder:
             run_units(plain, inputs, targets, mark, accumulate=False)
-    return tuple(UnitWork(forward=f, backward=b) for f, b in zip(forward, backward[::-1]))
+    found = [UnitWork(forward=f, backward=b) for f, b in zip(forward, backward[::-1])]
+    return tuple(found[place] for place in places)
 
 
 def _float_bytes(precision: Precision) -> int:

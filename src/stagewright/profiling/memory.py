@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.models.running import row_keys, rows_drawn
+from stagewright.profiling.alike import shortened
 from stagewright.profiling.layers import DTYPES, Pieces, Unit, run_backward
 
 _NARROW = frozenset({
@@ -157,7 +158,8 @@ class _Saved:
 
 def record_memory(pieces: Pieces, rows: int) -> tuple[LayerMemory, ...]:
     """What every unit holds on so many rows, forward and then backward."""
-    units, known = _shapes_of(pieces)
+    short, places = shortened(pieces)
+    units, known = _shapes_of(short)
     inputs, targets = ([each.to("meta") for each in some] for some in pieces.rows(rows))
     live, saved = _Live(known), _Saved(known)
     for tensor in (*inputs, *targets):
@@ -168,7 +170,14 @@ def record_memory(pieces: Pieces, rows: int) -> tuple[LayerMemory, ...]:
     ):  # fmt: skip
         found = _forward(units, inputs, targets, live, saved)
         del saved.alive[:]
-        return _backward(units, found, live)
+        made = _backward(units, found, live)
+    return tuple(_named(made[place], unit) for place, unit in zip(places, pieces.units))
+
+
+def _named(memory: LayerMemory, unit: Unit) -> LayerMemory:
+    """What a unit like this one holds, with this one's names of what enters it."""
+    names = [spec.name for spec in unit.module.inputs]
+    return memory._replace(widths=dict(zip(names, memory.widths.values())))
 
 
 def _shapes_of(pieces: Pieces) -> tuple[list[Unit], list[Tensor]]:
