@@ -44,7 +44,7 @@ class StageBytes(NamedTuple):
         return sum(self)
 
 
-class BackwardPeak(NamedTuple):
+class _BackwardPeak(NamedTuple):
     """Where a backward takes most: what is still saved of its microbatch by then, what gradients it has made, and what
     it takes beside."""
 
@@ -117,7 +117,7 @@ class Memory:
         """Bytes a row that forward saves for backward."""
         return self._saved[last] - self._saved[first]
 
-    def backward_peak(self, first: int, last: int, rows: float, *, adds: bool, many: bool) -> BackwardPeak:
+    def backward_peak(self, first: int, last: int, rows: float, *, adds: bool, many: bool) -> _BackwardPeak:
         """The fullest moment of a microbatch's backward, `adds` where gradients of others are there, `many` where they
         go to buckets that are set aside."""
         key = (rows, adds, many)
@@ -125,7 +125,7 @@ class Memory:
             self._peaks[key] = [self._at(number, rows, adds=adds, many=many) for number in range(len(self._entered))]
         here = self._peaks[key][first:last]
         layer = first + here.index(max(here))
-        return BackwardPeak(
+        return _BackwardPeak(
             saved=rows * (self._saved[layer + 1] - self._saved[first]),
             gradients=self._made(layer, first, last, adds=adds, many=many),
             workspace=self._workspace(self.profile.layers[layer], rows, adds=adds),

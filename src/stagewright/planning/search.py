@@ -241,7 +241,7 @@ def _describe(short: Shortage, problem: Problem) -> str:
     return f"{layers} {need} on {short.device}, which has {has}"
 
 
-def what_helps(memory: Memory, short: Shortage) -> str:
+def _what_helps(memory: Memory, short: Shortage) -> str:
     """`--shard-optimizer brings it to 10.9 GiB`: what makes a stage fit, the cheapest first; else what fills it."""
     how = dict(short.how)
     ways: list[tuple[str, dict[str, Any]]] = []
@@ -273,7 +273,7 @@ def _refused(problem: Problem) -> PlanError:
         f"no plan of {problem.costs.profile.model} for {problem.batch} rows fits on {problem.costs.cluster.name}{why}",
         "use a smaller --batch, more --microbatches, --recompute, or more or larger devices"
         if short is None
-        else f"{what_helps(problem.costs, short)}; {_all_of_it(problem)}",
+        else f"{_what_helps(problem.costs, short)}; {_all_of_it(problem)}",
     )
 
 

@@ -71,7 +71,7 @@ def run_units(
 
     Without `weights`, backward makes the gradients alone that the unit before asks for.
     """
-    kept = run_forward(pieces, inputs, targets, mark, start)
+    kept = _run_forward(pieces, inputs, targets, mark, start)
     gradients: list[Tensor | None] = [None] * len(kept[-1][1])
     for number in reversed(range(len(kept))):
         entering, outputs = kept.pop()
@@ -80,7 +80,7 @@ def run_units(
         mark(number, True)
 
 
-def run_forward(
+def _run_forward(
     pieces: Pieces, inputs: Sequence[Tensor], targets: Sequence[Tensor], mark: _Mark,
     start: Callable[[int], None] = lambda unit: None,
 ) -> list[tuple[list[Tensor], list[GradientEdge | None]]]:  # fmt: skip

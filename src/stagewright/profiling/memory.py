@@ -93,7 +93,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, skipped: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.skipped = {storage_of(tensor) for tensor in skipped}
+        self.skipped = {_storage_of(tensor) for tensor in skipped}
         self.alive: dict[int, Any] = {}
         self.now = self.most = 0
 
@@ -112,7 +112,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage_of(tensor), storage.nbytes()
+        key, size = _storage_of(tensor), storage.nbytes()
         if key in self.alive or key in self.skipped:
             return
 
@@ -134,7 +134,7 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def storage_of(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> int:
     """What tells a tensor's storage from others that are alive."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -143,12 +143,12 @@ class _Saved:
     """Counts the storages that autograd keeps, each once, parameters left out."""
 
     def __init__(self, skipped: Sequence[Tensor]) -> None:
-        self.seen = {storage_of(tensor) for tensor in skipped}
+        self.seen = {_storage_of(tensor) for tensor in skipped}
         self.alive: list[Tensor] = []  # a freed storage's address may come again
         self.num_bytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        key = storage_of(tensor)
+        key = _storage_of(tensor)
         if key not in self.seen:
             self.seen.add(key)
             self.alive.append(tensor.detach())
@@ -205,7 +205,7 @@ def _forward(
     tensors, found = list(inputs), list[_Passed]()
     for unit in units:
         entering = [t.detach().requires_grad_(spec.needs_grad) for t, spec in zip(tensors, unit.module.inputs)]
-        before = sum(each.untyped_storage().nbytes() for each in entering if storage_of(each) in saved.seen)
+        before = sum(each.untyped_storage().nbytes() for each in entering if _storage_of(each) in saved.seen)
         live.take()
         first, kept = live.now, saved.num_bytes
         tensors = list(unit.module(*entering, *(targets if unit.module.has_loss else ())))
