@@ -14,13 +14,13 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> Path:
-    """A tokenizer of single characters: a space is 3, a … z are 4 … 29; what is no word is 2."""
+def make_tokenizer(folder: Path, *, template: str | None = TEMPLATE, mask: bool = False) -> Path:
+    """A tokenizer of single characters: a space is 3, a … z are 4 … 29; what is no word is 2, and a mask 32."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     names = [PAD, END, "<unknown>", " ", *map(chr, range(ord("a"), ord("z") + 1)), "<|user|>", "<|assistant|>"]
     made = Tokenizer(models.WordLevel({name: place for place, name in enumerate(names)}, unk_token="<unknown>"))
-    made.add_special_tokens([PAD, END, "<|user|>", "<|assistant|>"])
+    made.add_special_tokens([PAD, END, "<|user|>", "<|assistant|>", *(["<mask>"] if mask else [])])
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r".|\n"), "isolated")
     made.decoder = decoders.Fuse()
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,6 +30,7 @@ def make_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> Path:
         "eos_token": END,
         "pad_token": PAD,
         "unk_token": "<unknown>",
+        **({"mask_token": "<mask>"} if mask else {}),
     }
     if template is not None:
         settings["chat_template"] = template

@@ -25,7 +25,7 @@ class Draw(IntEnum):
     """What a random number is for; no two uses share any."""
 
     FILES, SLOTS, REST, ROWS = range(4)
-    CROP = 7
+    CROP, MASK = 7, 8
 
 
 def epoch_order(dataset: Dataset, *, seed: int, epoch: int, shuffle: bool = True, buffer: int = 16_384) -> Indices:

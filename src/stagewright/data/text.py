@@ -174,6 +174,10 @@ class Tokenizer:
     padding: int
     fingerprint: str
     encode: _Encode
+    mask: int | None = None
+    """The token that stands for a hidden one."""
+    special: tuple[int, ...] = ()
+    """Tokens that are no text: beginnings, ends, padding, masks."""
     render: Callable[[Sequence[Mapping[str, Any]], bool], str] | None = None
     """Messages, and whether the assistant is to answer → text; None where there is no template."""
     answers: Callable[[Sequence[Mapping[str, Any]]], tuple[list[int], list[int]]] | None = None
@@ -260,10 +264,10 @@ def find_tokenizer(name: str | Path) -> Tokenizer:
 
     made, config = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), folder / "tokenizer_config.json"
     named = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    given = [named.get(key) for key in ("eos_token", "pad_token")]
+    given = [named.get(key) for key in ("eos_token", "pad_token", "mask_token")]
     texts = [each["content"] if isinstance(each, dict) else each for each in given]
-    end, padding = (made.token_to_id(text) if text else None for text in texts)
-    return _tokenizer(name, made, end, padding)
+    end, padding, mask = (made.token_to_id(text) if text else None for text in texts)
+    return _tokenizer(name, made, end, padding, mask)
 
 
 def _of_transformers(name: str | Path) -> Tokenizer:
@@ -293,11 +297,14 @@ def _of_transformers(name: str | Path) -> Tokenizer:
 
     template = made.chat_template
     marks = template is not None and "generation %}" in str(template).replace("endgeneration %}", "")
-    plain = _tokenizer(name, made.backend_tokenizer, made.eos_token_id, made.pad_token_id, str(template))
+    named = (made.eos_token_id, made.pad_token_id, made.mask_token_id)
+    plain = _tokenizer(name, made.backend_tokenizer, *named, str(template))
     return replace(plain, render=render if template is not None else None, answers=answers if marks else None)
 
 
-def _tokenizer(name: str | Path, made: Any, end: int | None, padding: int | None, template: str = "") -> Tokenizer:
+def _tokenizer(
+    name: str | Path, made: Any, end: int | None, padding: int | None, mask: int | None, template: str = ""
+) -> Tokenizer:
     """The tokenizer around one of the package tokenizers."""
     digest = fingerprint(name) or _digest(made.to_str().encode(), template.encode())
     made.no_truncation()
@@ -310,7 +317,8 @@ def _tokenizer(name: str | Path, made: Any, end: int | None, padding: int | None
         name=str(name), size=made.get_vocab_size(), end=end, encode=encode,
         # What stands where there is no token never counts, so that any token would do.
         padding=next((token for token in (padding, end) if token is not None), 0),
-        fingerprint=digest,
+        fingerprint=digest, mask=mask,
+        special=tuple(sorted(id for id, token in made.get_added_tokens_decoder().items() if token.special)),
     )  # fmt: skip
 
 

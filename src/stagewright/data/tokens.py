@@ -53,6 +53,14 @@ class About(Saved):
     on_corrupt: str = "stop"
     bits: int
     padding: int
+    end: int | None = None
+    """The token that ends a document."""
+    mask: int | None = None
+    """The token that stands for a hidden one."""
+    special: tuple[int, ...] = ()
+    """Tokens that are no text."""
+    words: int = 0
+    """How many tokens the tokenizer knows."""
     num_documents: int = 0
     num_tokens: int = 0
     largest: int = 0
@@ -142,7 +150,8 @@ def make_tokens(
     about = About(
         files=tuple(map(str, files)), sizes=tuple(file.stat().st_size for file in files), tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint, on_corrupt=on_corrupt, bits=16 if tokenizer.size <= 1 << 16 else 32,
-        padding=tokenizer.padding,
+        padding=tokenizer.padding, end=tokenizer.end, mask=tokenizer.mask, special=tokenizer.special,
+        words=tokenizer.size,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / _ABOUT).exists():

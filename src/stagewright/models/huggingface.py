@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import ModelError, UsageError
-from stagewright.models.layered import Layered
+from stagewright.models.layered import Layered, Learns
 from stagewright.models.loss import Loss, cross_entropy_sum, smoothed, token_cross_entropy_sum
 from stagewright.models.making import make_layered
 from stagewright.models.pretrained import Pretrained
@@ -61,12 +61,13 @@ def _translating(self: Any, input_ids: Tensor, attention_mask: Tensor, decoder_i
 
 @dataclass(frozen=True)
 class _Task:
-    """What a model is for: how its name ends, transformers' class for it, how a stage calls it, and its loss."""
+    """What a model is for: how its name ends, transformers' class for it, how a stage calls it, its loss and lesson."""
 
     heads: tuple[str, ...]
     auto: str
     forward: Callable[..., Any]
     loss: Loss
+    learns: Learns = "next"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -77,8 +78,10 @@ _CLASSIFICATION = _Task(
     ("ForSequenceClassification",), "AutoModelForSequenceClassification", _encoding, cross_entropy_sum()
 )
 _CAUSAL = _Task(("ForCausalLM", "LMHeadModel"), "AutoModelForCausalLM", _causal, token_cross_entropy_sum(shifts=True))
-_MASKED = _Task(("ForMaskedLM",), "AutoModelForMaskedLM", _encoding, token_cross_entropy_sum())
-_SEQ2SEQ = _Task(("ForConditionalGeneration",), "AutoModelForSeq2SeqLM", _translating, token_cross_entropy_sum())
+_MASKED = _Task(("ForMaskedLM",), "AutoModelForMaskedLM", _encoding, token_cross_entropy_sum(), "masked")
+_SEQ2SEQ = _Task(
+    ("ForConditionalGeneration",), "AutoModelForSeq2SeqLM", _translating, token_cross_entropy_sum(), "answer"
+)
 _TASKS = (_CAUSAL, _MASKED, _CLASSIFICATION, _SEQ2SEQ)
 
 
@@ -107,7 +110,8 @@ def build_pretrained(
     with _mask_left_out():
         layered = make_layered(model, (), inputs, loss=loss, targets=(labels,), check=check, by_blocks=True)
     again = layered.again and _mask_left_out()(layered.again)
-    return layered.changed(weights=weights, again=again)
+    start = getattr(config, "decoder_start_token_id", None)
+    return layered.changed(weights=weights, again=again, learns=task.learns, answer_start=start)
 
 
 def _opened(name: str, num_classes: int | None) -> tuple[Path, Any, _Task]:

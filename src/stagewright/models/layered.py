@@ -27,6 +27,7 @@ _FOUND = ("flow", "_gradients", "_names_by_layer", "tied")
 """What is found out when first asked for, and stays true of copies."""
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Under autocast these compute in its format, whatever they are given."""
+Learns = Literal["next", "masked", "answer"]
 _Again = Callable[[Callable[[Tensor], Tensor]], "Layered"]
 
 
@@ -58,6 +59,10 @@ class Layered:
     """Finds the layers of the same model anew, with its example tensors changed."""
     weights: _Weights | None = None
     """Where they come from, while the model has shapes alone: `load` gets those of a stage."""
+    learns: Learns = "next"
+    """What it learns of text: the next token, masked ones, or the answer to a prompt."""
+    answer_start: int | None = None
+    """The token that an answer begins with."""
 
     @cached_property
     def flow(self) -> Flow:

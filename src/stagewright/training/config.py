@@ -76,6 +76,8 @@ class DataOptions:
     """documents joined to whole rows, each in rows of its own, or one row each; off where some tokens do not count"""
     lengths: int = Field(default=1, ge=1, le=16)
     """to how many lengths rows of --pack documents or off are padded, batch by batch"""
+    mask: float = Field(default=0.15, gt=0, lt=1)
+    """share of the tokens that a masked language model has to find again"""
     on_corrupt: Literal["stop", "skip"] = "stop"
     """images and lines of text that cannot be read"""
     epoch_images: int | None = Field(default=None, ge=1)

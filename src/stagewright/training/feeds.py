@@ -9,7 +9,7 @@ The items of any map-style dataset are dataset.py's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 
@@ -23,6 +23,7 @@ from stagewright.data.pixels import EvalTransform, TrainTransform, Transform, no
 from stagewright.data.source import Dataset, Indices, OnCorrupt
 from stagewright.errors import DataError
 from stagewright.models import Layered
+from stagewright.models.layered import Learns
 from stagewright.models.loss import IGNORED
 from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
@@ -110,17 +111,24 @@ class DataFeed:
 class TextFeed:
     """Rows of tokens, epoch after epoch; a model takes the columns that its inputs are called after.
 
-    input_ids   a b c ·      what lacks is padding
-    labels      a b c -100   the same, but for what does not count; shifted where the loss does not shift
+                        the next token    masked ones    the answer c d to a prompt a b
+    input_ids           a b c ·           a ? c ·        a b end ·
+    decoder_input_ids                                    start c d ·
+    labels              a b c             · b · ·        c d · ·
+
+    Dots are padding, and −100 in labels, as what does not count; labels of the next token are shifted where the loss
+    does not shift.
     """
 
     may_be_read_ahead = True
 
     def __init__(
-        self, rows: TokenRows, model: Layered, *, seed: int = 0, is_training: bool = True, lengths: int = 1
-    ) -> None:
-        self._rows, self._seed, self._is_training = rows, seed, is_training
-        self._columns = [_column_of(spec.name, model) for spec in model.inputs]
+        self, rows: TokenRows, model: Layered, *, seed: int = 0, is_training: bool = True, lengths: int = 1,
+        mask: float = 0.15,
+    ) -> None:  # fmt: skip
+        self._rows, self._seed, self._is_training, self._mask = rows, seed, is_training, mask
+        self._learns, self._start = model.learns, model.answer_start
+        self._names = [_column_of(spec.name, model) for spec in model.inputs]
         self._shifts = not getattr(model.loss, "shifts", False)
         self.lengths = bucket_lengths(rows.length, 1 if rows.is_even else lengths)
         """What rows are padded to; a batch has one of them."""
@@ -143,15 +151,51 @@ class TextFeed:
         return padded_to(self._rows.lengths(self._positions(batch)).tolist(), self.lengths)
 
     def inputs(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
-        found = self._read(batch, start, stop)
-        return [column(*found) for column in self._columns]
+        found = self._columns(batch, start, stop)
+        return [found[name] for name in self._names]
 
     def targets(self, batch: int, start: int, stop: int) -> Sequence[Tensor]:
-        ids, counted, _ = self._read(batch, start, stop)
+        return [self._columns(batch, start, stop)["labels"]]
+
+    def _columns(self, batch: int, start: int, stop: int) -> dict[str, Tensor]:
+        """What a model may take of some rows and what it is to learn, by name."""
+        ids, counted, there = self._read(batch, start, stop)
         labels = torch.where(counted, ids, IGNORED)
-        if self._shifts:
+        if self._learns == "masked":
+            ids, labels = self._masked(batch, start, stop, ids, counted)
+        elif self._learns == "answer":
+            return self._answers(ids, labels)
+        elif self._shifts:
             labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
-        return [labels]
+        places = torch.arange(ids.size(1)).expand_as(ids).contiguous()
+        beside = {"token_type_ids": torch.zeros_like(ids), "position_ids": places}
+        return {"input_ids": ids, "attention_mask": there.long(), **beside, "labels": labels}
+
+    def _masked(self, batch: int, start: int, stop: int, ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of which some are to be found again, and these; drawn anew for every epoch.
+
+        Of those, 8 in 10 are hidden, one is another token and one stays (Devlin et al., "BERT", 2018, section 3.1).
+        """
+        about, epoch = self._rows.tokens.about, batch // (len(self._rows) // self._size) if self._is_training else 0
+        places = self._positions(batch)[start:stop]
+        drawn = draw_uniform(self._seed, Draw.MASK, epoch, places, num=3 * ids.size(1))
+        choice, way, word = torch.from_numpy(drawn).reshape(*ids.shape, 3).unbind(-1)
+        chosen = counted & (choice < self._mask) & ~torch.isin(ids, torch.tensor(about.special))
+        others = (word * about.words).long()
+        shown = torch.where(way < 0.8, torch.full_like(ids, about.mask or 0), torch.where(way < 0.9, others, ids))
+        return torch.where(chosen, shown, ids), torch.where(chosen, ids, IGNORED)
+
+    def _answers(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Prompts with their end, and what follows them, which an answer's start stands before."""
+        about = self._rows.tokens.about
+        prompts, answers = torch.full_like(ids, about.padding), torch.full_like(ids, about.padding)
+        learned, there = torch.full_like(ids, IGNORED), torch.zeros_like(ids)
+        for row, first in enumerate(labels.ne(IGNORED).int().argmax(1).tolist()):
+            prompt = [*ids[row, :first].tolist(), *([] if about.end is None else [about.end])]
+            prompts[row, : len(prompt)], there[row, : len(prompt)] = torch.tensor(prompt), 1
+            answers[row, 0], answers[row, 1 : ids.size(1) - first] = self._start or 0, ids[row, first:-1]
+            learned[row, : ids.size(1) - first] = labels[row, first:]
+        return {"input_ids": prompts, "attention_mask": there, "decoder_input_ids": answers, "labels": learned}
 
     def _find_positions(self, batch: int) -> Indices:
         """Which rows a batch has: of an evaluation those at its place, the last batch fewer."""
@@ -171,19 +215,20 @@ class TextFeed:
         return torch.from_numpy(ids), torch.from_numpy(counted), torch.from_numpy(there)
 
 
-_COLUMNS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "input_ids": lambda ids, counted, there: ids,
-    "attention_mask": lambda ids, counted, there: there.long(),
-    "token_type_ids": lambda ids, counted, there: torch.zeros_like(ids),
-    "position_ids": lambda ids, counted, there: torch.arange(ids.size(1)).expand_as(ids).contiguous(),
+_ALWAYS = ("input_ids", "attention_mask")
+_COLUMNS: Mapping[Learns, tuple[str, ...]] = {
+    "next": (*_ALWAYS, "token_type_ids", "position_ids"),
+    "masked": (*_ALWAYS, "token_type_ids", "position_ids"),
+    "answer": (*_ALWAYS, "decoder_input_ids"),
 }
-"""What a model's input of this name gets."""
+"""The inputs that text has for a model."""
 
 
-def _column_of(name: str, model: Layered) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _column_of(name: str, model: Layered) -> str:
     """What an input gets; the only one is the tokens, whatever it is called."""
     if len(model.inputs) == 1:
-        return _COLUMNS["input_ids"]
-    if name not in _COLUMNS:
-        raise DataError(f"the model takes '{name}', which text does not have", f"text has {', '.join(_COLUMNS)}")
-    return _COLUMNS[name]
+        return _ALWAYS[0]
+    known = _COLUMNS[model.learns]
+    if name not in known:
+        raise DataError(f"the model takes '{name}', which text does not have", f"text has {', '.join(known)}")
+    return name

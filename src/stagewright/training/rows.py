@@ -65,7 +65,8 @@ def feed_for(dataset: _Rows | None, model: Layered, config: Config, *, is_traini
     if dataset is None:
         return None
     if isinstance(dataset, TokenRows):
-        return TextFeed(dataset, model, seed=seed, is_training=is_training, lengths=config.data.lengths)
+        data = config.data
+        return TextFeed(dataset, model, seed=seed, is_training=is_training, lengths=data.lengths, mask=data.mask)
     if isinstance(dataset, Items):
         feed = DatasetFeed(dataset, model, seed=seed, is_training=is_training)
         if not is_worker():
@@ -114,6 +115,7 @@ def _text_rows(config: Config, model: Layered) -> tuple[TokenRows, TokenRows | N
             try:
                 tokens = _tokens_of(given, config)
                 _check_vocabulary(tokens, model, name)
+                _check_lesson(tokens, model, config)
                 made.append(pack(tokens, shape[0], data.pack, data.on_corrupt))
             except DataError as fault:
                 raise DataError(f"{option} {given}: {fault.what}", fault.todo) from None
@@ -139,4 +141,27 @@ def _check_vocabulary(tokens: Tokens, model: Layered, name: str) -> None:
         raise DataError(
             f"the tokenizer of {about.tokenizer} gives token {about.largest:,}, and {name} has {scores[-1]:,} words",
             "use the tokenizer that belongs to the model: --tokenizer FOLDER",
+        )
+
+
+def _check_lesson(tokens: Tokens, model: Layered, config: Config) -> None:
+    """Refuses text that does not have what the model learns."""
+    about, name = tokens.about, config.model.name
+    if len(model.targets[0].shape_per_row) != 1:
+        raise DataError(f"text has no labels of rows, which {name} learns", "give --data python:FILE.py:FUNCTION")
+    if model.learns == "masked" and about.mask is None:
+        raise DataError(
+            f"{name} learns masked tokens, and the tokenizer of {about.tokenizer} has no mask token",
+            "use the tokenizer that belongs to the model: --tokenizer FOLDER",
+        )
+    if model.learns != "answer":
+        return
+    if not len(tokens.ignored) or config.data.pack not in (None, "off"):
+        packed = f"--pack {config.data.pack} mixes them" if len(tokens.ignored) else "these have none"
+        raise DataError(
+            f"{name} learns the answers to prompts, and {packed}", 'give lines of "prompt" and "completion", a row each'
+        )
+    if model.answer_start is None:
+        raise DataError(
+            f"config.json of {name} names no decoder_start_token_id", "set it to the token that answers begin with"
         )
