@@ -51,6 +51,9 @@ NUM_HOSTS = 4
 HEAD = NUM_HOSTS
 """Where the launcher over ssh runs, and the store in which torchrun's agents meet."""
 TIMEOUT_S, SLACK_S = 10.0, 4.0
+START_S = 400.0
+"""How long four hosts may take to come up on a machine of two cores that does other things besides."""
+NOT_TRIED = "the run does not get on before the fault"
 BATCH, WIDTH, EVERY, STEPS = 24, 16, 5, 1500
 PORT, PAUSE_S = 29_400, 0.03
 
@@ -97,7 +100,7 @@ def run_training(launcher: str, plan: str, folder: str, pause_s: str) -> None:
     sw.train(
         sw.make_schedule(plan_made), layered, data=rows, recipe=sw.Recipe(learning_rate=0.01), job=job, folder=folder,
         hosts=OverSsh(tuple(address_of(host) for host in range(NUM_HOSTS))) if launcher == "ssh" else None,
-        settings=sw.Settings(precision="fp64", timeout_s=TIMEOUT_S, start_timeout_s=90, threads=1),
+        settings=sw.Settings(precision="fp64", timeout_s=TIMEOUT_S, start_timeout_s=180, threads=1),
     )  # fmt: skip
 
 
@@ -536,7 +539,7 @@ class Chain:
         if name != "host added":
             self.victim = self.draw.randrange(NUM_HOSTS)
         if not self._is_running():
-            return self._failed(case, "the run does not get on before the fault")
+            return self._failed(case, NOT_TRIED)
         run, since, before, step = self.run, self.run.sizes(), self.run.pids(), self.run.step()
         fault.do(run, self.victim)
         started = time.monotonic()
@@ -588,7 +591,7 @@ class Chain:
             there = sum(map(bool, self.run.workers().values()))
             return self.run.step() >= step + 2 * EVERY and there >= wanted
 
-        return wait_for(lambda: gets_on() or self.run.is_over(), 150) is not None and not self.run.is_over()
+        return wait_for(lambda: gets_on() or self.run.is_over(), START_S) is not None and not self.run.is_over()
 
     def _check_end(self, case: Case, fault: Fault) -> None:
         """The launcher's own end, and that nothing is left anywhere."""
@@ -614,7 +617,7 @@ class Chain:
         def gets_on() -> bool:
             return run.step() > step + 2 * EVERY and sum(map(bool, run.workers().values())) == wanted
 
-        if wait_for(lambda: gets_on() or run.is_over(), 150) is None or run.is_over():
+        if wait_for(lambda: gets_on() or run.is_over(), START_S) is None or run.is_over():
             how = "it ended" if run.is_over() else f"at step {run.step()} after {step}, workers {run.workers()}"
             case.wrong = case.wrong or f"the run did not go on with {wanted} hosts: {how}"
         elif not case.outcome.startswith("went on"):
@@ -713,9 +716,9 @@ def run_chain(launcher: str, plan: str, folder: str, seconds: str, *names: str) 
             if run.step() < STEPS:
                 sys.exit(f"the undisturbed run of {plan} got to step {run.step()} only: see {run.logs}")
         chain = Chain(fleet, launcher, plan, home)
-        done = {case.fault: case for case in finished(Path(folder)) if (case.launcher, case.plan) == (launcher, plan)}
+        done = tried(Path(folder))
         for name in FAULTS:
-            if name in done or (names and name not in names) or time.monotonic() > deadline:
+            if (launcher, plan, name) in done or (names and name not in names) or time.monotonic() > deadline:
                 continue
             if name == "host added" and not any(fleet.switch.is_cut):
                 chain.victim = chain.draw.randrange(NUM_HOSTS)
@@ -737,6 +740,11 @@ def finished(folder: Path) -> list[Case]:
     return list({(case.launcher, case.plan, case.fault): case for case in cases}.values())
 
 
+def tried(folder: Path) -> set[tuple[str, str, str]]:
+    """The faults that were done to a run, by launcher, plan and name."""
+    return {(case.launcher, case.plan, case.fault) for case in finished(folder) if case.wrong != NOT_TRIED}
+
+
 def run_all(words: list[str]) -> int:
     """Runs what is not done yet, some chains at once, and prints the table."""
     asked = argparse.ArgumentParser(
@@ -755,7 +763,7 @@ def run_all(words: list[str]) -> int:
     names = [name for name in chosen.faults.split(",") if name]
     chains = [(launcher, plan) for plan in PLANS for launcher in LAUNCHERS]
     waiting = [pair for pair in chains if any(part in "/".join(pair) for part in chosen.only.split(","))]
-    done = {(case.launcher, case.plan, case.fault) for case in finished(chosen.folder)}
+    done = tried(chosen.folder)
     waiting = [pair for pair in waiting if any((*pair, name) not in done for name in names or FAULTS)]
     running: list[tuple[subprocess.Popen[bytes], str]] = []
     try:

@@ -76,6 +76,10 @@ class Plan(Saved):
     """How long a step takes, as predicted when it was chosen."""
     predicted_on: str = ""
     """The cluster for which that was."""
+    predicted_compute_s: tuple[float, ...] = ()
+    """For each stage how long a replica of it computes in a step, as predicted."""
+    predicted_send_s: tuple[float, ...] = ()
+    """For each stage how long a worker of it sends in a step, to other stages and replicas."""
 
     def __post_init__(self) -> None:
         names = self.layers

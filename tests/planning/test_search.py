@@ -56,6 +56,10 @@ def test_on_the_titan_v_host_vgg16_gets_uneven_stages_and_a_reason(vgg16: Profil
     assert "on 0:7 alone" in found.reason
     assert found.best.plan.notes == (found.reason,)
     assert len(found.others) == 3
+    plan = found.best.plan  # what a run compares itself with
+    assert (plan.predicted_step_s, plan.predicted_on) == (found.best.step_s, "titan-v-8")
+    assert 0 < plan.predicted_compute_s[1] < plan.predicted_compute_s[0] < found.best.step_s
+    assert min(plan.predicted_send_s) > 0
 
 
 def test_stale_weights_are_used_only_where_they_are_allowed(vgg16: Profile) -> None:

@@ -22,7 +22,7 @@ LISTEN = "import socket, time; server = socket.create_server(('', 7000)); kept =
 SEND = """
 import socket, sys, time
 from stagewright.runtime.launch.meeting import Place
-from stagewright.runtime.safety.links import bad_links
+from stagewright.runtime.safety.links import bad_links, sending_s
 own, bad, good = sys.argv[1:]
 places = [Place(name, name, address, False) for name, address in (("a", own), ("b", bad), ("c", good))]
 until = time.monotonic() + 30
@@ -46,6 +46,8 @@ while not bad_links(places, 0) and time.monotonic() < until:
         link.send(b"x")
     time.sleep(0.2)
 print(bad_links(places, 0), flush=True)
+took = sending_s(places, 0)
+print(took[bad] > 1.0 > took[good] >= 0.0, flush=True)
 """
 
 
@@ -67,4 +69,4 @@ def test_the_host_behind_a_link_that_takes_nothing_is_named() -> None:
         for other in others:
             other.kill()
             other.communicate(timeout=10)
-    assert said == f"['b ({hosts.addresses[1]})']\n"
+    assert said == f"['b ({hosts.addresses[1]})']\nTrue\n"

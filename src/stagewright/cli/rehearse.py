@@ -88,6 +88,8 @@ def _on_hosts(config: Config, cluster: Cluster, console: Console) -> Record | No
 
 def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, console: Console) -> Record | None:
     """The record of a run whose plan and prediction come from what the hosts themselves showed."""
+    from stagewright.cost import Costs
+    from stagewright.planning.estimate import with_prediction
     from stagewright.planning.fixed import fixed_plan
     from stagewright.rehearsal.measuring import measure_hosts
     from stagewright.runtime.run_folder import new_folder
@@ -116,7 +118,7 @@ def _measured_first(config: Config, cluster: Cluster, hosts: EmulatedHosts, cons
     else:
         plan = make_plan(profile, measured, wanted).best.plan
     predicted_s = simulator(profile, measured)(plan).median_step_s
-    plan = replace(plan, predicted_step_s=predicted_s, predicted_on=measured.name)
+    plan = with_prediction(plan, Costs(profile, measured), predicted_s)
     config = _with(config, "plan", file=plan.save(folder / "plan.json"))
     config = _with(_with(config, "where", out=folder), "rehearsal", measure=False)
     return run_command(config, console, cluster=cluster, hosts=hosts, source="rehearsed")

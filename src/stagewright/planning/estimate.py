@@ -20,7 +20,7 @@ parallelism", 2023, table 2; K batches under way as in PipeDream-2BW, 2021, sect
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -369,13 +369,23 @@ def estimate(plan: Plan, costs: Costs, shared: ClusterRates | None = None) -> _E
     return _Estimate(step_s, parts, crossings, shortage, _name_limit(costs, edges, parts, crossings, step_s))
 
 
+def with_prediction(plan: Plan, costs: Costs, step_s: float) -> Plan:
+    """The plan with how long a step should take, and what each stage does in it."""
+    (_, parts, crossings, *_), none = estimate(plan, costs), _Crossing(0.0, 0.0)
+    wires = zip((none, *crossings), crossings, parts)
+    return replace(
+        plan, predicted_step_s=step_s, predicted_on=costs.cluster.name,
+        predicted_compute_s=tuple(part.busy_s for part in parts),
+        predicted_send_s=tuple(before.all_s + after.all_s + part.reduce_s for before, after, part in wires),
+    )  # fmt: skip
+
+
 def _name_limit(
     costs: Costs, edges: Sequence[int], parts: Sequence[_Part], crossings: Sequence[_Crossing], step_s: float
 ) -> str:
     """What takes most of the step: a stage's compute, a reduction, a transfer, or waiting."""
-    found: list[tuple[float, int, str]] = []
+    found = [(part.busy_s, -number, f"compute of stage {number}") for number, part in enumerate(parts)]
     for number, part in enumerate(parts):
-        found.append((part.busy_s, -number, f"compute of stage {number}"))
         shown = part.exposed_s if part.versions == 1 else part.reduce_s
         if shown > 0:
             layers = costs.profile.layers[edges[number] : edges[number + 1]]

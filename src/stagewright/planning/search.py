@@ -19,7 +19,7 @@ from stagewright.cost import Costs
 from stagewright.errors import PlanError, ScheduleError
 from stagewright.memory import Memory, in_words
 from stagewright.plan import DEFAULT_POLICY, Plan
-from stagewright.planning.estimate import Shortage, estimate
+from stagewright.planning.estimate import Shortage, estimate, with_prediction
 from stagewright.planning.exact import Found
 from stagewright.planning.explore import explore
 from stagewright.planning.fixed import normal_form
@@ -85,9 +85,7 @@ def make_plan(
     others = {shape(c.plan): c for c in reversed(choices) if rival is None or len(c.plan.stages) > 1}
     others.pop(shape(best.plan), None)
     return Search(
-        best=replace(
-            best, plan=replace(best.plan, notes=(reason,), predicted_step_s=best.step_s, predicted_on=cluster.name)
-        ),
+        best=replace(best, plan=with_prediction(replace(best.plan, notes=(reason,)), problem.costs, best.step_s)),
         others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:3]),
         data_parallel=rival,
         why_no_data_parallel=f"does not fit: {_describe(short, problem)}"

@@ -41,7 +41,7 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-class HasSamples(Protocol):
+class _HasSamples(Protocol):
     """A profile or a record: what its samples are called, and the tokens that one has."""
 
     @property
@@ -50,23 +50,23 @@ class HasSamples(Protocol):
     def sample_tokens(self) -> float | None: ...
 
 
-def rate_unit(of: HasSamples) -> str:
+def rate_unit(of: _HasSamples) -> str:
     """`images/s`, `samples/s`, or `tokens/s` where samples are text."""
     return f"{of.sample_name if of.sample_tokens is None else 'tokens'}/s"
 
 
-def shared_unit(each: Iterable[HasSamples]) -> str:
+def shared_unit(each: Iterable[_HasSamples]) -> str:
     """The unit that all of them have, or samples/s."""
     units = {rate_unit(one) for one in each}
     return units.pop() if len(units) == 1 else "samples/s"
 
 
-def amount(samples_per_s: float, of: HasSamples) -> str:
+def amount(samples_per_s: float, of: _HasSamples) -> str:
     """A rate as a number of that unit."""
     return rate(samples_per_s * (of.sample_tokens or 1.0))
 
 
-def speed(samples_per_s: float, of: HasSamples) -> str:
+def speed(samples_per_s: float, of: _HasSamples) -> str:
     """`1,503 images/s`."""
     return f"{amount(samples_per_s, of)} {rate_unit(of)}"
 

@@ -48,6 +48,8 @@ class StageRunner:
         self.has_loss, self.draws = module.has_loss, module.draws
         self.held: dict[Key, Held] = {}
         self._uses_a_weight_twice: bool | None = None
+        self.timed: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What it computes in: whoever wants to know how long it takes."""
 
     def forward(
         self, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, start: int = 0,
@@ -60,7 +62,7 @@ class StageRunner:
         leaves = [tensor.detach().requires_grad_(spec.needs_grad) for tensor, spec in zip(inputs, self.inputs)]
         _draw_from(_mix(self.seed, *key), self.settings.device)
         keys = self._row_keys(key[0], start, leaves)
-        with autocast(self.settings), rows_drawn(keys):
+        with autocast(self.settings), rows_drawn(keys), self.timed():
             if self.recompute:
                 contexts = (nullcontext(), _Again(module, keys))
                 made = checkpoint(module, *leaves, *targets, use_reentrant=False, context_fn=lambda: contexts)
@@ -83,7 +85,8 @@ class StageRunner:
         """
         held = self.held.pop(key)
         outputs, given = self._ends(held, gradients, scale)
-        torch.autograd.backward(outputs, given)
+        with self.timed():
+            torch.autograd.backward(outputs, given)
         return self._input_gradients(held)
 
     def backward_plainly(
@@ -113,7 +116,8 @@ class StageRunner:
             self._uses_a_weight_twice = _uses_a_weight_twice(outputs, needing)
         if self._uses_a_weight_twice:
             # torch's halves free what the other use of the weight needs; so the graph is gone through once more.
-            found = torch.autograd.grad(outputs, needing, given, retain_graph=True, allow_unused=True)
+            with self.timed():
+                found = torch.autograd.grad(outputs, needing, given, retain_graph=True, allow_unused=True)
             for tensor, gradient in zip(needing, found):
                 tensor.grad = gradient
             held.outputs = outputs
@@ -123,7 +127,8 @@ class StageRunner:
 
         # It detaches the outputs in place, which a view, such as what a flatten makes, cannot be.
         ends = [tensor.clone() if tensor._is_view() else tensor for tensor in outputs]
-        _, held.weight_groups = stage_backward_input(ends, given, needing, iter(_trained(module)))
+        with self.timed():
+            _, held.weight_groups = stage_backward_input(ends, given, needing, iter(_trained(module)))
         held.outputs = []
         return self._input_gradients(held)
 
@@ -133,11 +138,13 @@ class StageRunner:
         if held.weight_groups is None:
             outputs = [tensor for tensor in held.outputs if tensor.requires_grad]
             if outputs and weights:
-                torch.autograd.backward(outputs, held.output_gradients, inputs=weights)
+                with self.timed():
+                    torch.autograd.backward(outputs, held.output_gradients, inputs=weights)
             return
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        stage_backward_weight(iter(weights), held.weight_groups)
+        with self.timed():
+            stage_backward_weight(iter(weights), held.weight_groups)
 
     def _ends(self, held: Held, gradients: Sequence[Tensor] | None, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if self.has_loss:

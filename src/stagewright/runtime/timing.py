@@ -70,6 +70,12 @@ class Stopwatch:
             found.append(Span(self.worker, kind.value, stage, batch, microbatch, start_s, stop_s, peer))
         return sorted(found, key=lambda span: span.start_s)
 
+    def stop(self) -> float:
+        """Notes no more, and returns the seconds of all spans together, which are forgotten."""
+        total_s = sum(self._elapsed_s(*moments) for _, *moments in self._spans)
+        self.on, self._spans = False, []
+        return total_s
+
     def _elapsed_s(self, before: Any, later: Any) -> float:
         if self._device.type == "cpu":
             return float(later - before)

@@ -121,7 +121,7 @@ class JobOptions:
     sinks: tuple[SinkName, ...] = ()
     """where figures go beside the run folder's events and summary.csv"""
     check_replicas: int = Field(default=100, ge=0)
-    """steps between comparisons of replicas' weights by their hashes; 0 for none"""
+    """steps between comparisons of replicas' weights by hashes, and of workers' pace with the prediction; 0: none"""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """steps between checkpoints, in the folder of --out; else only a signal that ends the run saves one"""
     keep: int = Field(default=3, ge=1)

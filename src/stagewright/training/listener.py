@@ -24,6 +24,7 @@ from stagewright.runtime.feed import Feed
 from stagewright.runtime.launch.environment import this_command
 from stagewright.runtime.run_folder import RunFolder
 from stagewright.runtime.safety.numbers import Watch
+from stagewright.runtime.safety.pace import PaceCheck
 from stagewright.runtime.safety.replicas import ReplicaCheck
 from stagewright.runtime.safety.watchdog import Watchdog
 from stagewright.runtime.settings import Settings
@@ -110,8 +111,13 @@ class Listener:
         self._note_memory()
         worker.watch, worker.wants_metric = self._watch(), self._is_due
         worker.on_update, worker.on_stage_update = self._after_update, self._after_stage
-        every, tell = run.job.check_replicas, partial(self.announce, "replicas", every=True)
-        self.replicas = ReplicaCheck(self._plan, words, self.scalars, every, tell) if words and every else None
+        every, tell = run.job.check_replicas, partial(self.announce, every=True)
+        self.replicas: ReplicaCheck | None = None
+        self.pace: PaceCheck | None = None
+        if words and every:
+            self.replicas = ReplicaCheck(self._plan, words, self.scalars, every, partial(tell, "replicas"))
+        if words and every > 1 and self._plan.predicted_compute_s:
+            self.pace = PaceCheck(worker, words, every, partial(tell, "slow"))
 
     def _about(self) -> dict[str, object]:
         run, plan = self._run, self._plan
@@ -148,6 +154,8 @@ class Listener:
         """What follows a worker's last update of a batch."""
         job = self._run.job
         self.scalars.poll()
+        if self.pace is not None:
+            self.pace.after_update(batch)
         if self.checkpointer is not None:
             self.checkpointer.note_worker(batch)
             self.tell_news()

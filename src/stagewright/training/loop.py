@@ -192,6 +192,8 @@ def _run_to_the_end(run: Run, worker: Worker, listener: Listener, words: Words |
         record, path = gather(run, worker, listener.points, listener.sample_tokens), run.folder / RECORD
         if listener.replicas is not None:
             listener.replicas.close()
+        if listener.pace is not None:
+            listener.pace.close(step)
         # A run that did nothing leaves what is there.
         if run.world.worker == 0 and (record.step_s or not path.exists()):
             record.save(path)

@@ -315,7 +315,8 @@ def _plan_without(plan: Plan, lost: Collection[DeviceId]) -> Plan:
             left[richest] = tuple(kept) or left[richest]
     made = tuple(replace(stage, devices=devices, row_weights=None) for stage, devices in zip(stages, left))
     note = f"made when {format_placement([tuple(sorted(lost))])} was lost"
-    return replace(plan, stages=made, notes=(note,), predicted_step_s=None)
+    unknown: Any = {"predicted_step_s": None, "predicted_compute_s": (), "predicted_send_s": ()}
+    return replace(plan, stages=made, notes=(note,), **unknown)
 
 
 def _plan_without_hosts(plan: Plan, lost: Collection[int]) -> Plan:
