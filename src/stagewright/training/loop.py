@@ -24,7 +24,8 @@ from stagewright.runtime.checkpoint.resuming import give_back, restore
 from stagewright.runtime.checkpoint.storage import find_checkpoint, path_of, sweep
 from stagewright.runtime.corrections import warnings_of
 from stagewright.runtime.feed import Feed, FunctionFeed, ReadAhead, SyntheticFeed
-from stagewright.runtime.launch.environment import RUN_FOLDER, is_main
+from stagewright.runtime.launch.environment import RUN_FOLDER, STORE, is_main
+from stagewright.runtime.launch.guard import start_guard
 from stagewright.runtime.launch.joining import Take, joined
 from stagewright.runtime.replica import fed_inputs
 from stagewright.runtime.run_folder import ANSWER, RECORD, SCHEDULE_FILE, RunFolder
@@ -77,6 +78,8 @@ def at_work(
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     launched = os.environ.get(RUN_FOLDER)
     shown = take if console is None else partial(_taken_and_shown, take, schedule, job, console)
+    if size > 1 and STORE not in os.environ:  # else the one who started this worker looks whether it is stopped
+        start_guard(1.5 * settings.timeout_s)
     last = LastWords(schedule, settings.timeout_s, rank, Path(launched) if launched else None)
     watching = Watchdog(settings.timeout_s, settings.start_timeout_s, last.when_stuck, is_on=size > 1)
     try:

@@ -1,0 +1,40 @@
+"""The guard: a process beside a worker that ends it when it has been stopped (SIGSTOP) for long.
+
+A worker that is stopped does not hear that it should end, and torchrun waits half a minute for it. Our own launcher
+looks for itself; the guard is for workers that others start. It stands on nothing but Python, and ends with its worker.
+
+    torchrun ──▶ worker ◀──looks every second── guard
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from stagewright.runtime.launch.process import follow_parent, is_stopped
+
+
+def start_guard(limit_s: float) -> None:
+    """Has this process ended once it has been stopped for so long."""
+    code, own = f"from {__name__} import _watch; _watch({limit_s}, {os.getpid()})", {**os.environ}
+    own.pop("RANK", None)  # whoever looks for workers by it must not take this for one
+    subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True, env=own,
+        preexec_fn=follow_parent,
+    )  # fmt: skip
+
+
+def _watch(limit_s: float, worker: int) -> None:
+    since = None
+    while os.getppid() == worker:
+        since = (since or time.monotonic()) if is_stopped(worker) else None
+        if since is not None and time.monotonic() - since > limit_s:
+            print(
+                f"the guard: worker process {worker} has been stopped for {limit_s:g} s, and is ended", file=sys.stderr
+            )
+            os.kill(worker, signal.SIGKILL)
+            return
+        time.sleep(min(1.0, limit_s / 20))
