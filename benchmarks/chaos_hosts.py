@@ -660,9 +660,9 @@ def _names(pids: object) -> str:
 
 
 def _accused(said: str) -> list[str]:
-    """Whom the messages accuse: hosts by address, workers by number."""
-    found = re.findall(r"host \d+ \(([\d.]+)\) does not answer", said)
-    found += re.findall(r"host \S+ \(([\d.]+)\) does not answer", said) if not found else []
+    """Whom the messages accuse: hosts by address, of whom nothing comes or nothing is confirmed, workers by number."""
+    lost = re.findall(r"hosts? ([^;:]*?\([\d.]+\)) (?:does not answer|does not confirm|are cut off|and )", said)
+    found = [address for text in lost for address in re.findall(r"\(([\d.]+)\)", text)]
     if not found:
         found = re.findall(r"(?:restart|replan|hosts|error): (?:worker|host) (\d+) (?!waited)", said)
     return found or re.findall(r"waited at .* for worker (\d+)", said)
