@@ -147,6 +147,9 @@ def test_one_that_gave_no_sign_of_life_while_the_others_waited(tmp_path: Path) -
     found = Scene.read(schedule, tmp_path).blame()
     assert (found.worker, found.is_own) == (2, True)
     assert found.why == "gave no sign of life any more at U0 of batch 2: it was stopped or cut off"
+    who = "worker 2 (stage 0, device 0:2), which gave no sign of life any more at U0 of batch 2"
+    assert Scene.read(schedule, tmp_path).verdict(0, 10.0) == f"worker 0 waited at U0 of batch 2 for {who}"
+    assert Scene.read(schedule, tmp_path).verdict(2, 10.0) == "worker 2 waited at U0 of batch 2 for more than 10 s"
 
 
 def test_the_users_own_exception_comes_before_what_others_abort_with(tmp_path: Path) -> None:

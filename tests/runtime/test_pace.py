@@ -11,7 +11,7 @@ import pytest
 
 from stagewright.cluster import parse_placement
 from stagewright.plan import Plan, Stage
-from stagewright.runtime.safety.pace import slow_workers
+from stagewright.runtime.safety.pace import _slow_workers
 from stagewright.training.events import read_events
 from tests.runtime.running import ROOT
 
@@ -27,26 +27,26 @@ def seen(compute_s: float, step_s: float = 0.1, **send_s: float) -> dict[str, An
 
 
 def test_within_the_bound_nobody_is_named() -> None:
-    assert slow_workers(PLAN, {0: seen(0.085), 1: seen(0.01), 2: seen(0.04)}) == []
+    assert _slow_workers(PLAN, {0: seen(0.085), 1: seen(0.01), 2: seen(0.04)}) == []
 
 
 def test_computing_is_the_reason_even_where_the_others_send_late_because_of_it() -> None:
-    found = slow_workers(PLAN, {0: seen(0.06, 0.4, c=0.3), 1: seen(0.2, 0.4), 2: seen(0.03, 0.4)})
+    found = _slow_workers(PLAN, {0: seen(0.06, 0.4, c=0.3), 1: seen(0.2, 0.4), 2: seen(0.03, 0.4)})
     assert found == ["worker 1 (stage 0, device 1:0) is slow at computing: 200 ms a step, predicted 60"]
 
 
 def test_sending_is_the_reason_where_all_compute_as_long_as_they_should() -> None:
     """Not where it is hidden behind steps as long as predicted, nor where it is a small part of one."""
     slow = {0: seen(0.06, 0.4, c=0.02), 1: seen(0.06, 0.4, c=0.3), 2: seen(0.03, 0.4, b=0.25)}
-    assert slow_workers(PLAN, slow) == [
+    assert _slow_workers(PLAN, slow) == [
         "worker 1 (stage 0, device 1:0) is slow at sending to c: 300 ms a step, predicted 10",
         "worker 2 (stage 1, device 2:0) is slow at sending to b: 250 ms a step, predicted 20",
     ]
-    assert slow_workers(PLAN, {who: {**own, "step_s": 0.12} for who, own in slow.items()}) == []
+    assert _slow_workers(PLAN, {who: {**own, "step_s": 0.12} for who, own in slow.items()}) == []
 
 
 def test_where_all_are_slow_the_prediction_is_doubted() -> None:
-    (found,) = slow_workers(PLAN, {0: seen(0.2), 1: seen(0.2), 2: seen(0.2)})
+    (found,) = _slow_workers(PLAN, {0: seen(0.2), 1: seen(0.2), 2: seen(0.2)})
     assert found.startswith("all workers are slow at computing, or rack is faster: worker 0 (stage 0, device 0:0)")
 
 

@@ -55,7 +55,7 @@ def _main(patience_s: float, command: list[str]) -> int:
             with suppress(ProcessLookupError):
                 os.killpg(running.pid, number)
             with suppress(subprocess.TimeoutExpired):
-                running.wait(5.0)
+                running.wait(2.0)  # who hears it ends at once, and torchrun waits long for those who do not
                 break
     return running.returncode if running.returncode >= 0 else 128 - running.returncode
 

@@ -90,7 +90,10 @@ class Scene:
         lines = self._described([wait for wait in self._waits() if wait.worker == worker])
         if lines:
             return f"{lines[0]} (timeout {timeout_s:g} s)"
-        return f"worker {worker} waited at {self.place_of(worker) or 'the start'} for more than {timeout_s:g} s"
+        waited = f"worker {worker} waited at {self.place_of(worker) or 'the start'}"
+        if len(silent := self._silent()) == 1 and silent != [worker]:  # all have begun what it died or hangs in
+            return f"{waited} for {self.name_of(silent[0])}, which gave no sign of life any more{self._at(silent[0])}"
+        return f"{waited} for more than {timeout_s:g} s"
 
     def blame(self) -> Blame:
         """The first cause: a fault of a worker, else one that was killed or stopped, else one that others wait for."""
@@ -215,14 +218,17 @@ class Scene:
             return Blame(None, why, tuple(self.told[worker].what for worker in seen))
         return None
 
-    def _fell_silent(self) -> Blame | None:
-        """Workers that were not alive any more long before the last of the others: stopped, or cut off."""
+    def _silent(self) -> list[int]:
+        """Workers that were not alive any more long before the last of the others."""
         said = {worker: each.time for worker, each in self.told.items()}
         last = {worker: max(trace.beat_s, said.get(worker, 0.0)) for worker, trace in self.traces.items()}
         newest = max(last.values(), default=0.0)
         # One that is heard of less often than every 2 s may just have been slow.
-        patience_s = {worker: max(2.0, trace.silence_s / 2) for worker, trace in self.traces.items()}
-        silent = [worker for worker, when in last.items() if newest - when > patience_s[worker]]
+        return [worker for worker, when in last.items() if newest - when > max(2.0, self.traces[worker].silence_s / 2)]
+
+    def _fell_silent(self) -> Blame | None:
+        """Workers that were stopped or cut off."""
+        silent = self._silent()
         if len(silent) == 1:
             return Blame(silent[0], f"gave no sign of life any more{self._at(silent[0])}: it was stopped or cut off")
         names = ", ".join(map(str, silent))

@@ -71,14 +71,14 @@ class PaceCheck:
             return
         left = [self._words.get(self._key(worker, step)) for worker in range(self._world.size)]
         seen = {worker: json.loads(text) for worker, text in enumerate(left) if text is not None}
-        for text in slow_workers(self._plan, {who: own for who, own in seen.items() if own["step"] == step}):
+        for text in _slow_workers(self._plan, {who: own for who, own in seen.items() if own["step"] == step}):
             what = text.partition(":")[0]
             if what not in self._told:
                 self._told.add(what)
                 self._tell(f"{text}, at step {step}")
 
 
-def slow_workers(plan: Plan, seen: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def _slow_workers(plan: Plan, seen: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """What is said of workers that are slow, by what each has seen: that it computes too long, or else sends too long.
 
     How long sending takes is told only where steps take too long as well: what is hidden harms nobody.
