@@ -685,7 +685,7 @@ def compare(run: Run, reference: Path) -> tuple[str, float]:
     from stagewright.errors import CheckpointError
     from stagewright.runtime.checkpoint.resuming import whole_model
 
-    for _ in range(60):
+    for _ in range(400):  # until the next one that both have: the last one may have been saved at a stop
         step = run.step()
         try:
             found = whole_model(run.folder / "checkpoints" / f"step-{step:08d}")

@@ -19,7 +19,8 @@ def main(folder: str, placement: str, who: str) -> None:
     with open_world(SETTINGS) as world:
         worker = worker_of(Case(placement, batch=BATCH), layered_tower(), world)
         told: list[str] = []
-        check = ReplicaCheck(worker.plan, Words(world.store, b"s"), AsyncScalars(world.device), 2, told.append)
+        words, scalars = Words(world.store, b"s"), AsyncScalars(world.device)
+        check = ReplicaCheck(worker.plan, words, scalars, 2, lambda kind, text: told.append(text))
 
         def after(stage: int, batch: int) -> None:
             if str(world.worker) == who and batch == 4:

@@ -292,10 +292,7 @@ class _Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = _Attention(width, num_heads, dropout)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(4 * width, width),
-            nn.Dropout(dropout),
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width), nn.Dropout(dropout)
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -55,8 +55,7 @@ def make_pieces(model: Layered, precision: Precision = "fp32") -> Pieces:
     """The model in the smallest units that can be cut from one another."""
     if not model.has_loss:
         raise ProfileError(
-            "the model has no loss, so that its backward cannot run",
-            "give make_layered a loss and targets",
+            "the model has no loss, so that its backward cannot run", "give make_layered a loss and targets"
         )
     edges = (0, *model.cuts(), model.num_layers)
     units = (Unit(first=a, last=b, module=model.stage(a, b)) for a, b in zip(edges, edges[1:]))

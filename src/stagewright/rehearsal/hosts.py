@@ -41,16 +41,7 @@ from stagewright.cluster import Cluster, DeviceId
 from stagewright.errors import ClusterError, RunError
 from stagewright.plan import Plan
 from stagewright.profiling.detect import num_cores
-from stagewright.rehearsal.tools import (
-    batch,
-    call,
-    check_tools,
-    end,
-    groups,
-    kept_awake,
-    make_group,
-    remove_group,
-)
+from stagewright.rehearsal.tools import batch, call, check_tools, end, groups, kept_awake, make_group, remove_group
 
 _RANGE = "10.213.77"
 """The first three parts of the hosts' addresses; they only exist inside the namespaces."""

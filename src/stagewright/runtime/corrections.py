@@ -105,8 +105,7 @@ def _slowed(delay: int, momentum: float) -> float:
 CORRECTIONS: Mapping[str, Correction] = {
     "none": Correction(),
     "predict": Correction(
-        paper="Chen et al., SpecTrain, 2018, equation 4; Guan et al., XPipe, 2019, equation 6",
-        ahead=_ahead_by_delay,
+        paper="Chen et al., SpecTrain, 2018, equation 4; Guan et al., XPipe, 2019, equation 6", ahead=_ahead_by_delay
     ),
     # They use a momentum of 0.99 for 8 stages, or a line from 0.9 in the last one to that in the first.
     "nesterov": Correction(

@@ -14,10 +14,7 @@ from stagewright.models import Layered
 from stagewright.plan import Plan
 from stagewright.runtime.checkpoint.remote import check_stores, is_url
 from stagewright.runtime.corrections import CORRECTIONS
-from stagewright.runtime.launch.environment import (
-    RESTARTED,
-    RUN_FOLDER,
-)
+from stagewright.runtime.launch.environment import RESTARTED, RUN_FOLDER
 from stagewright.runtime.launch.ssh import PORT, OverSsh
 from stagewright.runtime.safety.preflight import check_before_launch, check_hosts
 from stagewright.runtime.settings import Settings

@@ -112,12 +112,9 @@ class Listener:
         worker.watch, worker.wants_metric = self._watch(), self._is_due
         worker.on_update, worker.on_stage_update = self._after_update, self._after_stage
         every, tell = run.job.check_replicas, partial(self.announce, every=True)
-        self.replicas: ReplicaCheck | None = None
-        self.pace: PaceCheck | None = None
-        if words and every:
-            self.replicas = ReplicaCheck(self._plan, words, self.scalars, every, partial(tell, "replicas"))
-        if words and every > 1 and self._plan.predicted_compute_s:
-            self.pace = PaceCheck(worker, words, every, partial(tell, "slow"))
+        self.replicas = ReplicaCheck(self._plan, words, self.scalars, every, tell) if words and every else None
+        is_predicted = every > 1 and bool(self._plan.predicted_compute_s)
+        self.pace = PaceCheck(worker, words, every, tell) if words and is_predicted else None
 
     def _about(self) -> dict[str, object]:
         run, plan = self._run, self._plan

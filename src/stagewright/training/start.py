@@ -24,12 +24,7 @@ from stagewright.runtime.checkpoint.remote import Store, run_at
 from stagewright.runtime.checkpoint.resuming import give_back
 from stagewright.runtime.checkpoint.storage import find_checkpoint
 from stagewright.runtime.feed import Feed
-from stagewright.runtime.launch.environment import (
-    RESTARTED,
-    RUN_FOLDER,
-    is_worker,
-    this_command,
-)
+from stagewright.runtime.launch.environment import RESTARTED, RUN_FOLDER, is_worker, this_command
 from stagewright.runtime.launch.local import Hosts, launch, stop_on_signals
 from stagewright.runtime.launch.members import Members
 from stagewright.runtime.launch.process import follow_parent

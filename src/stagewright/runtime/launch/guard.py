@@ -1,9 +1,7 @@
 """The guard: a process beside a worker that ends it when it has been stopped (SIGSTOP) for long.
 
 A worker that is stopped does not hear that it should end, and torchrun waits half a minute for it. Our own launcher
-looks for itself; the guard is for workers that others start. It stands on nothing but Python, and ends with its worker.
-
-    torchrun ──▶ worker ◀──looks every second── guard
+looks for itself; the guard is for workers that others start, and ends with them.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ def start_guard(limit_s: float) -> None:
     """Has this process ended once it has been stopped for so long."""
     code, own = f"from {__name__} import _watch; _watch({limit_s}, {os.getpid()})", {**os.environ}
     own.pop("RANK", None)  # whoever looks for workers by it must not take this for one
-    subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True, env=own,
-        preexec_fn=follow_parent,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=own, preexec_fn=follow_parent)
 
 
 def _watch(limit_s: float, worker: int) -> None:

@@ -30,7 +30,7 @@ _STEPS = 4
 class PaceCheck:
     """One worker's part of the comparison with the plan's prediction."""
 
-    def __init__(self, worker: Worker, words: Words, every: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, worker: Worker, words: Words, every: int, tell: Callable[[str, str], object]) -> None:
         self._plan, self._world, self._words, self._tell = worker.plan, worker.world, words, tell
         self._every, self._steps = every, min(_STEPS, every - 1)
         self._watch = Stopwatch(self._world.worker, self._world.device)
@@ -53,9 +53,6 @@ class PaceCheck:
         """Compares what was left last."""
         self._compare(step // self._every * self._every)
 
-    def _key(self, worker: int, step: int) -> str:
-        return f"pace/{worker}/{step // self._every % 2}"  # one may be a step ahead
-
     def _leave(self, step: int) -> None:
         passed_s, compute_s = time.perf_counter() - self._began, self._watch.stop()
         sent = sending_s(self._world.places, self._world.worker)
@@ -63,19 +60,18 @@ class PaceCheck:
             "step": step, "step_s": passed_s / self._steps, "compute_s": compute_s / self._steps,
             "send_s": {host: (now - self._sent.get(host, 0.0)) / self._steps for host, now in sent.items()},
         }  # fmt: skip
-        self._words.put(self._key(self._world.worker, step), json.dumps(own))
+        self._words.put(f"pace/{self._world.worker}/{step // self._every % 2}", json.dumps(own))  # one may be ahead
 
     def _compare(self, step: int) -> None:
         """Names those that were slow, each once; worker 0 does it for all."""
         if self._world.worker or step <= 0:
             return
-        left = [self._words.get(self._key(worker, step)) for worker in range(self._world.size)]
+        left = [self._words.get(f"pace/{worker}/{step // self._every % 2}") for worker in range(self._world.size)]
         seen = {worker: json.loads(text) for worker, text in enumerate(left) if text is not None}
         for text in _slow_workers(self._plan, {who: own for who, own in seen.items() if own["step"] == step}):
-            what = text.partition(":")[0]
-            if what not in self._told:
+            if (what := text.partition(":")[0]) not in self._told:
                 self._told.add(what)
-                self._tell(f"{text}, at step {step}")
+                self._tell("slow", f"{text}, at step {step}")
 
 
 def _slow_workers(plan: Plan, seen: Mapping[int, Mapping[str, Any]]) -> list[str]:

@@ -25,7 +25,7 @@ class ReplicaCheck:
     """One worker's part of the comparison."""
 
     def __init__(
-        self, plan: Plan, words: Words, scalars: AsyncScalars, every: int, tell: Callable[[str], None]
+        self, plan: Plan, words: Words, scalars: AsyncScalars, every: int, tell: Callable[[str, str], object]
     ) -> None:
         self._plan, self._words, self._scalars, self._every, self._tell = plan, words, scalars, every, tell
         self._told: set[tuple[int, frozenset[int]]] = set()
@@ -73,7 +73,7 @@ class ReplicaCheck:
             text = f"worker {who} has other weights of stage {stage} after step {step} than {same}"
         else:
             text = f"workers {', '.join(map(str, found))} have different weights of stage {stage} after step {step}"
-        self._tell(f"{text}, to the bit, which devices of one kind should not: see that memory is sound")
+        self._tell("replicas", f"{text}, to the bit, which devices of one kind should not: see that memory is sound")
 
 
 @torch.no_grad()
