@@ -320,9 +320,7 @@ def _devices_from_text(value: object) -> object:
 
 
 Devices = Annotated[
-    tuple[DeviceId, ...],
-    BeforeValidator(_devices_from_text),
-    PlainSerializer(format_devices, return_type=str),
+    tuple[DeviceId, ...], BeforeValidator(_devices_from_text), PlainSerializer(format_devices, return_type=str)
 ]
 """Devices of a stage, written in files as `0:0-6`."""
 

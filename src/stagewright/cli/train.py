@@ -20,8 +20,7 @@ from stagewright.schema import dump_yaml
 from stagewright.training.config import NO_OPTION, SECTIONS, Config, make_config
 
 Model = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help="a model of `stagewright models`; may stand in the --config file"),
+    str | None, typer.Argument(metavar="MODEL", help="a model of `stagewright models`; may stand in the --config file")
 ]
 
 

@@ -10,17 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
-from stagewright.report.cases import (
-    Case,
-    Failure,
-    Pair,
-    Results,
-    differences,
-    families,
-    find_base,
-    plan_key,
-    strategy,
-)
+from stagewright.report.cases import Case, Failure, Pair, Results, differences, families, find_base, plan_key, strategy
 from stagewright.report.figures import GAP, percent, rate, row_count, seconds, shared_unit, size, span_of, times
 from stagewright.report.reaching import final_losses, find_goals, times_to_loss
 
