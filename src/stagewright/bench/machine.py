@@ -54,17 +54,14 @@ def capture(ask: _Asker = ask, environ: Mapping[str, str] = os.environ) -> dict[
     listing = ask(("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")) or ""
     cards = [line.strip() for line in listing.splitlines() if line.strip()]
     facts = {
-        "host": platform.node(),
-        "system": f"{platform.system()} {platform.release()}",
+        "host": platform.node(), "system": f"{platform.system()} {platform.release()}",
         "cpu": f"{_cpu_name()}, {count(num_cores(), 'core')} to use, {memory_bytes() / 2**30:.1f} GiB",
         "gpu": "; ".join(f"{cards.count(card)} × {card}" for card in dict.fromkeys(cards)),
         "driver": _first_line(ask(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))),
         "topology": without_colours(ask(("nvidia-smi", "topo", "-m")) or "").strip(),
-        "python": sys.version.split()[0],
-        **{name: _installed(name) for name in _PACKAGES},
-        "commit": _commit(ask),
+        "python": sys.version.split()[0], **{name: _installed(name) for name in _PACKAGES}, "commit": _commit(ask),
         "variables": " ".join(f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(_VARIABLES)),
-    }
+    }  # fmt: skip
     return {key: value for key, value in facts.items() if value}
 
 

@@ -90,11 +90,8 @@ def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArr
     far = np.hypot(x, y)
     box = np.maximum(abs(x), abs(y))
     masks: dict[str, NDArray[np.bool_]] = {
-        "disc": far < 1,
-        "square": box < 0.85,
-        "diamond": abs(x) + abs(y) < 1.1,
-        "ring": (far < 1) & (far > 0.55),
+        "disc": far < 1, "square": box < 0.85, "diamond": abs(x) + abs(y) < 1.1, "ring": (far < 1) & (far > 0.55),
         "plus": (box < 1) & (np.minimum(abs(x), abs(y)) < 0.3),
         "bars": (box < 1) & (np.floor((y + 1) * 2.5) % 2 == 0),
-    }
+    }  # fmt: skip
     return masks[shape]

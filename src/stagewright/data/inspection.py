@@ -60,16 +60,11 @@ def inspect_dataset(dataset: Dataset, *, progress: Callable[[int], None] | None 
     num_classes = max(len(dataset.class_names), 1 + max(labels))
     spreads = [Spread(min(column), int(np.median(column)), max(column)) for column in zip(*sizes)]
     return Inspection(
-        num_images=len(sizes),
-        num_classes=num_classes,
-        class_names=dataset.class_names,
+        num_images=len(sizes), num_classes=num_classes, class_names=dataset.class_names,
         class_counts=tuple(labels[label] for label in range(num_classes)),
-        total_bytes=sum(size for size, _, _ in sizes),
-        image_bytes=spreads[0],
-        heights=spreads[1],
-        widths=spreads[2],
+        total_bytes=sum(size for size, _, _ in sizes), image_bytes=spreads[0], heights=spreads[1], widths=spreads[2],
         faults=tuple(faults),
-    )
+    )  # fmt: skip
 
 
 def save_contact_sheet(

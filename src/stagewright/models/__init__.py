@@ -9,18 +9,6 @@ from stagewright.models.values import TensorSpec
 from stagewright.models.zoo import MODELS, build_model
 
 __all__ = [
-    "MODELS",
-    "Layered",
-    "Loss",
-    "MeanLoss",
-    "StageModule",
-    "TensorSpec",
-    "build_model",
-    "count_of",
-    "cross_entropy_sum",
-    "forward_flops",
-    "make_layered",
-    "mean_loss",
-    "parameter_counts",
-    "token_cross_entropy_sum",
-]
+    "MODELS", "Layered", "Loss", "MeanLoss", "StageModule", "TensorSpec", "build_model", "count_of",
+    "cross_entropy_sum", "forward_flops", "make_layered", "mean_loss", "parameter_counts", "token_cross_entropy_sum",
+]  # fmt: skip

@@ -241,13 +241,9 @@ class Layered:
         return StageModule(
             graph.graph,
             self._sorted(self._current({path: self.traced.objects[path] for path in paths_in(graph.graph)})),
-            self._persistent,
-            layer_names=self.names[first:last],
-            inputs=self.carried(first),
-            targets=self._carried(target_nodes),
-            outputs=outputs,
-            evaluates=self.evaluates,
-        )
+            self._persistent, layer_names=self.names[first:last], inputs=self.carried(first),
+            targets=self._carried(target_nodes), outputs=outputs, evaluates=self.evaluates,
+        )  # fmt: skip
 
     @property
     def _results(self) -> tuple[fx.Node | None, list[fx.Node]]:

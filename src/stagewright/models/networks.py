@@ -34,12 +34,9 @@ class Recipe:
 def image_recipe(module: nn.Module, layers: Mapping[str, str], image_size: int) -> Recipe:
     """A classifier of square images with three channels."""
     return Recipe(
-        module=module,
-        layers=layers,
-        inputs=(torch.zeros(1, 3, image_size, image_size),),
-        targets=(torch.zeros(1, dtype=torch.int64),),
-        loss=cross_entropy_sum(),
-    )
+        module=module, layers=layers, inputs=(torch.zeros(1, 3, image_size, image_size),),
+        targets=(torch.zeros(1, dtype=torch.int64),), loss=cross_entropy_sum(),
+    )  # fmt: skip
 
 
 # AlexNet and VGG

@@ -52,13 +52,9 @@ class Model(NamedTuple):
     def summary(self) -> dict[str, object]:
         """The figures that `--json` prints."""
         return {
-            "name": self.name,
-            "parameters": self.parameters,
-            "num_layers": len(self.layers),
-            "forward_flops": self.forward_flops,
-            "sample_shape": self.sample_shape,
-            "about": self.about,
-        }
+            "name": self.name, "parameters": self.parameters, "num_layers": len(self.layers),
+            "forward_flops": self.forward_flops, "sample_shape": self.sample_shape, "about": self.about,
+        }  # fmt: skip
 
 
 def read_models() -> Mapping[str, Model]:

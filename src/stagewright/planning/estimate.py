@@ -233,23 +233,14 @@ class Estimator:
         sharers = len(devices) if savings.shard_optimizer else 1
         update_s = costs.optimizer_s(first, last, group.slowest, versions=versions, sharers=sharers, buckets=buckets)
         return _Part(
-            forward_s=forward,
-            backward_s=backward,
-            late_s=late,
+            forward_s=forward, backward_s=backward, late_s=late,
             drain_s=max(backward - late, 0.0) if late and first else backward,
-            done_s=busy_s - late * min(count, 2 if first else 1),
-            busy_s=busy_s,
-            reduce_s=reduce_s,
+            done_s=busy_s - late * min(count, 2 if first else 1), busy_s=busy_s, reduce_s=reduce_s,
             exposed_s=self.exposed_s(first, last, reduce_s, backward + late, group, buckets),
-            update_s=update_s + count * kept,
-            microbatches=count,
-            waiting=max(waiting, 1),
-            lanes=len(devices) if self.setting.route == "rotate" else 1,
-            versions=versions,
-            savings=savings,
-            peak_bytes=peak_bytes,
-            work_s=group.core_share * (busy_s + update_s + count * kept),
-        )
+            update_s=update_s + count * kept, microbatches=count, waiting=max(waiting, 1),
+            lanes=len(devices) if self.setting.route == "rotate" else 1, versions=versions, savings=savings,
+            peak_bytes=peak_bytes, work_s=group.core_share * (busy_s + update_s + count * kept),
+        )  # fmt: skip
 
     def group(self, devices: Devices, weights: tuple[float, ...] | None = None) -> _Group:
         """How a microbatch falls on some devices; weights, once given, stay."""

@@ -127,13 +127,9 @@ def fixed_plan(
     if microbatches > rows:
         raise PlanError(f"--microbatches is {microbatches}, but the batch has {rows} rows", "use fewer microbatches")
     setting = Setting(
-        batch=rows,
-        num_microbatches=microbatches,
-        route=options.route or "split",
-        policy=options.policy or DEFAULT_POLICY,
-        hold=options.hold,
-        staleness=options.staleness or FLUSHED,
-    )
+        batch=rows, num_microbatches=microbatches, route=options.route or "split",
+        policy=options.policy or DEFAULT_POLICY, hold=options.hold, staleness=options.staleness or FLUSHED,
+    )  # fmt: skip
     versions = parse_staleness(setting.staleness, len(groups))
     savings = [Savings(bool(options.recompute), bool(options.shard_optimizer))] * len(groups)
     edges = (0, *cuts, len(table.names))
@@ -176,14 +172,9 @@ def whole_plan(
         for number, (first, last, devices) in enumerate(zip(edges, edges[1:], groups))
     )
     plan = Plan(
-        model=table.model,
-        stages=stages,
-        batch=setting.batch,
-        num_microbatches=setting.num_microbatches,
-        route=setting.route,
-        policy=setting.policy,
-        hold=setting.hold,
-    )
+        model=table.model, stages=stages, batch=setting.batch, num_microbatches=setting.num_microbatches,
+        route=setting.route, policy=setting.policy, hold=setting.hold,
+    )  # fmt: skip
     return normal_form(plan)
 
 

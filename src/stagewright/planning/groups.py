@@ -51,13 +51,9 @@ class Setting:
     def of(cls, plan: Plan) -> Self:
         """The setting of a plan."""
         return cls(
-            batch=plan.batch,
-            num_microbatches=plan.num_microbatches,
-            route=plan.route,
-            policy=plan.policy,
-            hold=plan.hold,
-            staleness=",".join(map(str, plan.versions)),
-        )
+            batch=plan.batch, num_microbatches=plan.num_microbatches, route=plan.route, policy=plan.policy,
+            hold=plan.hold, staleness=",".join(map(str, plan.versions)),
+        )  # fmt: skip
 
     @property
     def rows(self) -> int:

@@ -97,15 +97,10 @@ class Problem:
     def setting(self, count: int, route: Route, staleness: str, policy: Policy | None = None) -> Setting:
         """One setting of those to try."""
         return Setting(
-            batch=self.batch,
-            num_microbatches=count,
-            route=route,
-            policy=policy or self.policies[0],
-            hold=self.options.hold,
-            recompute=self.options.recompute,
-            staleness=staleness,
+            batch=self.batch, num_microbatches=count, route=route, policy=policy or self.policies[0],
+            hold=self.options.hold, recompute=self.options.recompute, staleness=staleness,
             shard_optimizer=self.options.shard_optimizer,
-        )
+        )  # fmt: skip
 
     def settings(self, *, weighed: bool = False) -> tuple[Setting, ...]:
         """All of them in the first order, or in all that are weighed; with one microbatch routes do not differ."""

@@ -300,12 +300,9 @@ def differences(case: Case, other: Case) -> tuple[str, ...]:
     """
     one, two = case.workload, other.workload
     pairs = (
-        ("model", one.model, two.model),
-        ("batch", f"{one.rows:,}", f"{two.rows:,}"),
-        ("data", one.data, two.data),
-        ("precision", one.precision, two.precision),
-        ("cluster", case.record.cluster, other.record.cluster),
-    )
+        ("model", one.model, two.model), ("batch", f"{one.rows:,}", f"{two.rows:,}"), ("data", one.data, two.data),
+        ("precision", one.precision, two.precision), ("cluster", case.record.cluster, other.record.cluster),
+    )  # fmt: skip
     rows = case.rows_per_device
     each = f", both {row_count(rows)} a device" if rows == other.rows_per_device else ""
     told = (f"{word} {mine} against {yours}{each * (word == 'batch')}" for word, mine, yours in pairs if mine != yours)

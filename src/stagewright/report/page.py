@@ -84,22 +84,12 @@ def _render_page(results: Results, folder: Path) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page: str = environment.from_string(_read_part("page/page.html")).render(
         title=", ".join(dict.fromkeys(case.plan.model for case in results.cases)) or "no results",
-        policy=_security_policy(library, script),
-        style=Markup(_read_part("page/page.css")),
-        library=Markup(library),
-        script=Markup(script),
-        headline=told[0],
-        further=told[1:],
-        facts=_facts_of(results),
-        marks=_tables.SOURCE_MARKS,
-        tables=_tables_of(results, folder),
-        runs=_runs_of(results.cases),
-        drawings=_drawings_of(results),
-        environments=_environments_of(results.cases),
-        commands=_commands_of(results),
-        failures=results.failures,
-        charts=_as_json(_chart_data(results.cases, find_pairs(results.cases))),
-    )
+        policy=_security_policy(library, script), style=Markup(_read_part("page/page.css")), library=Markup(library),
+        script=Markup(script), headline=told[0], further=told[1:], facts=_facts_of(results),
+        marks=_tables.SOURCE_MARKS, tables=_tables_of(results, folder), runs=_runs_of(results.cases),
+        drawings=_drawings_of(results), environments=_environments_of(results.cases), commands=_commands_of(results),
+        failures=results.failures, charts=_as_json(_chart_data(results.cases, find_pairs(results.cases))),
+    )  # fmt: skip
     return page
 
 
@@ -225,19 +215,14 @@ def _family_charts(title: str, family: Sequence[Case]) -> _Plain:
 def _throughput_bar(case: Case, tell_batch: bool) -> _Plain:
     limit, tokens = case.limit_samples_per_s, case.record.sample_tokens or 1.0
     return {
-        "name": case.name + (f" · batch {case.plan.batch:,}" if tell_batch else ""),
-        "case": case.name,
-        "source": case.source,
-        "value": case.samples_per_s * tokens,
-        "text": amount(case.samples_per_s, case.record),
+        "name": case.name + (f" · batch {case.plan.batch:,}" if tell_batch else ""), "case": case.name,
+        "source": case.source, "value": case.samples_per_s * tokens, "text": amount(case.samples_per_s, case.record),
         "unit": rate_unit(case.record),
         "spread": f"{span_of(case.rates)} in {len(case.records)} runs" if len(case.records) > 1 else "one run",
         "limit": limit and limit * tokens,
         "limit_text": f"{case.speed(limit)} if the busiest device never waited" if limit else "",
-        "limited_by": case.record.limit,
-        "low": min(case.rates) * tokens,
-        "high": max(case.rates) * tokens,
-    }
+        "limited_by": case.record.limit, "low": min(case.rates) * tokens, "high": max(case.rates) * tokens,
+    }  # fmt: skip
 
 
 def _speedup_lines(family: Sequence[Case]) -> list[_Plain]:
@@ -314,12 +299,9 @@ def _curve_charts(title: str, family: Sequence[Case]) -> list[_Plain]:
                 ]
                 kept = [*points[: -1 : stride(len(points))], points[-1]]
                 line = {
-                    "name": case.name,
-                    "case": case.name,
-                    "source": case.source,
-                    "batch": case.plan.batch,
+                    "name": case.name, "case": case.name, "source": case.source, "batch": case.plan.batch,
                     "points": kept,
-                }
+                }  # fmt: skip
                 charts.setdefault((name, unit), []).append(line)
     return [
         {

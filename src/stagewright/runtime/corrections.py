@@ -28,7 +28,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Correction:
+class _Correction:
     """What a stage does about its delay."""
 
     paper: str = ""
@@ -102,26 +102,26 @@ def _slowed(delay: int, momentum: float) -> float:
     return 1 - (1 - momentum) / (delay + 1)
 
 
-CORRECTIONS: Mapping[str, Correction] = {
-    "none": Correction(),
-    "predict": Correction(
+CORRECTIONS: Mapping[str, _Correction] = {
+    "none": _Correction(),
+    "predict": _Correction(
         paper="Chen et al., SpecTrain, 2018, equation 4; Guan et al., XPipe, 2019, equation 6", ahead=_ahead_by_delay
     ),
     # They use a momentum of 0.99 for 8 stages, or a line from 0.9 in the last one to that in the first.
-    "nesterov": Correction(
+    "nesterov": _Correction(
         paper="Ajanthan et al., Nesterov method for asynchronous pipeline parallel optimization, ICML 2025",
         ahead=lambda delay, momentum: momentum,
         momentum=_slowed,
     ),
-    "slow-predict": Correction(
+    "slow-predict": _Correction(
         paper="both: moves that change slowly are foreseen better", ahead=_ahead_by_delay, momentum=_slowed
     ),
-    "error-feedback": Correction(
+    "error-feedback": _Correction(
         paper="Zmushko et al., One-step gradient delay is not a barrier, ICML 2026, for d = 1", feeds_back=True
     ),
     # They divide by the delay itself, which changes nothing at 1; the largest stable rate of their lemma 1,
     # sin(π / (4d + 2)), falls as 1 / (d + 1) within an eighth.
-    "rescale": Correction(
+    "rescale": _Correction(
         paper="Yang et al., PipeMare, 2021, technique 1", rate=lambda delay, over: (delay + 1) ** (over - 1)
     ),
 }

@@ -27,13 +27,9 @@ class Code(Enum):
 
 
 _CODES = {
-    **dict.fromkeys("FBIW", Code.COMPUTES),
-    **dict.fromkeys(("RF", "RB"), Code.RECEIVE),
-    **dict.fromkeys(("SF", "SB"), Code.SEND),
-    "G": Code.GATHER,
-    "A": Code.AGREE,
-    "U": Code.UPDATE,
-}
+    **dict.fromkeys("FBIW", Code.COMPUTES), **dict.fromkeys(("RF", "RB"), Code.RECEIVE),
+    **dict.fromkeys(("SF", "SB"), Code.SEND), "G": Code.GATHER, "A": Code.AGREE, "U": Code.UPDATE,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,13 +242,10 @@ NO_OPTION = (
 )  # fmt: skip
 """Keys that no option has: the name is an argument, the plan has the batch, and the job says how often to evaluate."""
 _REPLACES = {
-    ("plan", "batch"): ("plan", "batch_per_device"),
-    ("plan", "batch_per_device"): ("plan", "batch"),
-    ("plan", "ratio"): ("plan", "cut"),
-    ("plan", "cut"): ("plan", "ratio"),
-    ("job", "steps"): ("recipe", "epochs"),
+    ("plan", "batch"): ("plan", "batch_per_device"), ("plan", "batch_per_device"): ("plan", "batch"),
+    ("plan", "ratio"): ("plan", "cut"), ("plan", "cut"): ("plan", "ratio"), ("job", "steps"): ("recipe", "epochs"),
     ("recipe", "learning_rate"): ("recipe", "rate_batch"),
-}
+}  # fmt: skip
 """Who says the one and not the other does without what others said of the other."""
 _LIKE = ("recipe", "like")
 """The recipe whose values hold where the section says nothing; the option --recipe."""
