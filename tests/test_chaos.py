@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from benchmarks.mutations import try_inputs
 
 from stagewright.runtime.safety.diagnosis import Scene
 from stagewright.schedule import Schedule
+from tests.runtime.running import ROOT
 
 
 @pytest.mark.timeout(240)
@@ -81,6 +84,15 @@ def test_a_full_disk_and_a_flipped_bit() -> None:
 @pytest.mark.timeout(600)
 def test_a_stranger_at_every_port() -> None:
     assert chaos.annoy(100, random.Random(1)).faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="to become another user needs root")
+@pytest.mark.timeout(400)
+def test_another_user_of_the_machine_changes_nothing() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "stranger.py"), "--tries", "2", "--connections", "200"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -67,3 +67,24 @@ def test_it_ends_with_a_worker_that_is_killed() -> None:
     worker.communicate(timeout=10)
     assert len(guards) == 1
     wait_until_gone(guards)
+
+
+@pytest.mark.timeout(60)
+def test_a_leash_does_not_wait_long_for_a_command_that_hears_nothing() -> None:
+    """As torchrun, which waits half a minute for a worker that is stopped."""
+    words = [
+        "-m",
+        "stagewright.runtime.launch.leash",
+        "60",
+        "sh",
+        "-c",
+        "trap '' TERM; echo up; while :; do sleep 1; done",
+    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    leash = subprocess.Popen([sys.executable, *words], cwd=ROOT, **pipes)  # type: ignore[call-overload]
+    assert leash.stdout.readline() == b"up\n"
+    let_go = time.monotonic()
+    leash.stdin.close()
+    leash.wait(20)
+    assert time.monotonic() - let_go < 4.5
+    leash.stdout.close()
