@@ -199,6 +199,7 @@ def run_all(cases: list[dict[str, Any]], out: Path, *, deadline_s: float, worker
     """Runs cases side by side, as many as have cores, and returns a row for each worker of each."""
     from stagewright.cluster import parse_placement
 
+    limit_s = 170 if cases[0]["device"] == "cuda" else 400
     begin, waiting, running, rows = time.monotonic(), list(enumerate(cases)), [], []
     base = Path(mkdtemp(prefix="memory-"))
     with (out / "memory.csv").open("w", newline="", encoding="utf-8") as file:
@@ -228,7 +229,7 @@ def run_all(cases: list[dict[str, Any]], out: Path, *, deadline_s: float, worker
             for each in list(running):
                 number, case, process, _, folder, started = each
                 lasted = time.monotonic() - started
-                if process.poll() is None and (lasted > 170 or time.monotonic() - begin > deadline_s + 25):
+                if process.poll() is None and (lasted > limit_s or time.monotonic() - begin > deadline_s + 25):
                     os.killpg(process.pid, 9)
                     process.wait()
                 if process.poll() is not None:

@@ -13,7 +13,7 @@ A replica is fullest in one of three moments, with P bytes of trained parameters
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -195,14 +195,12 @@ class Memory:
             wire += rows * max(microbatches - held, 0) * self.crossings[0]
         plain = StageBytes(
             weights=self._parameters[last] - self._parameters[first],
-            versions=(versions - 1) * (trained + self._casts[last] - self._casts[first]),
-            gradients=peak.gradients,
+            versions=(versions - 1) * (trained + self._casts[last] - self._casts[first]), gradients=peak.gradients,
             optimizer=math.ceil(states / num_replicas) if sharded else states,
             activations=math.ceil(activations - gone * factor if held else 0),
             buffers=math.ceil(wire) + self.bucket_bytes(trained, versions, num_replicas),
-            workspace=math.ceil(peak.workspace),
-            framework=device.framework_bytes if device is not None else 0,
-        )
+            workspace=math.ceil(peak.workspace), framework=device.framework_bytes if device is not None else 0,
+        )  # fmt: skip
         waiting = rows * self.held_bytes(first, last, held - 1, recompute, device) if held > 1 and versions > 1 else 0
         update = plain._replace(
             gradients=0 if many else trained, activations=math.ceil(waiting),
@@ -231,10 +229,10 @@ class Memory:
         )
 
 
-def in_words(held: StageBytes) -> str:
+def in_words(held: Mapping[str, int]) -> str:
     """`weights 1.2 GiB, activations 3.4 GiB`: the kinds that count, the largest first."""
-    kinds = sorted(held._asdict().items(), key=lambda kind: -kind[1])
-    return ", ".join(f"{kind} {size / 2**30:.2f} GiB" for kind, size in kinds if size >= sum(held) / 100)
+    kinds, least = sorted(held.items(), key=lambda kind: -kind[1]), sum(held.values()) / 100
+    return ", ".join(f"{kind} {size / 2**30:.2f} GiB" for kind, size in kinds if size >= least)
 
 
 def sums(values: Sequence[_Number]) -> tuple[_Number, ...]:

@@ -206,6 +206,11 @@ class Profile(Saved):
             others=tuple(other.with_states(states, scratch) for other in self.others),
         )  # fmt: skip
 
+    def frozen(self) -> Profile:
+        """The profile of a model of which nothing is trained."""
+        layers = tuple(replace(each, trained_bytes={}) for each in self.layers)
+        return replace(self, layers=layers, others=tuple(other.frozen() for other in self.others))
+
     def slowed(self, factors: Sequence[float]) -> Profile:
         """The profile with layers that take so many times as long, at each batch size."""
         layers = tuple(

@@ -226,16 +226,12 @@ class Record(Saved):
     def summary(self) -> dict[str, object]:
         """The figures that `--json` prints."""
         return {
-            "name": self.name,
-            "source": self.source,
-            "model": self.plan.model,
-            "placement": self.plan.placement,
+            "name": self.name, "source": self.source, "model": self.plan.model, "placement": self.plan.placement,
             "images_per_s": self.samples_per_s if self.step_s else None,
             **({"tokens_per_s": self.tokens_per_s} if self.sample_tokens and self.step_s else {}),
-            "step_s": self.median_step_s if self.step_s else None,
-            "epoch_s": self.epoch_s,
+            "step_s": self.median_step_s if self.step_s else None, "epoch_s": self.epoch_s,
             "devices": [
                 {"device": use.device, "peak_bytes": use.peak_bytes, "busy_share": use.busy_share}
                 for use in self.devices
             ],
-        }
+        }  # fmt: skip

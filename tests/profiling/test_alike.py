@@ -12,8 +12,7 @@ from torch import nn
 import stagewright as sw
 from stagewright.models import Layered, build_model
 from stagewright.profiling import facts, memory
-from stagewright.profiling.alike import shortened
-from stagewright.profiling.layers import make_pieces
+from stagewright.profiling.layers import make_pieces, shortened
 
 
 class Block(nn.Module):

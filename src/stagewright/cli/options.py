@@ -22,6 +22,7 @@ from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.kinds import with_kinds_of
 from stagewright.schema import schema
 from stagewright.system import OWN, System, find_system
+from stagewright.training.config import Adapters
 from stagewright.training.recipes import OPTIMIZERS, OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys
 
@@ -34,7 +35,7 @@ _PANELS = {
 
 
 @schema(error=UsageError)
-class Hardware:
+class Hardware(Adapters):
     """On what a plan is made or simulated, and from whose figures: the options that `plan` and `simulate` share."""
 
     cluster: str | None = None
@@ -50,10 +51,19 @@ class Hardware:
     optimizer: OptimizerName = "sgd"
     """whose states and steps count"""
 
+    def with_optimizer(self, profile: Profile, name: str | None = None) -> Profile:
+        """The profile with the states, the scratch and the step of the optimizer, or of the one of this name."""
+        kind = OPTIMIZERS[name or self.optimizer]
+        return profile.with_states(kind.states_of, kind.scratch_on(profile.device))
+
     @property
-    def states(self) -> Callable[[str], float]:
-        """How many numbers the optimizer keeps for each number of a parameter, by its role."""
-        return OPTIMIZERS[self.optimizer].states_of
+    def adapters(self) -> Callable[[Any], Any] | None:
+        """What puts adapters into a model, where they are asked for."""
+        if self.lora is None:
+            return None
+        from stagewright.training.export import lora_of  # needs torch
+
+        return lora_of(self)
 
     def load_cluster(self) -> Cluster:
         """The cluster that is named, or this machine."""
@@ -72,6 +82,9 @@ class Hardware:
         if file is None and self.assume_kind is not None:
             told = f"--assume-kind {self.assume_kind} goes with a profile file, not with a model's name alone"
             raise UsageError(told, "leave it out, or give the profile")
+        if file is not None and self.lora is not None:
+            told = f"--lora {self.lora} goes with a model's name: {file} is of a model without adapters"
+            raise UsageError(told, "give the model's name, without a profile")
         profile = None if file is None else Profile.load(file)
         if profile is None:
             return None

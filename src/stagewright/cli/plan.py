@@ -12,14 +12,15 @@ import typer
 
 from stagewright.cli.options import Hardware, names_file, takes
 from stagewright.cli.show import show, table
-from stagewright.cluster import Cluster, count
+from stagewright.cluster import Cluster, count, format_devices
 from stagewright.errors import UsageError
+from stagewright.memory import in_words
 from stagewright.plan import Plan
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.search import Choice, Search, make_plan, shape
 from stagewright.profile import Profile
 from stagewright.profiling.drawing import describe_devices
-from stagewright.report.figures import GAP, amount, rate_unit, seconds, size
+from stagewright.report.figures import GAP, alike, amount, rate_unit, seconds, size
 from stagewright.runtime.corrections import price_of_staleness
 from stagewright.schema import dump_json, schema
 from stagewright.simulation import simulator
@@ -47,9 +48,10 @@ def plan(
     """
     hardware = own.load_cluster()
     profile = own.load_profile(what if names_file(what) else None, hardware) or _analytic(what, hardware, plan, own)
-    profile = profile.with_states(own.states)
+    ways, profile = _ways(profile, own), own.with_optimizer(profile)
     system = own.load_system()
-    found = make_plan(profile, hardware, plan, simulator(profile, hardware, system) if own.simulate else None, system)
+    score = simulator(profile, hardware, system) if own.simulate else None
+    found = make_plan(profile, hardware, plan, score, system, ways)
     if notes := own.assumed(profile):
         best = replace(found.best.plan, notes=(*found.best.plan.notes, *notes))
         found = replace(found, best=replace(found.best, plan=best))
@@ -69,7 +71,14 @@ def _analytic(model: str, cluster: Cluster, options: PlanOptions, own: _Planning
     batch = options.rows(devices)
     share = max(batch // devices, 2)
     sizes = tuple(sorted({max(share // 4, 2), share, max(batch // 2, 2), max(batch, 2)}))
-    return profile_for(cluster, model, sizes, own.precision)
+    return profile_for(cluster, model, sizes, own.precision, own.adapters)
+
+
+def _ways(profile: Profile, own: _Planning) -> dict[str, Profile]:
+    """By option the profile that takes less memory; adapters are left out of theirs, which is little."""
+    others = (name for name in ("sgd", "adafactor") if name != own.optimizer)
+    ways = {f"--optimizer {name}": own.with_optimizer(profile, name) for name in others}
+    return ways | ({} if own.lora is not None else {"--lora 16": own.with_optimizer(profile.frozen())})
 
 
 def _show(found: Search, profile: Profile, cluster: Cluster, after: Sequence[str]) -> None:
@@ -88,7 +97,11 @@ def _show(found: Search, profile: Profile, cluster: Cluster, after: Sequence[str
         lines.append(("  data parallel", GAP, GAP, GAP, found.why_no_data_parallel))
     plans = table(f"  plan! | step> | {rate_unit(profile)}> | memory first / last! | limited by", lines)
     price = price_of_staleness(best.versions)
-    told = [*best.notes[:1], _settings(best), *_passed_over(found), *best.notes[1:], *([price] if price else [])]
+    groups = [] if found.best.record is None else alike(found.best.record, cluster)
+    kinds = [f"memory of {format_devices(ids)}: {in_words(use.peak_parts)}" for ids, use in groups if use.peak_parts]
+    told = [
+        *best.notes[:1], _settings(best), *kinds, *_passed_over(found), *best.notes[1:], *([price] if price else []),
+    ]  # fmt: skip
     show(f"{title}    {how}", plans, [*told, *after])
 
 
@@ -101,6 +114,8 @@ def _next(plan: Plan, what: str, own: _Planning) -> list[str]:
     words += ["--cluster", own.cluster] if own.cluster is not None else []
     words += ["--system", own.system] if own.system != OWN.name else []
     typed = ["--optimizer", own.optimizer] if own.optimizer != type(own)().optimizer else []
+    typed += ["--lora", str(own.lora)] if own.lora is not None else []
+    typed += ["--lora-targets", ",".join(own.lora_targets)] if own.lora_targets else []
     where = "" if own.cluster is None else f"on {own.cluster} itself: "
     simulate = shlex.join(["stagewright", "simulate", str(own.out), *words, *typed])
     train = shlex.join(["stagewright", "train", plan.model, "--plan", str(own.out), *typed])
@@ -136,15 +151,14 @@ def _traits(plan: Plan) -> dict[str, str]:
     again = [str(number) for number, stage in enumerate(plan.stages) if stage.recompute]
     return {
         "placement": f"on {plan.placement}",
-        "microbatches": count(plan.num_microbatches, "microbatch", "microbatches"),
-        "route": plan.route,
+        "microbatches": count(plan.num_microbatches, "microbatch", "microbatches"), "route": plan.route,
         "policy": plan.policy,
         "versions": "exact" if plan.is_synchronous else f"versions {','.join(map(str, plan.versions))}",
         "recompute": f"recompute in stage {', '.join(again)}" if again else "no recompute",
         "sharing": plan.sharing or "whole states",
         "hold": "as many held as the order needs" if plan.hold is None else f"{plan.hold} held",
         "buckets": f"buckets {','.join(str(stage.num_buckets) for stage in plan.stages)}",
-    }
+    }  # fmt: skip
 
 
 def _passed_over(found: Search) -> list[str]:
@@ -166,12 +180,10 @@ def _settings(plan: Plan) -> str:
 def _summary(found: Search) -> dict[str, object]:
     names = ("why_no_data_parallel", "reason", "num_plans", "seconds", "num_simulated")
     return {
-        "best": _as_plain(found.best),
-        "others": [_as_plain(choice) for choice in found.others],
+        "best": _as_plain(found.best), "others": [_as_plain(choice) for choice in found.others],
         "data_parallel": None if found.data_parallel is None else _as_plain(found.data_parallel),
-        **{name: getattr(found, name) for name in names},
-        "plan": found.best.plan.to_dict(),
-    }
+        **{name: getattr(found, name) for name in names}, "plan": found.best.plan.to_dict(),
+    }  # fmt: skip
 
 
 def _as_plain(choice: Choice) -> dict[str, object]:

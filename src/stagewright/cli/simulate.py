@@ -16,6 +16,7 @@ from stagewright.cli.options import Hardware, names_file, takes
 from stagewright.cli.show import saved, show, show_json, table
 from stagewright.cluster import Cluster, format_devices, format_placement
 from stagewright.errors import PlanError, UsageError
+from stagewright.memory import in_words
 from stagewright.plan import Plan
 from stagewright.planning import PlanOptions
 from stagewright.record import Record
@@ -70,7 +71,7 @@ def simulate(
     made = Plan.load(what) if names_file(what) else None
     setting = Scenario(
         model=what if made is None else made.model, plan=made, profile=profile, precision=own.precision, data=own.data,
-        states=own.states, epoch_images=own.epoch_images, system=own.load_system(),
+        adapt=own.adapters, prepare=own.with_optimizer, epoch_images=own.epoch_images, system=own.load_system(),
     )  # fmt: skip
     points = list(_sweep(setting, hardware, plan, own))
     if len(points) > 1:
@@ -130,13 +131,14 @@ def _show(record: Record, cluster: Cluster, saved: Sequence[str]) -> None:
     step = f"step {seconds(record.median_step_s)} · {speed(record.samples_per_s, record)}{epoch}"
     groups = list(alike(record, cluster))
     width = max(len(format_devices(ids)) for ids, _ in groups)
-    bars = []
+    bars, kinds = [], []
     for ids, use in groups:
         bar = "█" * round(use.busy_share * 40)
         memory = f"{use.peak_bytes / 2**30:.1f} of {cluster.device(ids[0]).memory_bytes / 2**30:.1f} GiB"
+        kinds.append(f"memory of {format_devices(ids)}: {in_words(use.peak_parts)}")
         bars.append(f"{format_devices(ids):<{width}}   {bar:<40}  {use.busy_share:>4.0%} busy   {memory}")
     helps = [f": {text}" for begin, text in _ADVICE.items() if record.limit.startswith(begin)]
-    show(step, bars, [*record.notes, f"limited by {record.limit}{''.join(helps)}", *saved])
+    show(step, bars, [*kinds, *record.notes, f"limited by {record.limit}{''.join(helps)}", *saved])
 
 
 def _refuse_what_does_not_fit(records: list[Record], cluster: Cluster) -> None:

@@ -126,10 +126,9 @@ def open_tokens(folder: str | Path) -> Tokens:
 def _formats(about: About) -> dict[str, np.dtype[Any]]:
     """What a row is in each file."""
     return {
-        "tokens.bin": np.dtype(f"u{about.bits // 8}"),
-        "documents.bin": np.dtype((np.int64, 3)),
+        "tokens.bin": np.dtype(f"u{about.bits // 8}"), "documents.bin": np.dtype((np.int64, 3)),
         "ignored.bin": np.dtype((np.int64, 2)),
-    }
+    }  # fmt: skip
 
 
 def _mapped(path: Path, row: np.dtype[Any]) -> NDArray[Any]:

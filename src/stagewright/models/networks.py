@@ -42,7 +42,7 @@ def image_recipe(module: nn.Module, layers: Mapping[str, str], image_size: int) 
 # AlexNet and VGG
 
 
-class ConvNet(nn.Module):
+class _ConvNet(nn.Module):
     """Convolutions, pooling to a fixed size, and three fully connected layers."""
 
     def __init__(self, features: nn.Sequential, classifier: nn.Sequential, pooled: int) -> None:
@@ -77,7 +77,7 @@ def alexnet(is_torchvision: bool, num_classes: int = 1000, image_size: int = 224
         *(nn.Conv2d(384, fourth, 3, padding=1), nn.ReLU(inplace=True)),
         *(nn.Conv2d(fourth, 256, 3, padding=1), nn.ReLU(inplace=True), _Pool(pool, 3)),
     )
-    module = ConvNet(features, _classifier(256 * pooled**2, num_classes, drops_first=is_torchvision), pooled)
+    module = _ConvNet(features, _classifier(256 * pooled**2, num_classes, drops_first=is_torchvision), pooled)
     return _by_weights(module, (f"conv{number}" for number in range(1, 6)), image_size)
 
 
@@ -89,7 +89,7 @@ def _classifier(inputs: int, num_classes: int, *, drops_first: bool = False) -> 
     return nn.Sequential(*layers, nn.Linear(4096, num_classes))
 
 
-def _by_weights(module: ConvNet, convolutions: Iterable[str], image_size: int) -> Recipe:
+def _by_weights(module: _ConvNet, convolutions: Iterable[str], image_size: int) -> Recipe:
     """The layers begin with the modules that have weights."""
     starts = [path for path, each in module.named_modules() if isinstance(each, nn.Conv2d | nn.Linear)]
     return image_recipe(module, dict(zip(starts, (*convolutions, "fc1", "fc2", "fc3"))), image_size)
@@ -109,7 +109,7 @@ def vgg16(batch_norm: bool, num_classes: int = 1000, image_size: int = 224) -> R
             features += (nn.Conv2d(channels, width, 3, padding=1), *norm, nn.ReLU(inplace=True))
             channels = width
         features.append(_Pool(F.max_pool2d, 2))
-    module = ConvNet(nn.Sequential(*features), _classifier(512 * 7 * 7, num_classes), pooled=7)
+    module = _ConvNet(nn.Sequential(*features), _classifier(512 * 7 * 7, num_classes), pooled=7)
     _draw(module, linear_std=0.01)
     names = (f"conv{g}_{n}" for g, (_, count) in enumerate(_VGG_GROUPS, 1) for n in range(1, count + 1))
     return _by_weights(module, names, image_size)
@@ -198,7 +198,7 @@ def resnet(is_bottleneck: bool, counts: Sequence[int], num_classes: int = 1000, 
 # Small ones for demonstrations and tests: shaped like the large ones, trained in seconds
 
 
-class TinyCNN(nn.Module):
+class _TinyCNN(nn.Module):
     """Two convolutions with little weight and a fully connected layer with most of it."""
 
     def __init__(self, num_classes: int) -> None:
@@ -219,10 +219,10 @@ class TinyCNN(nn.Module):
 def tiny_cnn(num_classes: int = 10, image_size: int = 32) -> Recipe:
     """Without batch norm and dropout."""
     names = {name: name for name in ("conv1", "conv2", "fc1", "fc2")}
-    return image_recipe(TinyCNN(num_classes), names, image_size)
+    return image_recipe(_TinyCNN(num_classes), names, image_size)
 
 
-class MLP(nn.Module):
+class _MLP(nn.Module):
     """Fully connected layers over flattened images."""
 
     def __init__(self, inputs: int, width: int, num_layers: int, num_classes: int) -> None:
@@ -241,7 +241,7 @@ class MLP(nn.Module):
 def mlp(num_classes: int = 10, image_size: int = 8, width: int = 64, num_layers: int = 4) -> Recipe:
     """Layers of one width."""
     names = {f"layers.{index}": f"fc{index + 1}" for index in range(num_layers)}
-    return image_recipe(MLP(3 * image_size * image_size, width, num_layers, num_classes), names, image_size)
+    return image_recipe(_MLP(3 * image_size * image_size, width, num_layers, num_classes), names, image_size)
 
 
 # GPT-2
@@ -282,7 +282,7 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and an MLP, each normalized before and added to what came in."""
+    """Attention and an _MLP, each normalized before and added to what came in."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()

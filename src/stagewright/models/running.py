@@ -297,6 +297,5 @@ _DRAWN: dict[Any, Callable[..., Tensor | None]] = {
     **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _channel_dropout),
     **dict.fromkeys((torch.feature_dropout, torch.ops.aten.feature_dropout.default), _channel_dropout),
     **dict.fromkeys((F.alpha_dropout, torch.alpha_dropout, torch.ops.aten.alpha_dropout.default), _alpha_dropout),
-    torch.rand: _rand,
-    torch.rand_like: _rand_like,
-}
+    torch.rand: _rand, torch.rand_like: _rand_like,
+}  # fmt: skip

@@ -43,11 +43,10 @@ class Model(NamedTuple):
     def table(self) -> LayerTable:
         """What cutting needs to know of the layers, as for training: time goes by their operations."""
         return LayerTable(
-            model=self.name,
-            names=tuple(layer.name for layer in self.layers),
+            model=self.name, names=tuple(layer.name for layer in self.layers),
             flops=tuple(float(layer.forward_flops) for layer in self.layers),
             parameter_bytes=tuple(4 * layer.parameters for layer in self.layers),
-        )
+        )  # fmt: skip
 
     def summary(self) -> dict[str, object]:
         """The figures that `--json` prints."""

@@ -19,7 +19,7 @@ parallelism", 2023, table 2; K batches under way as in PipeDream-2BW, 2021, sect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -77,9 +77,8 @@ def _make_group(costs: Costs, setting: Setting, devices: Devices, weights: tuple
         edges=tuple([passed / sum(weights) for passed in accumulate(weights, initial=0)]),
         handled=handled_by_each(setting.policy, setting.route, setting.num_microbatches, len(devices)),
         evenness=setting.batch / (setting.num_microbatches * setting.rows),
-        slowest=min(device.speed for device in found),
-        core_share=costs.network.cores.share(devices),
-    )
+        slowest=min(device.speed for device in found), core_share=costs.network.cores.share(devices),
+    )  # fmt: skip
 
 
 class _Part(NamedTuple):
@@ -160,8 +159,6 @@ class Estimator:
         self.shared = shared or ClusterRates(costs)
         self.is_flushed = setting.staleness == FLUSHED
         self.waits = costs.system.reduction_overlaps != "next-batch"
-        self.shortage: Shortage | None = None
-        """The stage that came closest to fitting of those that did not."""
         self._alike: dict[tuple[int, int, Devices, int, int], _Part | None] = {}
         """By looks, held microbatches and versions: all that a part depends on."""
         self._groups: dict[Devices, _Group] = {}
@@ -183,20 +180,19 @@ class Estimator:
         return self._alike[key]
 
     def _fitting(self, first: int, last: int, devices: Devices, held: int, versions: int) -> _Part | None:
-        for savings in Savings.to_try(
-            self.setting.recompute, self.setting.shard_optimizer if len(devices) > 1 else False
-        ):
-            peak, short = self.fullest(first, last, devices, held, versions, savings)
-            if short is None:
-                return self.timed(first, last, devices, held, versions, savings, peak)
-            if self.shortage is None or short.ratio < self.shortage.ratio:
-                self.shortage = short
+        for savings in self.savings(devices):
+            use = self.use(first, last, devices, held, versions, savings)
+            if use.ratio <= 1:
+                return self.timed(first, last, devices, held, versions, savings, use.need_bytes)
         return None
 
-    def fullest(
-        self, first: int, last: int, devices: Devices, held: int, versions: int, savings: Savings
-    ) -> tuple[int, Shortage | None]:
-        """The bytes on the device that is fullest against its memory, and whether they are too many."""
+    def savings(self, devices: Devices) -> Iterator[Savings]:
+        """What a stage on some devices may do without, the cheapest first."""
+        setting = self.setting
+        return Savings.to_try(setting.recompute, setting.shard_optimizer if len(devices) > 1 else False)
+
+    def use(self, first: int, last: int, devices: Devices, held: int, versions: int, savings: Savings) -> Shortage:
+        """The bytes on the device that is fullest against its memory."""
         uses = [Shortage(first, last, devices[0], 0, 1, {})]
         for rows, id, device, _ in self.group(devices).kinds:
             how: dict[str, Any] = {
@@ -206,8 +202,7 @@ class Estimator:
             }  # fmt: skip
             need = self.costs.on(device).stage_bytes(first, last, **how)
             uses.append(Shortage(first, last, id, need.total, device.memory_bytes, how))
-        worst = max(uses, key=lambda use: use.ratio)
-        return worst.need_bytes, worst if worst.ratio > 1 else None
+        return max(uses, key=lambda use: use.ratio)
 
     def timed(
         self, first: int, last: int, devices: Devices, waiting: int, versions: int, savings: Savings, peak_bytes: int,
@@ -349,11 +344,11 @@ def estimate(plan: Plan, costs: Costs, shared: ClusterRates | None = None) -> _E
     every = list(zip(plan.stages, edges, edges[1:], holds(plan), outstanding(plan)))
     for later, (stage, first, last, held, waiting) in enumerate(reversed(every)):
         savings = Savings(stage.recompute, stage.shard_optimizer)
-        peak, short = estimator.fullest(first, last, stage.devices, held, stage.versions, savings)
-        shortage = short or shortage
+        use = estimator.use(first, last, stage.devices, held, stage.versions, savings)
+        shortage = use if use.ratio > 1 else shortage
         targets = plan.stages[-later].devices if later else ()
         crossings.insert(0, estimator.crossing(last, stage.devices, targets))
-        how = (waiting, stage.versions, savings, peak, stage.num_buckets)
+        how = (waiting, stage.versions, savings, use.need_bytes, stage.num_buckets)
         parts.insert(0, estimator.timed(first, last, stage.devices, *how))
         label = estimator.extend(label, crossings[0], parts[0])
     step_s = estimator.total(label, len(parts))

@@ -4,6 +4,10 @@ A balanced plan is one whose slowest stage is as fast as can be, by whole tables
 left out:
 
     best[stages, devices, cut] = min over the next cut and its replicas of max(this stage, best[stages − 1, …])
+
+Where memory is so short that none of these fits, one begins at the plan whose fullest device is least full:
+
+    full[stage, cut] = min over the next cut of max(this stage's share of its device's memory, full[stage + 1, that])
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +27,8 @@ from stagewright.planning.groups import Setting
 from stagewright.planning.problem import Problem
 
 
-def explore(problem: Problem) -> tuple[Leaders, Leaders, Shortage | None]:
-    """The plans that the estimate favours, those of plain data parallelism, and what the latter is short of.
+def explore(problem: Problem) -> tuple[Leaders, Leaders]:
+    """The plans that the estimate favours, and those of plain data parallelism.
 
     On few devices and layers the best of all count, else balanced plans, improved.
     """
@@ -32,7 +37,6 @@ def explore(problem: Problem) -> tuple[Leaders, Leaders, Shortage | None]:
     for setting in problem.plain_settings():  # one stage on every device, trained exactly
         whole = (0, len(costs.profile.layers))
         search_exactly(problem.estimator(setting), whole, given((devices,)), rivals)
-    short = problem.shortage
     # Up to here every cut and every group of devices is looked at; where a placement gives the devices, 64 cuts.
     small = len(devices) <= 6 and len(problem.cuts) - 1 <= 12
     spaces: list[Space] = [subsets(costs, devices)]
@@ -40,6 +44,8 @@ def explore(problem: Problem) -> tuple[Leaders, Leaders, Shortage | None]:
         for entry in rivals.found:
             leaders.offer(entry)
         _search_quickly(problem, leaders)
+        if not leaders.found and (least := least_full(problem)).ratio <= 1:
+            _improve(least.candidate, problem, leaders)
         spaces = spaces if small else []
     elif problem.groups is not None:
         spaces = [given(problem.groups)]
@@ -48,7 +54,7 @@ def explore(problem: Problem) -> tuple[Leaders, Leaders, Shortage | None]:
     cuts = problem.cuts if problem.every_cut else _thin_cuts(costs, problem.cuts, 64)
     for setting, space in product(problem.settings(weighed=True), spaces):
         search_exactly(problem.estimator(setting), cuts, space, leaders, every_cut=problem.every_cut)
-    return leaders, rivals, short
+    return leaders, rivals
 
 
 def _search_quickly(problem: Problem, leaders: Leaders) -> None:
@@ -141,17 +147,87 @@ def _slide(here: Candidate, problem: Problem, cuts: Sequence[int], leaders: Lead
                         now, here = step_s, other
 
 
+class _Fullness(NamedTuple):
+    """A plan's stages, and how many times the fullest device would have to have its memory."""
+
+    ratio: float
+    stages: tuple[Shortage, ...] = ()
+    groups: tuple[Devices, ...] = ()
+    setting: Setting | None = None
+
+    @property
+    def candidate(self) -> Candidate:
+        assert self.setting is not None
+        return Candidate((*(each.first for each in self.stages), self.stages[-1].last), self.groups, self.setting)
+
+
+def least_full(problem: Problem, groups: Sequence[Devices] = ()) -> _Fullness:
+    """The plan whose fullest device is least full, over microbatches, cuts, and devices, if not given as `groups`."""
+    best = _Fullness(float("inf"))
+    orders = [tuple(groups)] if groups else _orders(problem)
+    for staleness, count, order in product(problem.stalenesses, problem.counts, orders):
+        estimator = problem.estimator(problem.setting(count, problem.routes[0], staleness))
+        found = _filled(estimator, problem.cuts, order, best.ratio, every_cut=problem.every_cut)
+        best = min(best, found, key=lambda each: each.ratio)
+    return best
+
+
+def _orders(problem: Problem) -> list[tuple[Devices, ...]]:
+    """The devices as stages of one each, the largest or the smallest first; or as a placement gives them."""
+    if problem.groups is not None:
+        return [problem.groups]
+    cluster, num_stages = problem.costs.cluster, len(problem.cuts) - 1
+    large = sorted(cluster.device_ids, key=lambda id: -cluster.device(id).memory_bytes)[:num_stages]
+    # an embedding and a head are larger than what is between them
+    orders = (large, large[::-1], [*large[::2], *large[1::2][::-1]])
+    return list(dict.fromkeys(tuple((id,) for id in order) for order in orders))
+
+
+def _filled(
+    estimator: Estimator, cuts: Sequence[int], groups: Sequence[Devices], most: float, *, every_cut: bool
+) -> _Fullness:
+    """The best cuts for some groups of devices, from the last stage to the first, as far as less full than `most`."""
+    nothing, end = _Fullness(most), len(cuts) - 1
+    rest = {end: _Fullness(0.0, setting=estimator.setting)}
+    for number in reversed(range(len(groups))):
+        fresh: dict[int, _Fullness] = {}
+        for first in range(number, end) if number else (0,):
+            best = nothing
+            for last in sorted(each for each in rest if (each == first + 1 if every_cut else each > first)):
+                if rest[last].ratio >= best.ratio:
+                    continue
+                use = _use(estimator, cuts[first], cuts[last], groups[number], groups[number + 1 :])
+                if use is None or use.ratio >= best.ratio:
+                    break  # with one layer more it is fuller still
+                after = rest[last]
+                ratio, stages = max(use.ratio, after.ratio), (use, *after.stages)
+                best = _Fullness(ratio, stages, (groups[number], *after.groups), estimator.setting)
+            if best is not nothing:
+                fresh[first] = best
+        rest = fresh
+    return rest.get(0, nothing)
+
+
+def _use(estimator: Estimator, first: int, last: int, devices: Devices, after: Sequence[Devices]) -> Shortage | None:
+    """What a stage needs on its fullest device with whatever saves most; None where it may not hold so much."""
+    setting, later = estimator.setting, len(after)
+    versions, held = setting.versions(later), setting.held(later, len(devices), sum(map(len, after)))
+    if versions is None or (setting.hold is not None and held > setting.hold):
+        return None
+    uses = (estimator.use(first, last, devices, held, versions, each) for each in estimator.savings(devices))
+    return min(uses, key=lambda use: use.need_bytes)
+
+
 def _device_orders(costs: Costs, devices: Sequence[DeviceId]) -> tuple[Devices, ...]:
     """Good orders for `runs`: along the wires; and, where speeds or memories differ, by these."""
     along = costs.network.ring_order(tuple(devices)) if len(devices) <= 16 else tuple(devices)
     kind = {id: costs.cluster.device(id) for id in devices}
     orders = [
-        along,
-        tuple(sorted(along, key=lambda id: -kind[id].speed)),
+        along, tuple(sorted(along, key=lambda id: -kind[id].speed)),
         tuple(sorted(along, key=lambda id: kind[id].speed)),
         tuple(sorted(along, key=lambda id: -kind[id].memory_bytes)),
         tuple(sorted(along, key=lambda id: kind[id].memory_bytes)),
-    ]
+    ]  # fmt: skip
     return tuple(dict.fromkeys(orders))
 
 

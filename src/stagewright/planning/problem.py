@@ -10,7 +10,7 @@ from stagewright.cluster import DeviceId, Devices, parse_placement
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, UsageError
 from stagewright.plan import DEFAULT_POLICY, ROUTES, Plan, Policy, Route
-from stagewright.planning.estimate import Estimator, Shortage
+from stagewright.planning.estimate import Estimator
 from stagewright.planning.exact import Candidate, Found, price
 from stagewright.planning.fixed import given_cuts, table_of, whole_plan
 from stagewright.planning.groups import FLUSHED, ClusterRates, Setting
@@ -169,12 +169,6 @@ class Problem:
         if setting not in self._estimators:
             self._estimators[setting] = Estimator(self.costs, setting, self.shared)
         return self._estimators[setting]
-
-    @property
-    def shortage(self) -> Shortage | None:
-        """The stage that came closest to fitting of all that did not, so far."""
-        found = [each.shortage for each in self._estimators.values() if each.shortage is not None]
-        return min(found, key=lambda short: short.ratio, default=None)
 
 
 def _moved_cuts(here: Candidate, cuts: Sequence[int], together: int = 1) -> Iterator[Candidate]:

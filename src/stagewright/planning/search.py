@@ -8,20 +8,19 @@ finish    the same in more buckets, and with one batch under way at a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from time import perf_counter
-from typing import Any
 
 from stagewright.cluster import Cluster, format_devices
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, ScheduleError
-from stagewright.memory import Memory, in_words
+from stagewright.memory import in_words
 from stagewright.plan import DEFAULT_POLICY, Plan
 from stagewright.planning.estimate import Shortage, estimate, with_prediction
 from stagewright.planning.exact import Found
-from stagewright.planning.explore import explore
+from stagewright.planning.explore import explore, least_full
 from stagewright.planning.fixed import normal_form
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.problem import Problem
@@ -71,31 +70,30 @@ class Search:
 
 
 def make_plan(
-    profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None, system: System = OWN
-) -> Search:
-    """The fastest plan that fits: by the estimate, and among the best of those and around them by the score."""
+    profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None, system: System = OWN,
+    ways: Mapping[str, Profile] | None = None,
+) -> Search:  # fmt: skip
+    """The fastest plan that fits: by the estimate, and among the best of those and around them by the score.
+
+    `ways` are the profile as other options have it, for a refusal."""
     begin = perf_counter()
     problem = Problem(Costs(profile, cluster, system), options)
-    leaders, rivals, short = explore(problem)
+    leaders, rivals = explore(problem)
     judge = _Judge(problem, score)
     plain = [problem.plan(found) for found in rivals.found]
     rival = (judge if problem.is_free else _Judge(problem, score))(plain[0]) if plain else None
-    best, *choices = _choose(problem, leaders.to_score, judge)
+    best, *choices = _choose(problem, leaders.to_score, judge, ways or {})
     reason = _explain(best.plan, best.step_s, problem.costs, rival)
     others = {shape(c.plan): c for c in reversed(choices) if rival is None or len(c.plan.stages) > 1}
     others.pop(shape(best.plan), None)
+    short = [] if rival else least_full(problem, [cluster.device_ids]).stages
     return Search(
         best=replace(best, plan=with_prediction(replace(best.plan, notes=(reason,)), problem.costs, best.step_s)),
-        others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:3]),
-        data_parallel=rival,
-        why_no_data_parallel=f"does not fit: {_describe(short, problem)}"
-        if rival is None and short is not None
-        else "",
-        reason=reason,
+        others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:3]), data_parallel=rival,
+        why_no_data_parallel=f"does not fit: {_describe(short[0], problem.costs)}" if short else "", reason=reason,
         num_plans=leaders.looked_at + rivals.looked_at,
-        num_simulated=len(judge.known) if score is not None else 0,
-        seconds=perf_counter() - begin,
-    )
+        num_simulated=len(judge.known) if score is not None else 0, seconds=perf_counter() - begin,
+    )  # fmt: skip
 
 
 class _Judge:
@@ -149,7 +147,7 @@ def _plainness(plan: Plan) -> tuple[object, ...]:
     return len(plan.stages), max(plan.versions), is_other, plan.hold is not None, plan.num_microbatches, buckets
 
 
-def _choose(problem: Problem, leaders: Iterable[Found], judge: _Judge) -> list[Choice]:
+def _choose(problem: Problem, leaders: Iterable[Found], judge: _Judge, ways: Mapping[str, Profile]) -> list[Choice]:
     """The plan to take, then others, the fastest first; whoever exceeds memory is left out."""
     pool = _ranked(problem, leaders)
     fitting: set[object] = set()
@@ -157,7 +155,7 @@ def _choose(problem: Problem, leaders: Iterable[Found], judge: _Judge) -> list[C
         if found.candidate.shape not in fitting and judge(problem.plan(found)) is not None:
             fitting.add(found.candidate.shape)
     if not judge.choices:
-        raise _refused(problem)
+        raise _refused(problem, ways)
     if judge.score is not None:
         could_lead = (found for found in pool if found.step_s <= _NEAR * judge.choices[0].step_s)
         for found in islice(could_lead, 32):
@@ -231,66 +229,51 @@ def _plainest(choices: Sequence[Choice], tie: float) -> Choice:
     return min(near, key=lambda choice: (_plainness(choice.plan), choice.step_s))
 
 
-def _describe(short: Shortage, problem: Problem) -> str:
+def _describe(use: Shortage, costs: Costs) -> str:
     """`layers fc1 … loss need 2.3 GiB on 0:7, which has 1.0 GiB`."""
-    names = problem.costs.profile.names[short.first : short.last]
+    names = costs.profile.names[use.first : use.last]
     layers = f"layer {names[0]} needs" if len(names) == 1 else f"layers {names[0]} … {names[-1]} need"
-    need, has = _bytes_text(short.need_bytes), _bytes_text(short.has_bytes)
-    return f"{layers} {need} on {short.device}, which has {has}"
+    return f"{layers} {_bytes_text(use.need_bytes)} on {use.device}, which has {_bytes_text(use.has_bytes)}"
 
 
-def _what_helps(memory: Memory, short: Shortage) -> str:
-    """`--shard-optimizer brings it to 10.9 GiB`: what makes a stage fit, the cheapest first; else what fills it."""
-    how = dict(short.how)
-    ways: list[tuple[str, dict[str, Any]]] = []
-    if how["num_replicas"] > 1 and not how["sharded"]:
-        ways.append(("--shard-optimizer", {"sharded": True}))
-    if not how["recompute"]:
-        ways.append(("--recompute", {"recompute": True}))
-    if len(ways) > 1:
-        ways.append(("--shard-optimizer --recompute", {"sharded": True, "recompute": True}))
-    for times in (2, 4, 8, 16):
-        if how["rows"] >= times:
-            less = {"rows": -(-how["rows"] // times), "microbatches": how["microbatches"] * times}
-            ways.append((f"{times} times the --microbatches", less))
-    least = [(text, memory.stage_bytes(short.first, short.last, **{**how, **more}).total) for text, more in ways]
-    for text, size in least:
-        if size <= short.has_bytes:
-            return f"{text} brings it to {_bytes_text(size)}"
-    held = memory.stage_bytes(short.first, short.last, **how)
-    fixed = sum(held[:4])  # weights, versions, gradients, states
-    what = "an optimizer with fewer states (sgd, adafactor), --lora" if fixed > short.has_bytes else "a smaller --batch"
-    return f"it is {in_words(held)}: {what}, or more or larger devices"
+def _refused(problem: Problem, ways: Mapping[str, Profile]) -> PlanError:
+    """The error for a model that fits in no way: what each stage of the least full plan needs, and what would help."""
+    found, costs = least_full(problem), problem.costs
+    name, batch, where = costs.profile.model, problem.batch, costs.cluster.name
+    told = f"no plan of {name} for {batch} rows fits on {where}"
+    if not found.stages:
+        return PlanError(told, "use a smaller --batch, more --microbatches, or more or larger devices")
+    worst = max(found.stages, key=lambda use: use.ratio)
+    again = [", though it recomputes" if use.how["recompute"] else "" for use in found.stages]
+    lines = [
+        f"{_describe(use, costs)}{again} ({in_words(costs.stage_bytes(use.first, use.last, **use.how)._asdict())})"
+        for use, again in zip(found.stages, again)
+    ]
+    told += f"; where the fullest device is least full, {_describe(worst, costs)}"
+    return PlanError(told, "\n".join([*lines, *_helping(problem, ways), "or use more or larger devices"]))
 
 
-def _refused(problem: Problem) -> PlanError:
-    """The error for a model that fits in no way, with the stage that came closest."""
-    short = problem.shortage
-    why = "" if short is None else f"; closest: {_describe(short, problem)}"
-    return PlanError(
-        f"no plan of {problem.costs.profile.model} for {problem.batch} rows fits on {problem.costs.cluster.name}{why}",
-        "use a smaller --batch, more --microbatches, --recompute, or more or larger devices"
-        if short is None
-        else f"{_what_helps(problem.costs, short)}; {_all_of_it(problem)}",
-    )
-
-
-def _all_of_it(problem: Problem) -> str:
-    """What the weights with their gradients and states take in all, against all devices."""
-    costs, cluster = problem.costs, problem.costs.cluster
-    weights, trained, states = costs.parameter_bytes(0, len(costs.profile.layers))
-    has = sum(cluster.device(id).memory_bytes for id in cluster.device_ids)
-    parts = f"weights {_bytes_text(weights)}, gradients {_bytes_text(trained)}, states {_bytes_text(states)}"
-    return f"in all there are {parts}, and {_bytes_text(has)} of memory"
-
-
-def shape(plan: Plan) -> str:
-    """`7-1 cut at fc1`, or `data parallel` where there is one stage."""
-    if len(plan.stages) == 1:
-        many = len(plan.stages[0].devices)
-        return "data parallel" if many > 1 else "one device"
-    cuts = ", ".join(stage.layers[0] for stage in plan.stages[1:])
-    return f"{'-'.join(map(str, plan.replicas))} cut at {cuts}"
+def _helping(problem: Problem, ways: Mapping[str, Profile]) -> Iterator[str]:
+    """`--recompute brings the fullest device, 0:1, to 10.9 GiB of 11.8 GiB`: how far each option would come."""
+    options, costs, cluster = problem.options, problem.costs, problem.costs.cluster
+    others = {option: Problem(Costs(profile, cluster, costs.system), options) for option, profile in ways.items()}
+    if options.shard_optimizer is False and any(len(group) > 1 for group in problem.groups or ()):
+        others["--shard-optimizer"] = Problem(costs, replace(options, shard_optimizer=True))
+    if options.recompute is False:
+        others["--recompute"] = Problem(costs, replace(options, recompute=True))
+    if options.num_microbatches is not None:
+        others["without --microbatches, more of them"] = Problem(costs, replace(options, num_microbatches=None))
+    if problem.batch > 1:
+        less = replace(options, batch=max(problem.batch // 4, 1), batch_per_device=None, num_microbatches=None)
+        others[f"--batch {less.batch}"] = Problem(costs, less)
+    for option, other in others.items():
+        found = least_full(other)
+        if found.stages:
+            worst = max(found.stages, key=lambda use: use.ratio)
+            verb = "brings" if found.ratio <= 1 else "does not suffice: it brings"
+            about = "about " if option in ways else ""
+            sizes = f"{about}{_bytes_text(worst.need_bytes)} of {_bytes_text(worst.has_bytes)}"
+            yield f"{option} {verb} the fullest device, {worst.device}, to {sizes}"
 
 
 def _bytes_text(num_bytes: float) -> str:
@@ -300,6 +283,15 @@ def _bytes_text(num_bytes: float) -> str:
             value = num_bytes / 2**power
             return f"{value:,.1f} {unit}" if value < 100 and unit == "GiB" else f"{value:,.0f} {unit}"
     return f"{num_bytes:,.0f} B"
+
+
+def shape(plan: Plan) -> str:
+    """`7-1 cut at fc1`, or `data parallel` where there is one stage."""
+    if len(plan.stages) == 1:
+        many = len(plan.stages[0].devices)
+        return "data parallel" if many > 1 else "one device"
+    cuts = ", ".join(stage.layers[0] for stage in plan.stages[1:])
+    return f"{'-'.join(map(str, plan.replicas))} cut at {cuts}"
 
 
 def _explain(plan: Plan, step_s: float, costs: Costs, rival: Choice | None) -> str:

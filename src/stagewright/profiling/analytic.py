@@ -12,6 +12,7 @@ import torch
 
 from stagewright.cluster import Cluster, plain_kind
 from stagewright.errors import ProfileError
+from stagewright.models.huggingface import Adapt
 from stagewright.models.layered import Layered
 from stagewright.models.zoo import build_model
 from stagewright.profile import Precision, Profile
@@ -52,7 +53,9 @@ def _profiles(
     return list(map(made, kinds))
 
 
-def profile_for(cluster: Cluster, model: str, sizes: tuple[int, ...], precision: Precision) -> Profile:
+def profile_for(
+    cluster: Cluster, model: str, sizes: tuple[int, ...], precision: Precision, adapt: Adapt | None = None
+) -> Profile:
     """The analytic profile of a model of the zoo on the kinds of device of a cluster."""
     said = {plain_kind(device.kind) for host in cluster.hosts for device in host.devices if device.speed != 1.0}
     kinds = [kind for number, kind in enumerate(cluster.kinds) if not number or kind not in said]
@@ -62,18 +65,18 @@ def profile_for(cluster: Cluster, model: str, sizes: tuple[int, ...], precision:
                 f"{model} has to be measured on {kind}, the devices of {cluster.name}: no data sheet is known here",
                 f"run `stagewright profile {model} --batch ROWS -o FILE` on such a device, and give that file",
             )
-    return Profile.of_kinds(_profiles_by_name(model, tuple(kinds), sizes, precision))
+    return Profile.of_kinds(_profiles_by_name(model, tuple(kinds), sizes, precision, adapt))
 
 
 @cache
 def _profiles_by_name(
-    model: str, kinds: tuple[str, ...], sizes: tuple[int, ...], precision: Precision
+    model: str, kinds: tuple[str, ...], sizes: tuple[int, ...], precision: Precision, adapt: Adapt | None
 ) -> list[Profile]:
     """The analytic profiles of a model on kinds of device, all by name; made once, however often asked.
 
     That its layers do what the model does is checked before it is trained, not here.
     """
-    built = build_model(model, device="meta", check=False)
+    built = build_model(model, device="meta", check=False, adapt=adapt)
     return _profiles(built, list(map(find_kind, kinds)), sizes, precision, model)
 
 

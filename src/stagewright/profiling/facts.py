@@ -17,9 +17,8 @@ from stagewright.models.counts import parameter_roles
 from stagewright.models.layered import Layered
 from stagewright.models.values import shapes_only
 from stagewright.profile import ROW_BYTES, LayerProfile, Precision, Profile
-from stagewright.profiling.alike import shortened
 from stagewright.profiling.kinds import WorkKind
-from stagewright.profiling.layers import DTYPES, Pieces, Unit, make_pieces, run_units
+from stagewright.profiling.layers import DTYPES, Pieces, Unit, make_pieces, run_units, shortened
 from stagewright.profiling.memory import LayerMemory, record_memory
 
 

@@ -60,12 +60,10 @@ def _with_cores(cluster: Cluster, told: Sequence[Mapping[str, Any]]) -> Cluster:
         return float(median(each[key] for each in told if each[key]))
 
     return replace(
-        cluster,
-        cores=float(num_cores()),
-        core_s_per_byte=_rounded(middle_of("core_s_per_byte")),
+        cluster, cores=float(num_cores()), core_s_per_byte=_rounded(middle_of("core_s_per_byte")),
         sum_core_s_per_byte=_rounded(middle_of("sum_core_s_per_byte")),
         notes=(*cluster.notes, "cores that workers share, and what a byte costs them, measured in these workers"),
-    )
+    )  # fmt: skip
 
 
 def measure_workers(num_workers: int, large_bytes: int = 16 << 20) -> list[dict[str, Any]]:

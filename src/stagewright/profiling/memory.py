@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.models.running import row_keys, rows_drawn
-from stagewright.profiling.alike import shortened
-from stagewright.profiling.layers import DTYPES, Pieces, Unit, run_backward
+from stagewright.profiling.layers import DTYPES, Pieces, Unit, run_backward, shortened
 
 _NARROW = frozenset({
     "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d",
@@ -171,13 +170,9 @@ def record_memory(pieces: Pieces, rows: int) -> tuple[LayerMemory, ...]:
         found = _forward(units, inputs, targets, live, saved)
         del saved.alive[:]
         made = _backward(units, found, live)
-    return tuple(_named(made[place], unit) for place, unit in zip(places, pieces.units))
-
-
-def _named(memory: LayerMemory, unit: Unit) -> LayerMemory:
-    """What a unit like this one holds, with this one's names of what enters it."""
-    names = [spec.name for spec in unit.module.inputs]
-    return memory._replace(widths=dict(zip(names, memory.widths.values())))
+    names = [[spec.name for spec in unit.module.inputs] for unit in pieces.units]
+    pairs = zip(places, names)
+    return tuple(made[at]._replace(widths=dict(zip(own, made[at].widths.values()))) for at, own in pairs)
 
 
 def _shapes_of(pieces: Pieces) -> tuple[list[Unit], list[Tensor]]:

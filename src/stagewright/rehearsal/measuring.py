@@ -90,10 +90,8 @@ def average(profiles: Sequence[Profile]) -> Profile:
         for number, layer in enumerate(first.layers)
     ]
     medians = replace(
-        first,
-        layers=tuple(layers),
-        optimizer_s=median(each.optimizer_s for each in profiles),
+        first, layers=tuple(layers), optimizer_s=median(each.optimizer_s for each in profiles),
         model_s=middle_of([each.model_s for each in profiles]),
         notes=(*first.notes, f"medians of {len(profiles)} emulated hosts that computed at once"),
-    )
+    )  # fmt: skip
     return medians.slowed([1 / ratio for ratio in layers_against_model(medians)])

@@ -246,10 +246,9 @@ def read_results(folder: Path, clusters: Sequence[Cluster] = ()) -> Results:
     )  # fmt: skip
     found = sorted([*folder.rglob("cluster.yaml"), *folder.rglob("*.cluster.yaml")])
     return Results(
-        cases=make_cases(records.values(), records),
-        failures=tuple(failures),
+        cases=make_cases(records.values(), records), failures=tuple(failures),
         clusters=(*clusters, *map(Cluster.load, found)),
-    )
+    )  # fmt: skip
 
 
 def _read_records(folder: Path) -> dict[Path, Record]:

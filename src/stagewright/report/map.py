@@ -44,11 +44,10 @@ class _Spot(NamedTuple):
 def draw_map(cluster: Cluster) -> dict[str, Any]:
     """A drawing for each host, and the words beside them; a device has its name in `data-device`, for its stages."""
     return {
-        "name": cluster.name,
-        "hosts": [_draw_host(host, number) for number, host in enumerate(cluster.hosts)],
+        "name": cluster.name, "hosts": [_draw_host(host, number) for number, host in enumerate(cluster.hosts)],
         "links": [f"{link.ends[0]} – {link.ends[1]}: {link.kind} {_rate_text(link)}" for link in cluster.links],
         "notes": cluster.notes,
-    }
+    }  # fmt: skip
 
 
 def _draw_host(host: Host, number: int) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from stagewright.report.cases import SOURCES, Case, Results, differences, famili
 from stagewright.report.figures import amount, percent, times
 
 _VERBS = {
-    "measured": "trains",
-    "rehearsed": "trains, rehearsed on emulated hosts,",
+    "measured": "trains", "rehearsed": "trains, rehearsed on emulated hosts,",
     "simulated": "would train, by simulation,",
-}
+}  # fmt: skip
 
 
 def sentences(results: Results) -> tuple[str, ...]:

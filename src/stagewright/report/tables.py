@@ -284,13 +284,11 @@ def _reach_row(case: Case, base: Case, target: float, unit: str) -> _Row:
     spread = f"{min(finals):.4f} to {max(finals):.4f}" if len(finals) > 1 else ""
     share = median(found) / median(others) if found and others else -1.0
     cells = (
-        _word(case.name),
-        _source_cell(case.source),
-        _rate_cell(case, unit),
+        _word(case.name), _source_cell(case.source), _rate_cell(case, unit),
         _Cell(f"{median(finals):.4f}", median(finals), spread),
         _Cell(seconds(median(found)) if found else GAP, median(found) if found else -1.0, "; ".join(told)),
         _EMPTY if share < 0 else _Cell(times(share), share, "itself" if case is base else base.name),
-    )
+    )  # fmt: skip
     return _Row(case.source, cells)
 
 

@@ -193,11 +193,9 @@ def _span_groups(spans: Sequence[Span], start_s: float) -> _Plain:
     names = ("kind", "lane", "batch", "text", "start", "length")
     groups = ({"workers": workers, **dict(zip(names, map(list, zip(*own))))} for own, workers in alike.items())
     return {
-        "kinds": kinds,
-        "families": [families_by_name.index(_family_of(kind).name) for kind in kinds],
-        "texts": texts,
+        "kinds": kinds, "families": [families_by_name.index(_family_of(kind).name) for kind in kinds], "texts": texts,
         "groups": list(groups),
-    }
+    }  # fmt: skip
 
 
 def stride(number: int) -> int:
@@ -216,9 +214,8 @@ def _memory_curve(use: DeviceUse, start_s: float) -> _Plain:
     peak = f"{size(max(totals))} at {seconds(use.memory_s[totals.index(max(totals))] - start_s)}" if totals else ""
     return {
         "time": [_micro(use.memory_s[index] - start_s) for index in kept],
-        "parts": {kind: part[0] if len(set(part)) == 1 else part for kind, part in parts.items()},
-        "peak": peak,
-    }
+        "parts": {kind: part[0] if len(set(part)) == 1 else part for kind, part in parts.items()}, "peak": peak,
+    }  # fmt: skip
 
 
 # ── as a picture ────────────────────────────────────────────────────────────────────────────────────────

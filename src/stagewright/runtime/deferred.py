@@ -144,7 +144,6 @@ class _Linear(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         return (
             gradient @ weight if to_inputs else None,
-            ctx.kept.gradient(rows, inputs.flatten(0, -2)) if to_weight else None,
-            rows.sum(0) if to_bias else None,
+            ctx.kept.gradient(rows, inputs.flatten(0, -2)) if to_weight else None, rows.sum(0) if to_bias else None,
             None,
-        )
+        )  # fmt: skip

@@ -105,11 +105,9 @@ def _rules(schedule: Schedule, worker: int, stage: int, places: Container[_Key])
         yield update, forward, plan.versions[stage]
     # The reduction after backward, then the agreement and the update.
     steps: list[list[_Key]] = [
-        lasts,
-        [(Kind.REDUCE, stage, -1, -1)] if plan.replicas[stage] > 1 else [],
-        [(Kind.AGREE, -1, -1, -1)] if schedule.agree else [],
-        [update],
-    ]
+        lasts, [(Kind.REDUCE, stage, -1, -1)] if plan.replicas[stage] > 1 else [],
+        [(Kind.AGREE, -1, -1, -1)] if schedule.agree else [], [update],
+    ]  # fmt: skip
     yield from ((first, second, 0) for one, other in combinations(steps, 2) for first, second in product(one, other))
 
 

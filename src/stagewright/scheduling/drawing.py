@@ -111,10 +111,8 @@ def _row(
     for start, stop, action in spans:
         if stop > start:
             left, width, label = (
-                margin + start * scale,
-                (stop - start) * scale,
-                escape(schedule.cell(action, num_batches)),
-            )
+                margin + start * scale, (stop - start) * scale, escape(schedule.cell(action, num_batches)),
+            )  # fmt: skip
             yield (
                 f'<rect x="{left:.1f}" y="{top}" width="{width - 1:.1f}" height="22" rx="2" '
                 f'fill="{_COLOURS[action.kind]}"><title>{label} {start:g} – {stop:g}</title></rect>'
@@ -123,11 +121,9 @@ def _row(
 
 
 _COMMS = {
-    Kind.SEND_FORWARD: "SEND_F",
-    Kind.RECEIVE_FORWARD: "RECV_F",
-    Kind.SEND_BACKWARD: "SEND_B",
+    Kind.SEND_FORWARD: "SEND_F", Kind.RECEIVE_FORWARD: "RECV_F", Kind.SEND_BACKWARD: "SEND_B",
     Kind.RECEIVE_BACKWARD: "RECV_B",
-}
+}  # fmt: skip
 
 
 def write_csv(schedule: Schedule, comms: bool = False) -> str:

@@ -30,8 +30,10 @@ class Scenario:
     profile: Profile | None = None
     """By default an analytic one of the cluster's first kind of device."""
     precision: Precision = "fp32"
-    states: Callable[[str], float] | None = None
-    """How many numbers the optimizer keeps for each number of a parameter, by its role; one if left out."""
+    adapt: Callable[[Any], Any] | None = None
+    """What puts adapters into the model."""
+    prepare: Callable[[Profile], Profile] = lambda profile: profile
+    """The profile as an optimizer has it; by default as SGD with momentum has."""
     data: str = "synthetic"
     epoch_images: int | None = IMAGENET_IMAGES
     system: System = OWN
@@ -43,9 +45,8 @@ class Scenario:
             # Only this needs torch, which takes seconds to import.
             from stagewright.profiling.analytic import profile_for
 
-            profile = profile_for(cluster, self.model, self._sizes(cluster, options), self.precision)
-        if self.states is not None:
-            profile = profile.with_states(self.states)
+            profile = profile_for(cluster, self.model, self._sizes(cluster, options), self.precision, self.adapt)
+        profile = self.prepare(profile)
         made = self.plan
         if made is None:
             made = fixed_plan(profile, options, cluster)

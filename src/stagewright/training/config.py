@@ -33,7 +33,24 @@ _Layer = Mapping[str, Mapping[str, Any]]
 
 
 @schema(error=UsageError)
-class ModelOptions:
+class Adapters:
+    """What is trained of a model: all of it, or low-rank adapters in it."""
+
+    lora: int | None = Field(default=None, ge=1)
+    """freeze the model, and train low-rank adapters of this rank in it (needs peft)"""
+    lora_targets: tuple[str, ...] = ()
+    """the linear layers that get them, such as q_proj,v_proj, or all-linear; by default those usual for the model"""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """adapters count alpha / rank times; twice the rank by default"""
+
+    def __post_init__(self) -> None:
+        if self.lora is None and (self.lora_targets or self.lora_alpha is not None):
+            option = "--lora-targets" if self.lora_targets else "--lora-alpha"
+            raise UsageError(f"{option} is given, but no --lora", "add --lora RANK")
+
+
+@schema(error=UsageError)
+class ModelOptions(Adapters):
     """Which model, and how large."""
 
     name: str
@@ -46,17 +63,6 @@ class ModelOptions:
     """tokens of a row; the model's own context by default"""
     from_scratch: bool = False
     """draw the weights of hf:FOLDER instead of reading them"""
-    lora: int | None = Field(default=None, ge=1)
-    """freeze the model, and train low-rank adapters of this rank in it (needs peft)"""
-    lora_targets: tuple[str, ...] = ()
-    """the linear layers that get them, such as q_proj,v_proj, or all-linear; by default those usual for the model"""
-    lora_alpha: float | None = Field(default=None, gt=0)
-    """adapters count alpha / rank times; twice the rank by default"""
-
-    def __post_init__(self) -> None:
-        if self.lora is None and (self.lora_targets or self.lora_alpha is not None):
-            option = "--lora-targets" if self.lora_targets else "--lora-alpha"
-            raise UsageError(f"{option} is given, but no --lora", "add --lora RANK")
 
 
 @schema(error=UsageError)

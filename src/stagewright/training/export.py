@@ -11,17 +11,16 @@ from stagewright.models import build_model
 from stagewright.models.lora import Lora, is_adapter, merged, save_adapters
 from stagewright.runtime.checkpoint.resuming import save_model, whole_model
 from stagewright.runtime.checkpoint.storage import find_checkpoint
-from stagewright.training.config import CONFIG_FILE, Config
+from stagewright.training.config import CONFIG_FILE, Adapters, Config
 
 _HUGGING_FACE = "hf:"
 
 
-def lora_of(config: Config) -> Lora | None:
-    """The adapters that a configuration asks for."""
-    asked = config.model
+def lora_of(asked: Adapters, seed: int = 0) -> Lora | None:
+    """The adapters that are asked for."""
     if asked.lora is None:
         return None
-    return Lora(rank=asked.lora, targets=asked.lora_targets, alpha=asked.lora_alpha, seed=config.settings.seed)
+    return Lora(rank=asked.lora, targets=asked.lora_targets, alpha=asked.lora_alpha, seed=seed)
 
 
 def export_model(source: Path, out: Path, *, merge_lora: bool, tell: Callable[[str], None]) -> str:
@@ -79,7 +78,7 @@ def _lora_in(config: Config | None, source: Path) -> Lora:
             f"{source} has no {CONFIG_FILE}, which says what the adapters are",
             "in Python, stagewright.models.lora.save_adapters(model.state_dict(), Lora(…), FOLDER) writes them",
         )
-    lora = lora_of(config)
+    lora = lora_of(config.model, config.settings.seed)
     if lora is None:
         raise UsageError(f"{source} is of a run without --lora")
     return lora

@@ -217,10 +217,9 @@ class TextFeed:
 
 _ALWAYS = ("input_ids", "attention_mask")
 _COLUMNS: Mapping[Learns, tuple[str, ...]] = {
-    "next": (*_ALWAYS, "token_type_ids", "position_ids"),
-    "masked": (*_ALWAYS, "token_type_ids", "position_ids"),
+    "next": (*_ALWAYS, "token_type_ids", "position_ids"), "masked": (*_ALWAYS, "token_type_ids", "position_ids"),
     "answer": (*_ALWAYS, "decoder_input_ids"),
-}
+}  # fmt: skip
 """The inputs that text has for a model."""
 
 

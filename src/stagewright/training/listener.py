@@ -341,32 +341,21 @@ def gather(run: Run, worker: Worker, points: Sequence[Point], sample_tokens: flo
         return DeviceUse(
             device=str(plan.devices[number]),
             stages=tuple(stage for stage, members in enumerate(plan.workers) if number in members),
-            busy_share=min(1.0, busy / max(traced_s, 1e-9)),
-            peak_bytes=told[number]["memory_bytes"],
+            busy_share=min(1.0, busy / max(traced_s, 1e-9)), peak_bytes=told[number]["memory_bytes"],
             driver_bytes=told[number].get("driver_bytes"),
-        )
+        )  # fmt: skip
 
     return Record(
-        name=run.job.name,
-        source=run.source,
-        plan=plan,
-        cluster=run.cluster,
-        precision=run.settings.precision,
-        data="synthetic" if run.data is None else "records",
-        epoch_samples=run.job.epoch_images,
-        step_s=tuple(steps),
-        step_samples=plan.batch,
-        sample_name=run.layered.sample_name,
-        sample_tokens=sample_tokens,
-        devices=tuple(map(use_of, range(len(plan.devices)))),
-        spans=spans,
-        points=tuple(Point(**point) for each in told for point in each["points"]),
-        command=typed_command(),
+        name=run.job.name, source=run.source, plan=plan, cluster=run.cluster, precision=run.settings.precision,
+        data="synthetic" if run.data is None else "records", epoch_samples=run.job.epoch_images, step_s=tuple(steps),
+        step_samples=plan.batch, sample_name=run.layered.sample_name, sample_tokens=sample_tokens,
+        devices=tuple(map(use_of, range(len(plan.devices)))), spans=spans,
+        points=tuple(Point(**point) for each in told for point in each["points"]), command=typed_command(),
         environment={
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
-    )
+    )  # fmt: skip
 
 
 def typed_command() -> str:

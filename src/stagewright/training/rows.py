@@ -55,7 +55,8 @@ def _model_of(config: Config, dataset: Dataset | Items | None) -> Layered:
     return build_model(
         config.model.name, seed=config.settings.seed, num_classes=classes, image_size=config.model.image_size,
         label_smoothing=config.recipe.label_smoothing, sequence_length=config.model.sequence_length,
-        from_scratch=config.model.from_scratch, check=not is_worker(), load=False, adapt=lora_of(config),
+        from_scratch=config.model.from_scratch, check=not is_worker(), load=False,
+        adapt=lora_of(config.model, config.settings.seed),
     )  # fmt: skip
 
 

@@ -47,12 +47,11 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "localhost"))
     job = int(environment.get("SLURM_JOB_ID", "0") or 0)
     return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "RANK": environment["SLURM_PROCID"], "WORLD_SIZE": environment["SLURM_NTASKS"],
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": environment.get("MASTER_ADDR", next(iter(expand_hosts(hosts)), "localhost")),
         "MASTER_PORT": environment.get("MASTER_PORT", str(20_000 + job % 20_000)),
-    }
+    }  # fmt: skip
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:

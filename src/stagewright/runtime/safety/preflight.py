@@ -161,7 +161,7 @@ def _too_little_memory(plan: Plan, needed: Sequence[StageBytes], settings: Setti
     def judge(who: str, members: Sequence[int], where: str, has: int) -> None:
         size = sum(needed[worker].total for worker in members)
         if size > has:
-            parts = in_words(max((needed[worker] for worker in members), key=sum))
+            parts = in_words(max((needed[worker] for worker in members), key=sum)._asdict())
             found.append(
                 f"{who} {size / 2**30:.1f} GiB, {where} has {has / 2**30:.1f} GiB; the fullest worker holds {parts}: "
                 "use more devices, fewer rows or versions, more microbatches, --recompute, or --shard-optimizer"
