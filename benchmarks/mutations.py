@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from stagewright.bench.suite import make_suite, ready_made_suites
+from stagewright.bench.suite import SuiteFile, make_suite
 from stagewright.cluster import Cluster, Device, make_cluster, parse_devices, parse_placement, parse_ratio
 from stagewright.errors import StagewrightError
 from stagewright.plan import Plan, Stage, parse_staleness
@@ -91,7 +91,7 @@ def kinds() -> list[Kind]:
         Kind("record file", [text_of(record), yaml_of(record)], file_reader(Record)),
         Kind("profile file", [profile_text()], file_reader(Profile)),
         Kind("recipe file", recipes, file_reader(RecipeFile)),
-        Kind("suite file", [path.read_text() for path in ready_made_suites().values()], suite_of),
+        Kind("suite file", [path.read_text() for path in SuiteFile.ready_made().values()], suite_of),
     ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
@@ -43,6 +43,32 @@ def random_case(seed: int) -> Case:
     num_layers = draw.choice((3, 4, 5, 6) if num_devices < 4 else (3, 4, 5))
     batch, staleness = draw.choice((8, 16, 24)), draw.choice(("0", "0", "ssp", "2bw"))
     return Case(random_profile(draw, num_layers), random_cluster(draw, num_devices), batch, staleness)
+
+
+def random_mixed_case(seed: int) -> Case:
+    """Two to four devices of two or three kinds, each with a profile of its own, and little memory on some of them.
+
+    A layer takes 0.3 to 6 times as long on one kind as on another, and kinds do not agree on which layer is long.
+    """
+    draw = random.Random(1000 + seed)
+    num_devices = draw.choice((2, 3, 3, 4))
+    profile = random_profile(draw, draw.choice((3, 4, 5) if num_devices < 4 else (3, 4)))
+    kinds = [profile, *(_on_another_kind(draw, profile, name) for name in ("y", "z")[: draw.choice((1, 2))])]
+    names = ["x", *(draw.choice(kinds).device for _ in range(num_devices - 1))]
+    memories = [draw.choice((100, 300, 2000)) * MIB for _ in names]
+    fresh = iter(Device(kind=name, memory_bytes=memory) for name, memory in zip(names, memories))
+    cluster = random_cluster(draw, num_devices)
+    hosts = tuple(replace(host, devices=tuple(next(fresh) for _ in host.devices)) for host in cluster.hosts)
+    batch, staleness = draw.choice((8, 16)), draw.choice(("0", "0", "ssp"))
+    return Case(Profile.of_kinds(kinds), replace(cluster, hosts=hosts), batch, staleness)
+
+
+def _on_another_kind(draw: random.Random, profile: Profile, name: str) -> Profile:
+    def slowed(layer: LayerProfile) -> LayerProfile:
+        factor = draw.uniform(0.3, 6)
+        return layer.with_times({key: tuple(each * factor for each in times) for key, times in layer.timed.items()})
+
+    return replace(profile, device=name, layers=tuple(map(slowed, profile.layers)))
 
 
 def random_profile(draw: random.Random, num_layers: int) -> Profile:
@@ -121,11 +147,12 @@ def busiest_s(plan: Plan, policy: Policy, costs: Costs) -> float:
         handled = handled_by_each(policy, plan.route, plan.num_microbatches, len(stage.devices))
         shares = (share for microbatch in range(plan.num_microbatches) for share in plan.shares(number, microbatch))
         for (replica, rows), count in Counter((one.replica, one.stop - one.start) for one in shares).items():
-            size = (first, last, rows, costs.cluster.device(stage.devices[replica]).speed)
-            turn_s = sum(costs.seconds(*size, handled=handled)[:2])
+            device = costs.cluster.device(stage.devices[replica])
+            turn_s = sum(costs.on(device).seconds(first, last, rows, device.speed, handled=handled)[:2])
             total[stage.devices[replica]] += count * turn_s
         for id in stage.devices:
-            total[id] += costs.optimizer_s(first, last, costs.cluster.device(id).speed, versions=stage.versions)
+            device = costs.cluster.device(id)
+            total[id] += costs.on(device).optimizer_s(first, last, device.speed, versions=stage.versions)
         first = last
     return max(total.values())
 
@@ -138,9 +165,9 @@ def simulated_s(plan: Plan, case: Case, costs: Costs) -> float:
 
 
 @cache
-def best_of_all(seed: int) -> tuple[float, Plan]:
-    """The fastest plan of a random case, and its step."""
-    case = random_case(seed)
+def best_of_all(seed: int, made: Callable[[int], Case] = random_case) -> tuple[float, Plan]:
+    """The fastest plan of a random case, and its step; endless where none fits."""
+    case = made(seed)
     costs = Costs(case.profile, case.cluster)
     alike = [[policy for policy in DISTINCT if RULES[policy].halves is halves] for halves in (False, True)]
     least = [(busiest_s(plan, some[0], costs), plan, some) for plan in every_plan(case) for some in alike]

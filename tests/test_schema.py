@@ -24,7 +24,6 @@ from stagewright.cluster import (
     make_cluster,
     parse_placement,
     parse_ratio,
-    ready_made_clusters,
 )
 from stagewright.errors import FileError, PlacementError, RecordError, StagewrightError
 from stagewright.plan import Plan, Stage
@@ -207,7 +206,7 @@ def test_saving_leaves_no_half_file(tmp_path: Path) -> None:
         small_plan().save(tmp_path / "file" / "sub" / "plan.json")
 
 
-@pytest.mark.parametrize("name", ready_made_clusters())
+@pytest.mark.parametrize("name", Cluster.ready_made())
 def test_ready_made_clusters_are_valid(name: str) -> None:
     cluster = find_cluster(name)
     first, last = cluster.device_ids[0], cluster.device_ids[-1]

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -342,21 +341,6 @@ def make_cluster(
     return Cluster(name=name, hosts=(Host(devices=(device,) * num_devices, links=tuple(links)),))
 
 
-def ready_made_clusters() -> dict[str, Path]:
-    """The cluster files that come with the package, by name."""
-    package = Path(__file__).parent
-    folders = (package / "clusters", package.parents[1] / "clusters")
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
-
-
 def find_cluster(name_or_file: str) -> Cluster:
     """The cluster in a file, or the ready-made one of that name."""
-    known = ready_made_clusters()
-    if name_or_file in known:
-        return Cluster.load(known[name_or_file])
-    if Path(name_or_file).suffix in (".yaml", ".yml", ".json"):
-        return Cluster.load(name_or_file)
-    raise ClusterError(
-        f"no cluster is named {name_or_file!r}; ready-made: {', '.join(known) or 'none'}",
-        "give one of these names, or a .yaml or .json file",
-    )
+    return Cluster.find(name_or_file)

@@ -116,6 +116,28 @@ class Saved:
         return cls.from_dict(read_plain(Path(path)), where=str(path))
 
     @classmethod
+    def ready_made(cls) -> dict[str, Path]:
+        """The files that come with the package, by name; a checkout may have them at its root, beside other formats."""
+        package, mark = Path(__file__).parent, f"format: {cls.FORMAT}\n"
+        folders = (each / f"{cls.FORMAT.removeprefix('stagewright.')}s" for each in (package, package.parents[1]))
+        found = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
+        return {path.stem: path for path in found if mark in path.read_text(encoding="utf-8")}
+
+    @classmethod
+    def find(cls, name_or_file: str) -> Self:
+        """What a file holds, or the ready-made one of that name."""
+        return cls.load(cls.locate(name_or_file))
+
+    @classmethod
+    def locate(cls, name_or_file: str) -> Path:
+        """The file, or the ready-made one of that name."""
+        known, what = cls.ready_made(), cls.FORMAT.removeprefix("stagewright.")
+        if name_or_file not in known and Path(name_or_file).suffix not in (".yaml", ".yml", ".json"):
+            told = f"no {what} is named {name_or_file!r}; ready-made: {', '.join(known) or 'none'}"
+            raise cls.ERROR(told, "give one of these names, or a .yaml or .json file")
+        return known.get(name_or_file, Path(name_or_file))
+
+    @classmethod
     def from_dict(cls, plain: object, *, where: str = "the data") -> Self:
         """What `to_dict` was called on, checked key by key."""
         body = check_head(plain, cls.FORMAT, cls.VERSION, where)
@@ -171,17 +193,21 @@ def is_yaml(path: Path) -> bool:
 
 def read_plain(path: Path) -> object:
     """What a JSON or YAML file holds, as plain values."""
+    return parse_plain(read_text(path), is_yaml=is_yaml(path), where=str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise FileError(f"{path}: larger than {_MAX_FILE_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as fault:
         raise FileError(f"{path}: {fault.strerror}", "give the path of a file that is there") from None
     except UnicodeDecodeError as fault:
         raise FileError(f"{path}: not text in UTF-8 (byte {fault.start})") from None
     except ValueError as fault:  # a NUL in the path
         raise FileError(f"{str(path)!r}: {fault}") from None
-    return parse_plain(text, is_yaml=is_yaml(path), where=str(path))
 
 
 def parse_plain(text: str, *, is_yaml: bool, where: str) -> object:

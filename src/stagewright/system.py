@@ -11,14 +11,12 @@ What a file leaves out is as in this library's own, `systems/stagewright.yaml`.
 
 from __future__ import annotations
 
-from importlib import resources
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from stagewright.errors import StagewrightError, UsageError
-from stagewright.schema import Saved, parse_plain, schema
+from stagewright.schema import Saved, schema
 
 
 @schema(error=UsageError)
@@ -60,18 +58,3 @@ class System(Saved):
 
 OWN = System(name="stagewright")
 """How this library works."""
-
-
-def find_system(name_or_file: str) -> System:
-    """The system in a file, or the one of that name that comes with the package."""
-    if Path(name_or_file).suffix in (".yaml", ".yml", ".json"):
-        return System.load(name_or_file)
-    files = {file.name.removesuffix(".yaml"): file for file in (resources.files("stagewright") / "systems").iterdir()}
-    if name_or_file not in files:
-        known = ", ".join(sorted(files))
-        raise UsageError(
-            f"no system is named {name_or_file!r}; known: {known}",
-            "give one of these names, or a system file that ends in .yaml or .json",
-        )
-    text = files[name_or_file].read_text(encoding="utf-8")
-    return System.from_dict(parse_plain(text, is_yaml=True, where=name_or_file), where=name_or_file)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.bench.suite import load_suite, make_suite, ready_made_suites
+from stagewright.bench.suite import SuiteFile, load_suite, make_suite
 from stagewright.errors import FileError, StagewrightError, UsageError
 from stagewright.schema import _load_yaml
 
@@ -116,8 +116,8 @@ def test_a_mistake_is_found_and_named(keys: dict[str, Any], told: str) -> None:
     assert caught.value.what.startswith("s.yaml: ")
 
 
-def test_the_ready_made_suites_are_right_and_have_the_series_rows() -> None:
-    assert {"dp-vs-ssp", "resnet50-amp", "pipedream"} <= ready_made_suites().keys()
+def test_the_SuiteFile_are_right_and_have_the_series_rows() -> None:
+    assert {"dp-vs-ssp", "resnet50-amp", "pipedream"} <= SuiteFile.ready_made().keys()
     names = {case.name for case in load_suite("dp-vs-ssp").cases}
     for model in ("alexnet-of", "vgg16", "resnet50"):
         for data in ("synthetic", "records"):

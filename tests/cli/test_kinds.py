@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cluster import Cluster, Device, find_cluster, make_cluster, ready_made_clusters
+from stagewright.cluster import Cluster, Device, find_cluster, make_cluster
 from stagewright.errors import ProfileError
 from stagewright.plan import Plan
 from stagewright.planning.options import PlanOptions
@@ -16,7 +16,7 @@ from stagewright.planning.search import make_plan
 from stagewright.profile import Profile
 from stagewright.profiling.analytic import profile_for
 from stagewright.profiling.detect import num_cores
-from stagewright.profiling.kinds import find_kind, known_kinds
+from stagewright.profiling.kinds import DeviceKind, find_kind
 
 from .conftest import Run
 
@@ -108,9 +108,9 @@ def test_other_kinds_may_be_there_where_the_file_says_how_fast_they_are(profile:
     assert make_plan(made, beside(Device(kind="v100", memory_bytes=1 << 34, speed=9.5)), options).best.step_s > 0
 
 
-@pytest.mark.parametrize("name", ready_made_clusters())
+@pytest.mark.parametrize("name", Cluster.ready_made())
 def test_every_cluster_that_ships_has_kinds_that_can_be_profiled(name: str) -> None:
-    assert set(find_cluster(name).kinds) <= set(known_kinds())
+    assert set(find_cluster(name).kinds) <= set(DeviceKind.ready_made())
 
 
 def test_a_model_on_cards_without_a_data_sheet_has_to_be_measured(tmp_path: Path, run: Run) -> None:

@@ -64,7 +64,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("schedule plan.json --replicas 3,1", "2 of a plan file, --replicas and --placement were given", "for example"),
     (
         "profile vgg16 --batch 8 --device titanv",
-        "no kind of device is named 'titanv'; known: ",
+        "no device is named 'titanv'; ready-made: ",
         "give one of these names",
     ),
     ("profile vgg16 --batch eight --device titan-v", "--batch is 'eight': expected whole numbers such as", ""),

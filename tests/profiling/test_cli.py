@@ -68,7 +68,7 @@ def test_a_profile_is_printed_as_json() -> None:
         (("tiny-cnn", "--batch", "0"), "--batch has 0: expected 1 or more"),
         (("tiny-cnn", "--batch", "x"), "--batch is 'x': expected whole numbers"),
         (("--batch", "8"), "no model is given"),
-        (("tiny-cnn", "--batch", "8", "--device", "tpu"), "no kind of device is named 'tpu'"),
+        (("tiny-cnn", "--batch", "8", "--device", "tpu"), "no device is named 'tpu'"),
         (("tiny-cnn", "--batch", "8", "--device", "v100", "--calibrate", "fast"), "expected MODEL:ROWS:IMAGES_PER_S"),
         (("tiny-cnn", "--batch", "8", "--device", "v100", "--save-device", "x.yaml"), "goes with --calibrate"),
         (("tiny-cnn", "--batch", "8", "--precision", "int8"), "--precision is 'int8'"),

@@ -11,7 +11,7 @@ import pytest
 from stagewright.cluster import Cluster, make_cluster
 from stagewright.errors import ClusterError, FileError
 from stagewright.profiling.detect import cpu_cluster, detect_cluster, read_gpus
-from stagewright.profiling.kinds import DeviceKind, find_kind, kind_called, known_kinds, plain_name, relative_speed
+from stagewright.profiling.kinds import DeviceKind, find_kind, kind_called, plain_name, relative_speed
 from stagewright.profiling.links import Pair, measure_links, measure_workers, pairs_of, with_pairs
 
 LISTING = "Tesla V100-SXM2-16GB, 16160\nTesla V100-SXM2-16GB, 16160\n"
@@ -78,8 +78,8 @@ def test_one_device_has_no_link_to_measure() -> None:
 
 
 def test_the_known_kinds_load_and_say_what_they_were_fitted_from() -> None:
-    assert {"titan-v", "v100", "a100", "h100", "h200", "cpu"} <= set(known_kinds())
-    for name in known_kinds():
+    assert {"titan-v", "v100", "a100", "h100", "h200", "cpu"} <= set(DeviceKind.ready_made())
+    for name in DeviceKind.ready_made():
         kind = find_kind(name)
         assert kind.name == name
         assert kind.notes
@@ -108,7 +108,7 @@ def test_a_kind_can_be_ones_own_file(tmp_path: Path) -> None:
 
 
 def test_unknown_and_impossible_kinds_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="no kind of device is named 'tpu'"):
+    with pytest.raises(ClusterError, match="no device is named 'tpu'"):
         find_kind("tpu")
     with pytest.raises(ClusterError, match=r"key efficiency\.memory is missing"):
         replace(find_kind("cpu"), efficiency={"conv": 1.0, "matmul": 1.0})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.cluster import Cluster, Device, DeviceId, find_cluster, ready_made_clusters
+from stagewright.cluster import Cluster, Device, DeviceId, find_cluster
 from stagewright.errors import ClusterError
 from stagewright.network import Network
 from stagewright.profiling.detect import read_topology
@@ -122,8 +122,8 @@ def test_no_table_and_wrong_rates_are_refused() -> None:
 
 
 def test_the_ready_made_clusters_load_and_say_where_their_figures_come_from() -> None:
-    assert {"titan-v-8", "v100-sxm2-8x4", "h200-8", "local-cpu"} <= set(ready_made_clusters())
-    for name in ready_made_clusters():
+    assert {"titan-v-8", "v100-sxm2-8x4", "h200-8", "local-cpu"} <= set(Cluster.ready_made())
+    for name in Cluster.ready_made():
         cluster = find_cluster(name)
         assert cluster.name == name
         assert cluster.notes
@@ -190,7 +190,7 @@ def test_equal_hosts_are_drawn_once_and_nvlinks_below() -> None:
 
 
 def test_every_ready_made_cluster_can_be_drawn() -> None:
-    for name in ready_made_clusters():
+    for name in Cluster.ready_made():
         cluster = find_cluster(name)
         text = draw_cluster(cluster)
         assert all(f":{n}" in text for n in range(len(cluster.hosts[0].devices)))

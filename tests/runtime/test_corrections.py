@@ -42,11 +42,11 @@ def the_cases() -> list[Case]:
     return [*found, *by_stage, *muon]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_corrections_equal_their_references(tmp_path: Path) -> None:
     """Clipped, with steps that overflow, resumed, with tied parameters, by arrival, and another one in each stage."""
     cases = the_cases()
-    check(run_cases(cases, tmp_path, 400), len(cases))
+    check(run_cases(cases, tmp_path, 140), len(cases))
 
 
 # What is said of it

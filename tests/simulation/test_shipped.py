@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from stagewright.cli.simulate import simulate
-from stagewright.profiling.kinds import find_kind, known_kinds
+from stagewright.profiling.kinds import DeviceKind, find_kind
 
 APP = typer.Typer()
 APP.command()(simulate)
@@ -45,7 +45,7 @@ def test_predicted_memory_is_within_a_tenth_of_the_measured_on_average():
     assert sum(abs(predicted / measured - 1) for predicted, measured in pairs) / len(pairs) < 0.10
 
 
-@pytest.mark.parametrize("name", known_kinds())
+@pytest.mark.parametrize("name", DeviceKind.ready_made())
 def test_no_device_file_claims_more_than_its_memory_moves(name):
     efficiency = find_kind(name).efficiency
     assert all(value <= 1.0 for key, value in efficiency.items() if key.startswith("memory"))

@@ -14,7 +14,7 @@ from stagewright.planning.fixed import fixed_plan
 from stagewright.planning.search import make_plan as search
 from stagewright.profile import LayerProfile, Profile
 from stagewright.simulation import simulator
-from stagewright.system import OWN, System, find_system
+from stagewright.system import OWN, System
 
 MB = 1_000_000
 LAYERS = tuple(
@@ -39,7 +39,7 @@ def step_s(system: System, *, rate: float = MB, batch: int = 2, **options: objec
 
 
 def test_what_is_shipped_as_our_own_is_what_the_simulator_assumes() -> None:
-    assert find_system("stagewright") == OWN
+    assert System.find("stagewright") == OWN
     text = (Path(sw.__file__).parent / "systems" / "stagewright.yaml").read_text()
     assert {line.split(":")[0] for line in text.splitlines()} == {*OWN.to_dict()} - {"notes"}
 
@@ -96,17 +96,17 @@ def test_the_planner_weighs_plans_as_the_system_works(facts: dict[str, object]) 
 def test_a_system_is_a_file_and_wrong_ones_say_what_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("format: stagewright.system\nversion: 1\nname: mine\nreduction_overlaps: nothing\n")
-    assert find_system(str(file)) == System(name="mine", reduction_overlaps="nothing")
+    assert System.find(str(file)) == System(name="mine", reduction_overlaps="nothing")
     file.write_text("format: stagewright.system\nversion: 1\nname: mine\nreduction_overlaps: all\n")
     with pytest.raises(StagewrightError, match="reduction_overlaps is 'all': expected 'next-batch', 'backward'"):
-        find_system(str(file))
-    with pytest.raises(StagewrightError, match="known: ddp, megatron, stagewright, unhidden-reduction"):
-        find_system("ddq")
+        System.find(str(file))
+    with pytest.raises(StagewrightError, match="ready-made: ddp, megatron, stagewright, unhidden-reduction"):
+        System.find("ddq")
     for name in ("ddp", "megatron", "unhidden-reduction"):
-        assert find_system(name).name == name
+        assert System.find(name).name == name
 
 
 def test_a_record_says_as_what_it_was_simulated() -> None:
     plan = fixed_plan(NET, sw.PlanOptions(batch=2), pair(MB))
-    notes = simulator(NET, pair(MB), find_system("megatron"))(plan).notes
+    notes = simulator(NET, pair(MB), System.find("megatron"))(plan).notes
     assert "as megatron works: sends block, reductions overlap nothing" in notes

@@ -19,8 +19,6 @@ from stagewright.training.config import make_config
 from stagewright.training.recipes import (
     Recipe,
     RecipeFile,
-    _ready_made,
-    find_recipe,
     optimizer_maker,
     rate_at,
 )
@@ -33,16 +31,16 @@ PER_EPOCH = 100
 
 
 def test_resnet50_is_that_of_the_benchmark_series() -> None:
-    recipe = find_recipe("resnet50")
+    recipe = RecipeFile.find("resnet50")
     assert (recipe.precision, recipe.batch_per_device, recipe.optimizer) == ("fp16", 256, "sgd")
     assert (recipe.momentum, recipe.weight_decay, recipe.decay_all) == (0.875, 2**-15, False)
     assert (recipe.decay, recipe.warm_up_epochs, recipe.label_smoothing) == ("cosine", 5, 0.1)
 
 
 def test_the_files_are_named_as_their_models_and_live_through_saving(tmp_path: Path) -> None:
-    assert set(_ready_made()) == {"alexnet", "vgg16", "resnet50"}
-    for name in _ready_made():
-        recipe = find_recipe(name)
+    assert set(RecipeFile.ready_made()) == {"alexnet", "vgg16", "resnet50"}
+    for name in RecipeFile.ready_made():
+        recipe = RecipeFile.find(name)
         assert recipe.name == name
         assert RecipeFile.load(recipe.save(tmp_path / f"{name}.yaml")) == recipe
         assert recipe.in_steps(batch=256, per_epoch=PER_EPOCH, total_steps=500).learning_rate == recipe.learning_rate
@@ -52,9 +50,9 @@ def test_a_mistake_in_a_file_is_named_with_its_key(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("format: stagewright.recipe\nversion: 1\nmomentum: 1.5\n")
     with pytest.raises(FileError, match=r"mine\.yaml: key momentum is 1\.5: expected less than 1"):
-        find_recipe(str(file))
+        RecipeFile.find(str(file))
     with pytest.raises(UsageError, match=r"no recipe is named 'resnet51'; ready-made: alexnet, resnet50, vgg16"):
-        find_recipe("resnet51")
+        RecipeFile.find("resnet51")
 
 
 # What overrides what

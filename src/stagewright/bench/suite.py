@@ -22,7 +22,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
@@ -111,7 +110,7 @@ class Suite:
 
 
 @schema(error=UsageError)
-class _SuiteFile(Saved):
+class SuiteFile(Saved):
     """A suite as it is written: matrices and inheritance not yet written out."""
 
     FORMAT: ClassVar[str] = "stagewright.suite"
@@ -126,31 +125,15 @@ class _SuiteFile(Saved):
     cases: tuple[Mapping[str, Any], ...] = Field(min_length=1)
 
 
-def ready_made_suites() -> dict[str, Path]:
-    """The suite files that come with the package, by name."""
-    package = Path(__file__).parents[1]
-    folders = (package / "suites", package.parents[1] / "suites")
-    found = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
-    # Suites of other formats, which other programs run, may lie beside them.
-    return {path.stem: path for path in found if f"format: {_SuiteFile.FORMAT}\n" in path.read_text(encoding="utf-8")}
-
-
 def load_suite(name_or_file: str) -> Suite:
     """The suite in a file, or the ready-made one of that name; everything in it that can be wrong is checked."""
-    known = ready_made_suites()
-    if name_or_file not in known and Path(name_or_file).suffix not in (".yaml", ".yml", ".json"):
-        raise UsageError(
-            f"no suite is named {name_or_file!r}; ready-made: {', '.join(known) or 'none'}",
-            "give one of these names, or a .yaml or .json file",
-        )
-    path = known.get(name_or_file, Path(name_or_file))
-    return make_suite(read_plain(path), where=name_or_file)
+    return make_suite(read_plain(SuiteFile.locate(name_or_file)), where=name_or_file)
 
 
 def make_suite(plain: object, *, where: str = "the suite") -> Suite:
     """The suite that plain values describe."""
-    check_head(plain, _SuiteFile.FORMAT, _SuiteFile.VERSION, where)
-    file = _SuiteFile.from_dict(plain, where=where)
+    check_head(plain, SuiteFile.FORMAT, SuiteFile.VERSION, where)
+    file = SuiteFile.from_dict(plain, where=where)
     try:
         cases = tuple(_make_case(keys) for keys in _expand(file.defaults, file.settings, file.cases))
         _check_cases(cases)

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from stagewright.cli.options import takes
 from stagewright.cli.show import fitted
-from stagewright.cluster import Cluster, ready_made_clusters
-from stagewright.errors import FileError, UsageError
+from stagewright.cluster import Cluster
+from stagewright.errors import UsageError
 from stagewright.profiling.detect import cluster_or_here, cpu_cluster, read_topology
 from stagewright.profiling.drawing import draw_cluster
 from stagewright.profiling.kinds import find_kind
-from stagewright.schema import dump_json, schema
+from stagewright.schema import dump_json, read_text, schema
 
 
 @schema(error=UsageError)
@@ -57,7 +57,7 @@ def cluster(
     Example: stagewright cluster --topology topo.txt --device v100 --rate net=11e9 -o mine.yaml
     """
     if own.list:
-        for each in ready_made_clusters():
+        for each in Cluster.ready_made():
             typer.echo(each)
         return
     made = _load(which, own)
@@ -89,7 +89,7 @@ def _load(which: str | None, own: _Drawing) -> Cluster:
             raise UsageError("--topology describes a cluster by itself", "leave the cluster and --workers out")
         if own.device is None:
             raise UsageError("the topology does not say what its GPUs are", "add --device KIND, such as v100")
-        texts, device, name = map(_read_text, own.topology), find_kind(own.device).device(), own.topology[0].stem
+        texts, device, name = map(read_text, own.topology), find_kind(own.device).device(), own.topology[0].stem
         rates = dict(map(_read_rate, own.rate))
         return read_topology(list(texts), device, name=own.name or name, rates=rates, decode_images_per_s=own.decode)
     if own.device or own.rate or own.decode is not None:
@@ -108,10 +108,3 @@ def _read_rate(text: str) -> tuple[str, float]:
         return key, float(value)
     except ValueError:
         raise UsageError(f"--rate {text}: expected a class and bytes a second, such as SYS=3.5e9") from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise FileError(f"{path}: {getattr(fault, 'strerror', None) or 'not text in UTF-8'}") from None

@@ -21,7 +21,7 @@ from stagewright.profile import Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.kinds import with_kinds_of
 from stagewright.schema import schema
-from stagewright.system import OWN, System, find_system
+from stagewright.system import OWN, System
 from stagewright.training.config import Adapters
 from stagewright.training.recipes import OPTIMIZERS, OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys
@@ -71,7 +71,7 @@ class Hardware(Adapters):
 
     def load_system(self) -> System:
         """The system, its sends as they are said to be."""
-        found = find_system(self.system)
+        found = System.find(self.system)
         return replace(found, blocking_sends=True) if self.blocking_sends else found
 
     def load_profile(self, file: str | Path | None, cluster: Cluster) -> Profile | None:

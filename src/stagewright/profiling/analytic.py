@@ -17,7 +17,7 @@ from stagewright.models.layered import Layered
 from stagewright.models.zoo import build_model
 from stagewright.profile import Precision, Profile
 from stagewright.profiling.facts import UnitWork, Work, find_facts, layer_profiles, record_work
-from stagewright.profiling.kinds import DeviceKind, find_kind, known_kinds
+from stagewright.profiling.kinds import DeviceKind, find_kind
 from stagewright.profiling.layers import make_pieces
 
 
@@ -60,7 +60,7 @@ def profile_for(
     said = {plain_kind(device.kind) for host in cluster.hosts for device in host.devices if device.speed != 1.0}
     kinds = [kind for number, kind in enumerate(cluster.kinds) if not number or kind not in said]
     for kind in kinds:
-        if kind not in known_kinds():
+        if kind not in DeviceKind.ready_made():
             raise ProfileError(
                 f"{model} has to be measured on {kind}, the devices of {cluster.name}: no data sheet is known here",
                 f"run `stagewright profile {model} --batch ROWS -o FILE` on such a device, and give that file",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import resources
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -14,7 +12,7 @@ from pydantic import Field
 from stagewright.cluster import Cluster, Device, plain_kind
 from stagewright.errors import ClusterError, StagewrightError
 from stagewright.profile import LayerProfile, Precision, Profile
-from stagewright.schema import Saved, parse_plain, schema
+from stagewright.schema import Saved, schema
 
 WorkKind = Literal["conv", "matmul", "memory"]
 """What an operator is limited by: convolution, matrix product, or moving bytes."""
@@ -89,12 +87,12 @@ def with_kinds_of(profile: Profile, cluster: Cluster) -> Profile:
     Each layer's seconds change as what limits it does: convolutions, matrix products, or memory.
     """
     known = {plain_kind(kind): each for kind, each in profile.by_kind.items()}
-    unknown = [kind for kind in cluster.kinds if kind not in known and kind in known_kinds()]
+    unknown = [kind for kind in cluster.kinds if kind not in known and kind in DeviceKind.ready_made()]
     speeds = {plain_kind(device.kind): device.speed for host in cluster.hosts for device in host.devices}
-    measured = [find_kind(kind) for kind in known if kind in known_kinds()]
+    measured = [find_kind(kind) for kind in known if kind in DeviceKind.ready_made()]
     if not measured or not {*known} & {*cluster.kinds}:  # a profile is not taken to other kinds alone
         return profile
-    made = []
+    made = list[Profile]()
     for kind in (find_kind(each) for each in unknown if speeds[each] == 1.0):
         nearest = min(measured, key=lambda each: abs(math.log(relative_speed(each, kind))))
         made.append(_worked_out(known[nearest.name], nearest, kind))
@@ -118,31 +116,16 @@ def _worked_out(profile: Profile, measured: DeviceKind, kind: DeviceKind) -> Pro
     )  # fmt: skip
 
 
-def known_kinds() -> tuple[str, ...]:
-    """The kinds that come with the package, by name."""
-    files = resources.files("stagewright") / "devices"
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in files.iterdir() if file.name.endswith(".yaml")))
-
-
 def find_kind(name_or_file: str) -> DeviceKind:
     """The kind in a file, or the one of that name that comes with the package."""
-    if Path(name_or_file).suffix in (".yaml", ".yml", ".json"):
-        return DeviceKind.load(name_or_file)
     name = plain_kind(name_or_file)
-    if name not in known_kinds():
-        raise ClusterError(
-            f"no kind of device is named {name_or_file!r}; known: {', '.join(known_kinds())}",
-            "give one of these names, or a device file that ends in .yaml or .json",
-        )
-    file = resources.files("stagewright") / "devices" / f"{name}.yaml"
-    plain = parse_plain(file.read_text(encoding="utf-8"), is_yaml=True, where=file.name)
-    return DeviceKind.from_dict(plain, where=file.name)
+    return DeviceKind.find(name if name in DeviceKind.ready_made() else name_or_file)
 
 
 def kind_called(driver_name: str) -> DeviceKind | None:
     """The kind that a driver calls by this name, such as `Tesla V100-SXM2-16GB`."""
     lowered = driver_name.lower()
-    kinds = (find_kind(name) for name in known_kinds())
+    kinds = (find_kind(name) for name in DeviceKind.ready_made())
     return next((kind for kind in kinds if any(part in lowered for part in kind.names)), None)
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from stagewright.errors import FileError, ProfileError
+from stagewright.errors import ProfileError
 from stagewright.profile import LayerProfile, Profile
+from stagewright.schema import read_text
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
@@ -47,11 +48,7 @@ _Graph = dict[str, _Node]
 def import_pipedream(path: str | Path, *, batch: int, model: str | None = None, device: str = "unknown") -> Profile:
     """The profile in a PipeDream file whose minibatch has so many rows."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise FileError(f"{path}: {getattr(fault, 'strerror', None) or 'not text in UTF-8'}") from None
-    return read_pipedream(text, batch=batch, model=model or path.stem, device=device, where=path.name)
+    return read_pipedream(read_text(path), batch=batch, model=model or path.stem, device=device, where=path.name)
 
 
 def read_pipedream(

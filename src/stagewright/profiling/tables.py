@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from stagewright.cluster import Cluster, Device, DeviceId, Host, Link
-from stagewright.errors import ClusterError, FileError, ProfileError, StagewrightError
+from stagewright.errors import ClusterError, ProfileError, StagewrightError
 from stagewright.profile import LayerProfile, Precision, Profile
+from stagewright.schema import read_text
 
 _Row = Mapping[str, str]
 _TIMES = ("forward_s", "backward_s")
@@ -120,11 +121,7 @@ def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _rows(path: Path, needed: Sequence[str], error: type[StagewrightError]) -> Iterator[tuple[str, _Row]]:
     """Every row of a table, with where it stands."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise FileError(f"{path}: {getattr(fault, 'strerror', None) or 'not text in UTF-8'}") from None
-    table = csv.DictReader(lines)
+    table = csv.DictReader(read_text(path).removeprefix("\ufeff").splitlines())
     if lost := [key for key in needed if key not in (table.fieldnames or ())]:
         raise error(f"{path}: column {lost[0]} is missing", f"the columns are {', '.join(needed)}")
     empty = True

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from stagewright.cluster import Cluster, count, ready_made_clusters
+from stagewright.cluster import Cluster, count
 from stagewright.errors import StagewrightError, UsageError
 from stagewright.record import MEMORY_KINDS, DeviceUse, Record
 from stagewright.report import tables as _tables
@@ -166,7 +166,7 @@ def _drawings_of(results: Results) -> list[_Plain]:
     for name in dict.fromkeys(case.record.cluster for case in results.cases):
         # A drawing is a courtesy: a report must not fail because a cluster file is of another version.
         with suppress(KeyError, StagewrightError):
-            drawings.append(draw_map(known.get(name) or Cluster.load(ready_made_clusters()[name])))
+            drawings.append(draw_map(known.get(name) or Cluster.load(Cluster.ready_made()[name])))
     return drawings
 
 

@@ -21,7 +21,7 @@ from stagewright.planning.options import PlanOptions
 from stagewright.runtime.settings import Computing
 from stagewright.schema import Saved, adapter, check_head, read_plain, schema, shown
 from stagewright.training.events import LogFormat, SinkName
-from stagewright.training.recipes import RecipeFile, find_recipe
+from stagewright.training.recipes import RecipeFile
 from stagewright.training.sections import read_section, section_keys
 
 CONFIG_FILE = "config.yaml"
@@ -265,7 +265,7 @@ def make_config(*layers: _Layer | Path) -> Config:
         given = {(name, key): value for name, values in layer.items() for key, value in values.items()}
         like = given.pop(_LIKE, None)
         if like is not None:
-            recipe = find_recipe(like).to_dict()
+            recipe = RecipeFile.find(like).to_dict()
             merged["recipe"] = {key: value for key, value in recipe.items() if key not in ("format", "version")}
         for (name, key), value in given.items():
             merged[name][key] = value

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -283,23 +282,3 @@ class RecipeFile(Optimization, Saved):
             "decay_steps": self.decay_steps or falling,
         }
         return Recipe(**values, total_steps=total_steps)
-
-
-def _ready_made() -> dict[str, Path]:
-    """The recipe files that come with the package, by name."""
-    package = Path(__file__).parents[1]
-    folders = (package / "recipes", package.parents[1] / "recipes")
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
-
-
-def find_recipe(name_or_file: str) -> RecipeFile:
-    """The recipe in a file, or the ready-made one of that name."""
-    known = _ready_made()
-    if name_or_file in known:
-        return RecipeFile.load(known[name_or_file])
-    if Path(name_or_file).suffix in (".yaml", ".yml", ".json"):
-        return RecipeFile.load(name_or_file)
-    raise UsageError(
-        f"no recipe is named {name_or_file!r}; ready-made: {', '.join(known) or 'none'}",
-        "give one of these names, or a .yaml or .json file",
-    )
