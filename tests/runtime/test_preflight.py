@@ -259,3 +259,12 @@ def test_states_count_by_role_and_frozen_parameters_have_none() -> None:
     for each in layered.model.parameters():
         each.requires_grad_(False)
     assert needed(plan, layered, lambda role: 1)[0].optimizer == 0
+
+
+def test_a_cpu_worker_holds_the_whole_model_that_it_builds_and_none_that_it_reads_from_a_file() -> None:
+    built = build_model("gpt-tiny", num_blocks=2)
+    whole = sum(each.nbytes for each in built.model.parameters())
+    plan = plan_of(Case("1-1"), built.names)
+    assert [each.weights >= whole for each in needed(plan, built, lambda role: 1)] == [True, True]
+    shapes = build_model("gpt-tiny", num_blocks=2, device="meta")
+    assert sum(each.weights for each in needed(plan, shapes, lambda role: 1)) < 1.5 * whole

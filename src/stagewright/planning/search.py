@@ -73,9 +73,7 @@ def make_plan(
     profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None, system: System = OWN,
     ways: Mapping[str, Profile] | None = None,
 ) -> Search:  # fmt: skip
-    """The fastest plan that fits: by the estimate, and among the best of those and around them by the score.
-
-    `ways` are the profile as other options have it, for a refusal."""
+    """The fastest plan that fits, by the estimate, then by the score; `ways` are profiles by options that take less."""
     begin = perf_counter()
     problem = Problem(Costs(profile, cluster, system), options)
     leaders, rivals = explore(problem)

@@ -101,7 +101,9 @@ def needed_bytes(
     for number, (members, size) in enumerate(zip(plan.workers, _stage_bytes(plan, layered, settings, states))):
         for worker in members:
             found[worker] = _with_tied(found[worker], plan, number, size, memory)
-    return found
+    # A worker builds the whole model where it does not read its own stage from a file, and on a CPU it keeps it.
+    whole = sum(each.nbytes for each in layered.model.parameters() if not each.is_meta and settings.device == "cpu")
+    return [each._replace(weights=max(each.weights, whole)) for each in found]
 
 
 def _memory_of(layered: Layered, settings: Settings, states: _States, scratch: float) -> Memory | None:
