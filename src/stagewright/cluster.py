@@ -65,6 +65,8 @@ class Device:
     sets_aside: bool = False
     """Whether the framework takes memory as it starts, for every batch that versions allow to be under way, instead of
     when it is used."""
+    price_per_h: float | None = Field(default=None, ge=0)
+    """What an hour of it costs, in whatever money; None where nobody asks."""
 
 
 @schema(error=ClusterError)

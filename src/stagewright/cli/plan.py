@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from stagewright.cluster import Cluster, count, format_devices
 from stagewright.errors import UsageError
 from stagewright.memory import in_words
 from stagewright.plan import Plan
+from stagewright.planning.money import Objective, choose
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.search import Choice, Search, make_plan, shape
 from stagewright.profile import Profile
@@ -29,6 +31,10 @@ from stagewright.system import OWN
 
 @schema(error=UsageError)
 class _Planning(Hardware):
+    objective: Objective = "time"
+    """what the best plan has least of; the devices that a plan uses cost their price_per_h"""
+    max_cost: float | None = None
+    """with time-under-cost: what a million samples may cost"""
     simulate: bool = True
     """simulate the best of what the estimate ranks; else rank by the estimate alone"""
     json: bool = False
@@ -51,16 +57,21 @@ def plan(
     ways, profile = _ways(profile, own), own.with_optimizer(profile)
     system = own.load_system()
     score = simulator(profile, hardware, system) if own.simulate else None
-    found = make_plan(profile, hardware, plan, score, system, ways)
+    planned = partial(make_plan, profile, hardware, plan, score, system, ways)
+    found, curve = choose(planned, hardware, own.objective, own.max_cost)
     if notes := own.assumed(profile):
         best = replace(found.best.plan, notes=(*found.best.plan.notes, *notes))
         found = replace(found, best=replace(found.best, plan=best))
     if own.out is not None:
         found.best.plan.save(own.out)
     if own.json:
-        typer.echo(dump_json(_summary(found)), nl=False)
+        typer.echo(dump_json(_summary(found) | {"curve": [_as_plain(each.best) for each in curve]}), nl=False)
     else:
-        _show(found, profile, hardware, _next(found.best.plan, what, own))
+        on = [
+            (best.cost, seconds(best.step_s), shape(best.plan), best.plan.placement) for best in (c.best for c in curve)
+        ]
+        priced = (f"{cost:.3g} a million samples, {step} a step: {cut} on {where}" for cost, step, cut, where in on)
+        _show(found, profile, hardware, [*priced, *_next(found.best.plan, what, own)])
 
 
 def _analytic(model: str, cluster: Cluster, options: PlanOptions, own: _Planning) -> Profile:
@@ -98,7 +109,8 @@ def _show(found: Search, profile: Profile, cluster: Cluster, after: Sequence[str
     plans = table(f"  plan! | step> | {rate_unit(profile)}> | memory first / last! | limited by", lines)
     price = price_of_staleness(best.versions)
     groups = [] if found.best.record is None else alike(found.best.record, cluster)
-    kinds = [f"memory of {format_devices(ids)}: {in_words(use.peak_parts)}" for ids, use in groups if use.peak_parts]
+    kinds = [] if found.best.cost is None else [f"a million samples cost {found.best.cost:.3g}"]
+    kinds += [f"memory of {format_devices(ids)}: {in_words(use.peak_parts)}" for ids, use in groups if use.peak_parts]
     told = [
         *best.notes[:1], _settings(best), *kinds, *_passed_over(found), *best.notes[1:], *([price] if price else []),
     ]  # fmt: skip
@@ -191,5 +203,5 @@ def _as_plain(choice: Choice) -> dict[str, object]:
     return {
         "shape": shape(plan), "placement": plan.placement, "cuts": [stage.layers[0] for stage in plan.stages[1:]],
         "step_s": choice.step_s, "images_per_s": choice.images_per_s, "peak_bytes": list(choice.peak_bytes),
-        "limit": choice.limit, "settings": _settings(plan),
+        "limit": choice.limit, "settings": _settings(plan), "cost": choice.cost,
     }  # fmt: skip

@@ -33,7 +33,7 @@ def explore(problem: Problem) -> tuple[Leaders, Leaders]:
     On few devices and layers the best of all count, else balanced plans, improved.
     """
     leaders, rivals = Leaders(most=12), Leaders(most=1)
-    costs, devices = problem.costs, problem.costs.cluster.device_ids
+    costs, devices = problem.costs, problem.devices
     for setting in problem.plain_settings():  # one stage on every device, trained exactly
         whole = (0, len(costs.profile.layers))
         search_exactly(problem.estimator(setting), whole, given((devices,)), rivals)
@@ -98,7 +98,7 @@ def _balanced_starts(problem: Problem) -> Iterator[Candidate]:
     Then those that PipeDream's prices favour, so that none of ours is predicted to be slower than they are.
     """
     costs, counts, route = problem.costs, problem.counts, problem.routes[0]
-    orders, sizes = _device_orders(costs, costs.cluster.device_ids), _group_sizes(len(costs.cluster.device_ids))
+    orders, sizes = _device_orders(costs, problem.devices), _group_sizes(len(problem.devices))
     few = sorted({counts[0], counts[len(counts) // 2]})
     for table, most, tried, among in ((_stage_table, 40, few, orders), (_pipedream_table, 256, counts[:1], orders[:1])):
         cuts = _thin_cuts(costs, problem.cuts, most)

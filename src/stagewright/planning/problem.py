@@ -23,8 +23,8 @@ _ANY_STALENESS = "any"
 class Problem:
     """A profile on a cluster, and what the options leave open; parts that contradict one another are refused."""
 
-    def __init__(self, costs: Costs, options: PlanOptions) -> None:
-        self.costs, self.options = costs, options
+    def __init__(self, costs: Costs, options: PlanOptions, devices: Devices = ()) -> None:
+        self.costs, self.options, self.devices = costs, options, devices or costs.cluster.device_ids
         self.groups = None if options.placement is None else parse_placement(options.placement, costs.cluster)
         """The devices of each stage, where a placement gives them."""
         if self.groups is None and options.batch_per_device is not None:
@@ -121,7 +121,7 @@ class Problem:
                 yield from _moved_cuts(here, self.cuts, together)
         if self.groups is None:
             yield from _moved_devices(here)
-            yield from _swapped_devices(here, self.costs.cluster.device_ids, self.shared.twins) if swaps else ()
+            yield from _swapped_devices(here, self.devices, self.shared.twins) if swaps else ()
         if self.is_free:
             yield from _joined(here)
         yield from (here._replace(setting=setting) for setting in settings if setting != here.setting)

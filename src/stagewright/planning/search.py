@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from time import perf_counter
 
-from stagewright.cluster import Cluster, format_devices
+from stagewright.cluster import Cluster, Devices, format_devices
 from stagewright.cost import Costs
 from stagewright.errors import PlanError, ScheduleError
 from stagewright.memory import in_words
@@ -47,6 +47,8 @@ class Choice:
     """For each stage, on its fullest device."""
     limit: str
     record: Record | None = None
+    cost: float | None = None
+    """What a million samples cost on the devices that it uses, where their prices are known."""
 
     @property
     def images_per_s(self) -> float:
@@ -71,11 +73,11 @@ class Search:
 
 def make_plan(
     profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None = None, system: System = OWN,
-    ways: Mapping[str, Profile] | None = None,
+    ways: Mapping[str, Profile] | None = None, devices: Devices = (),
 ) -> Search:  # fmt: skip
     """The fastest plan that fits, by the estimate, then by the score; `ways` are profiles by options that take less."""
     begin = perf_counter()
-    problem = Problem(Costs(profile, cluster, system), options)
+    problem = Problem(Costs(profile, cluster, system), options, devices)
     leaders, rivals = explore(problem)
     judge = _Judge(problem, score)
     plain = [problem.plan(found) for found in rivals.found]
@@ -84,7 +86,7 @@ def make_plan(
     reason = _explain(best.plan, best.step_s, problem.costs, rival)
     others = {shape(c.plan): c for c in reversed(choices) if rival is None or len(c.plan.stages) > 1}
     others.pop(shape(best.plan), None)
-    short = [] if rival else least_full(problem, [cluster.device_ids]).stages
+    short = [] if rival else least_full(problem, [problem.devices]).stages
     return Search(
         best=replace(best, plan=with_prediction(replace(best.plan, notes=(reason,)), problem.costs, best.step_s)),
         others=tuple(sorted(others.values(), key=lambda choice: choice.step_s)[:3]), data_parallel=rival,
@@ -114,7 +116,11 @@ class _Judge:
             self.work += plan.num_microbatches * sum(plan.replicas) * batches if self.score else 0
             if self.work > 300_000 and self.choices:
                 return None  # about five seconds of simulations were enough
-            self.known[plan] = self._judged(plan)
+            prices = [self.problem.costs.cluster.device(id).price_per_h for id in plan.devices]
+            self.known[plan] = found = self._judged(plan)
+            if found is not None and None not in prices:
+                cost = sum(filter(None, prices)) / 3600 * 1e6 / found.images_per_s
+                self.known[plan] = replace(found, cost=cost)
         return self.known[plan]
 
     def _judged(self, plan: Plan) -> Choice | None:
