@@ -10,6 +10,7 @@ action begins for the timeout. Who waits for the disk may take longer, and says 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -161,7 +162,9 @@ class LastWords:
         else:
             lines = str(fault).strip().splitlines() or [""]
             what, todo = f"{type(fault).__name__}: {lines[0]}", ""
-        if place is not None or not any(word in what.lower() for word in _ECHOES):
+        # Whoever ends all after a loss sends SIGTERM, and a script may have a handler that raises this.
+        was_ended = isinstance(fault, SystemExit) and fault.code == 128 + signal.SIGTERM
+        if not was_ended and (place is not None or not any(word in what.lower() for word in _ECHOES)):
             Confession(f"{what} ({place})" if place else what, todo).write(self.folder, self.worker)
             return fault
         confession = self._waited(what)
