@@ -48,8 +48,8 @@ def doctor(folder: Annotated[Path, typer.Argument(help="the folder of a run (--o
     health = [f"{event['event']}: {event.get('text')}" for event in told if event not in copies[:-1]]
     if own.json:
         places = {worker: scene.place_of(worker) for worker in scene.stands}
-        data = {"culprit": found.worker, "why": found.why, "evidence": found.evidence, "workers": places}
-        Console().print_json(data={**data, "health": health})
+        data = {"culprit": found.worker, "why": found.why, "evidence": found.evidence, "health": health}
+        Console().print_json(data={**data, "workers": places})
         return
     newest, rows = max((time_s for time_s, _ in scene.stands.values()), default=0.0), []
     for worker, device in enumerate(scene.schedule.plan.devices):

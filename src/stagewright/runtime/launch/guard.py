@@ -1,7 +1,6 @@
 """The guard: a process beside a worker that ends it when it has been stopped (SIGSTOP) for long.
 
-A worker that is stopped does not hear that it should end, and torchrun waits half a minute for it. Our own launcher
-looks for itself; the guard is for workers that others start, and ends with them.
+Our own launcher looks for itself; the guard is for workers that others start, and ends with them.
 """
 
 from __future__ import annotations

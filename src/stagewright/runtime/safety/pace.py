@@ -1,9 +1,7 @@
 """Workers that are slower than was predicted are named, with computing or sending as the reason.
 
-    worker 1   before step 100: the seconds of a few steps, those it computed, those it sent to each host ──▶ store
-    worker 0   before step 200: looks at what all left the time before, beside what the plan says
-
-Who waits for others neither computes nor sends meanwhile, so a slow one is told from those that it keeps waiting.
+worker 1   before step 100: the seconds of a few steps, those it computed, those it sent to each host ──▶ store
+worker 0   before step 200: looks at what all left the time before, beside what the plan says
 """
 
 from __future__ import annotations

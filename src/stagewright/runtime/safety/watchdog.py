@@ -162,8 +162,7 @@ class LastWords:
         else:
             lines = str(fault).strip().splitlines() or [""]
             what, todo = f"{type(fault).__name__}: {lines[0]}", ""
-        # Whoever ends all after a loss sends SIGTERM, and a script may have a handler that raises this.
-        was_ended = isinstance(fault, SystemExit) and fault.code == 128 + signal.SIGTERM
+        was_ended = isinstance(fault, SystemExit) and fault.code == 128 + signal.SIGTERM  # by a handler of the script's
         if not was_ended and (place is not None or not any(word in what.lower() for word in _ECHOES)):
             Confession(f"{what} ({place})" if place else what, todo).write(self.folder, self.worker)
             return fault
