@@ -45,7 +45,7 @@ SCRIPT = "script"
 """What the script has done before this run, for its workers."""
 _FILES = (
     _IDENTITY, _SECRET, EVENTS, RECORD, "summary.csv", "config.yaml", SCHEDULE_FILE, STATUSES, STOP_FILE,
-    ANSWER, SCRIPT, "worker-*.flight", "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
+    "memory.json", ANSWER, SCRIPT, "worker-*.flight", "worker-*.error.json", CHECKPOINTS, LOGS, "tensorboard",
 )  # fmt: skip
 """What a run leaves in its folder."""
 _TRACES = (_IDENTITY, EVENTS, RECORD, f"{CHECKPOINTS}/step-*")

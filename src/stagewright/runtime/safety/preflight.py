@@ -27,6 +27,7 @@ from stagewright.profiling.facts import memory_profile
 from stagewright.profiling.kinds import find_kind, kind_called
 from stagewright.runtime.corrections import CORRECTIONS
 from stagewright.runtime.launch.ssh import PORT, OverSsh
+from stagewright.runtime.safety.memory import keep_prediction
 from stagewright.runtime.settings import Settings
 from stagewright.schedule import Schedule
 from stagewright.scheduling import check_schedule
@@ -51,6 +52,7 @@ def check_before_launch(
     sizes = _stage_bytes(plan, layered, settings, states)
     here = {"this host": (_this_machine(), sorted({id.host for id in plan.devices}))}
     needed = needed_bytes(plan, layered, settings, states=states, scratch=scratch, device=device_of(settings))
+    keep_prediction(folder, needed)
     found += _too_little_memory(plan, needed, settings, here)
     found += _unwritable(folder)
     _refuse([*found, *(_too_little_disk(plan, sizes, folder, keep) if keep else ())])

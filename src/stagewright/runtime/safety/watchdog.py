@@ -28,6 +28,7 @@ from stagewright.runtime.launch.meeting import Place, lost_hosts
 from stagewright.runtime.safety.diagnosis import Scene
 from stagewright.runtime.safety.flight import Confession, Flight
 from stagewright.runtime.safety.links import bad_links
+from stagewright.runtime.safety.memory import out_of_memory
 from stagewright.runtime.world import Words
 from stagewright.schedule import Schedule
 
@@ -156,6 +157,7 @@ class LastWords:
         if self.is_said or self.folder is None:
             return fault
         self.is_said = True
+        fault = out_of_memory(fault, self.schedule, self.folder, self.worker) or fault
         place = _users_place(fault)
         if isinstance(fault, StagewrightError):
             what, todo = fault.what, fault.todo or ""
