@@ -9,7 +9,7 @@ import pytest
 
 SIZE = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "size.py"))
 REACHED = {
-    "lines of the package": 36_500,
+    "lines of the package": 36_600,
     "lines of the longest file": 400,
     "lines of the longest function": 60,
     "lines of a function on average": 12,
