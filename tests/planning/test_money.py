@@ -14,10 +14,11 @@ import pytest
 
 import stagewright as sw
 from stagewright.cli.plan import plan
-from stagewright.cluster import Cluster, Device, Host, Link
+from stagewright.cluster import Cluster, Device, DeviceId, Host, Link
 from stagewright.errors import StagewrightError
 from stagewright.planning import money
 from stagewright.planning.fixed import fixed_plan
+from stagewright.planning.money import with_one_more
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.search import Search, make_plan
 from stagewright.simulation import simulator
@@ -92,6 +93,22 @@ def test_many_devices_are_planned_for_in_few_sets() -> None:
     assert curve[0].best.step_s < curve[-1].best.step_s
 
 
+def test_one_more_device_is_wired_like_the_last_of_its_kind() -> None:
+    other, gib = Device(kind="cpu", memory_bytes=2**30), 2**30
+    links = (
+        Link(ends=("0", "hub"), kind="x", bytes_per_s=1e9), Link(ends=("hub", "1"), kind="x", bytes_per_s=2e9),
+        Link(ends=("0", "1"), kind="NV", bytes_per_s=9e9),
+    )  # fmt: skip
+    fast = Device(kind="TITAN V", memory_bytes=gib, price_per_h=2.0)
+    wide = (Link(ends=("0:1", "net"), kind="NET", bytes_per_s=1e8),)
+    grown = with_one_more(Cluster(name="c", hosts=(Host(devices=(other, fast), links=links),), links=wide), "titan-v")
+    assert grown.hosts[0].devices == (other, fast, fast)
+    found = [(link.ends, link.bytes_per_s) for link in grown.hosts[0].links[3:]]
+    assert found == [(("hub", "2"), 2e9), (("0", "2"), 9e9)]
+    assert grown.links[1].ends == ("0:2", "net")
+    assert grown.path(DeviceId(0, 2), DeviceId(0, 0))
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     return NET.save(tmp_path / "profile.json"), FOUR.save(tmp_path / "four.yaml")
@@ -106,6 +123,24 @@ def test_the_curve_is_shown_and_in_the_json(files: tuple[Path, Path]) -> None:
     told = json.loads(run(plan, *how, "--json"))
     assert told["best"]["cost"] == min(each["cost"] for each in told["curve"])
     assert told["reason"] == told["plan"]["notes"][0]
+
+
+def test_what_one_more_device_brings_is_told(files: tuple[Path, Path]) -> None:
+    how = (files[0], "--cluster", files[1], "--batch", 24, "--no-simulate", "--one-more")
+    told = json.loads(run(plan, *how, "--json"))
+    with_it = make_plan(NET, with_one_more(FOUR, "cpu"), PlanOptions(batch=24, **QUICK))
+    assert told["one_more"]["cpu"]["step_s"] < told["best"]["step_s"]
+    assert told["one_more"]["cpu"]["step_s"] == pytest.approx(with_it.best.step_s, rel=0.1)
+    assert "with one more cpu: 1." in run(plan, *how)
+    with pytest.raises(StagewrightError, match="--one-more is for devices that may be chosen"):
+        run(plan, *how, "--placement", "0:0-1")
+
+
+def test_times_beyond_what_was_profiled_are_told_as_such(files: tuple[Path, Path]) -> None:
+    known = NET.batch_sizes[-1]
+    beyond = run(plan, files[0], "--cluster", files[1], "--batch", 4 * 24 * known, "--no-simulate")
+    assert f"times the {known} profiled: its times are extrapolated" in " ".join(beyond.split())
+    assert "extrapolated" not in run(plan, files[0], "--cluster", files[1], "--batch", min(known, 24), "--no-simulate")
 
 
 @pytest.mark.parametrize(

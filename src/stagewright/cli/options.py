@@ -17,6 +17,7 @@ import typer
 
 from stagewright.cluster import Cluster
 from stagewright.errors import UsageError
+from stagewright.plan import Plan
 from stagewright.profile import Profile
 from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.kinds import with_kinds_of
@@ -90,10 +91,14 @@ class Hardware(Adapters):
             return None
         return with_kinds_of(profile if self.assume_kind is None else profile.assumed(self.assume_kind), cluster)
 
-    def assumed(self, profile: Profile) -> list[str]:
-        """What the profile rests on beside measurements: said with every plan and prediction."""
+    def assumed(self, profile: Profile, plan: Plan) -> list[str]:
+        """What a prediction rests on beside measurements: said with every plan."""
         notes = [profile.notes[-1]] if self.assume_kind is not None else []
-        return [*notes, *(each.notes[-1] for each in profile.others if each.source != profile.source and each.notes)]
+        notes += [each.notes[-1] for each in profile.others if each.source != profile.source and each.notes]
+        rows = max(each.stop - each.start for stage in range(len(plan.stages)) for each in plan.shares(stage, 0))
+        known = min(each.batch_sizes[-1] for each in (profile, *profile.others))
+        far = f"the largest microbatch has {rows} {profile.sample_name}, {rows / known:.1f} times the {known} profiled"
+        return [*notes, *([f"{far}: its times are extrapolated"] if rows > known else [])]
 
 
 def names_file(what: str) -> bool:

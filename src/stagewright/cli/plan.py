@@ -17,7 +17,7 @@ from stagewright.cluster import Cluster, count, format_devices
 from stagewright.errors import UsageError
 from stagewright.memory import in_words
 from stagewright.plan import Plan
-from stagewright.planning.money import Objective, choose
+from stagewright.planning.money import Objective, choose, with_one_more
 from stagewright.planning.options import PlanOptions
 from stagewright.planning.search import Choice, Search, make_plan, shape
 from stagewright.profile import Profile
@@ -35,6 +35,8 @@ class _Planning(Hardware):
     """what the best plan has least of; the devices that a plan uses cost their price_per_h"""
     max_cost: float | None = None
     """with time-under-cost: what a million samples may cost"""
+    one_more: bool = False
+    """tell what one more device of each kind would bring"""
     simulate: bool = True
     """simulate the best of what the estimate ranks; else rank by the estimate alone"""
     json: bool = False
@@ -56,22 +58,38 @@ def plan(
     profile = own.load_profile(what if names_file(what) else None, hardware) or _analytic(what, hardware, plan, own)
     ways, profile = _ways(profile, own), own.with_optimizer(profile)
     system = own.load_system()
-    score = simulator(profile, hardware, system) if own.simulate else None
-    planned = partial(make_plan, profile, hardware, plan, score, system, ways)
-    found, curve = choose(planned, hardware, own.objective, own.max_cost)
-    if notes := own.assumed(profile):
+
+    def planned(cluster: Cluster) -> tuple[Search, Sequence[Search]]:
+        score = simulator(profile, cluster, system) if own.simulate else None
+        search = partial(make_plan, profile, cluster, plan, score, system, ways)
+        return choose(search, cluster, own.objective, own.max_cost)
+
+    if own.one_more and plan.placement:
+        raise UsageError("--one-more is for devices that may be chosen", "leave --placement out")
+    found, curve = planned(hardware)
+    more = {kind: planned(with_one_more(hardware, kind))[0].best for kind in hardware.kinds if own.one_more}
+    if notes := own.assumed(profile, found.best.plan):
         best = replace(found.best.plan, notes=(*found.best.plan.notes, *notes))
         found = replace(found, best=replace(found.best, plan=best))
     if own.out is not None:
         found.best.plan.save(own.out)
     if own.json:
-        typer.echo(dump_json(_summary(found) | {"curve": [_as_plain(each.best) for each in curve]}), nl=False)
+        also = {"curve": [_as_plain(each.best) for each in curve], "one_more": {k: _as_plain(more[k]) for k in more}}
+        typer.echo(dump_json(_summary(found) | also), nl=False)
     else:
         on = [
             (best.cost, seconds(best.step_s), shape(best.plan), best.plan.placement) for best in (c.best for c in curve)
         ]
         priced = (f"{cost:.3g} a million samples, {step} a step: {cut} on {where}" for cost, step, cut, where in on)
-        _show(found, profile, hardware, [*priced, *_next(found.best.plan, what, own)])
+        grown = (_one_more(kind, best, found.best) for kind, best in more.items())
+        _show(found, profile, hardware, [*priced, *grown, *_next(found.best.plan, what, own)])
+
+
+def _one_more(kind: str, best: Choice, now: Choice) -> str:
+    """What one more device of a kind would bring."""
+    cost = "" if best.cost is None else f", {best.cost:.3g} a million samples"
+    faster = f"{now.step_s / best.step_s:.2f} × as fast, {seconds(best.step_s)} a step{cost}"
+    return f"with one more {kind}: {faster}: {shape(best.plan)} on {best.plan.placement}"
 
 
 def _analytic(model: str, cluster: Cluster, options: PlanOptions, own: _Planning) -> Profile:

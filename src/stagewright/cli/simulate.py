@@ -79,7 +79,7 @@ def simulate(
         _refuse_what_does_not_fit([point.record for point in points], hardware)
         return
     record = points[0].record
-    if profile is not None and (notes := own.assumed(profile)):
+    if profile is not None and (notes := own.assumed(profile, record.plan)):
         record = replace(record, notes=(*record.notes, *notes))
     if own.trace is not None:
         write_whole(own.trace, json.dumps(chrome_trace(record)))

@@ -1,4 +1,4 @@
-"""What plans cost, and which to take: the cheapest plan on some devices is the fastest on them."""
+"""What plans cost, and which to take: the cheapest plan on some devices is the fastest on them; and one device more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Literal
 
-from stagewright.cluster import Cluster, Devices
+from stagewright.cluster import Cluster, DeviceId, Devices, plain_kind
 from stagewright.errors import ClusterError, PlanError, UsageError
 from stagewright.planning.search import Search, shape
 
@@ -54,3 +54,17 @@ def _fewer(devices: Devices, cluster: Cluster) -> list[Devices]:
     sorts = ([id for id in devices if kinds[id] == kind] for kind in dict.fromkeys(kinds.values()))
     out = (some[-max(len(devices) // 8, 1) :] for some in sorts)
     return list(filter(None, (tuple(id for id in devices if id not in each) for each in out)))
+
+
+def with_one_more(cluster: Cluster, kind: str) -> Cluster:
+    """The cluster with a device more of a kind, on the first host that has one, wired like the last one there."""
+    ids = [id for id in cluster.device_ids if plain_kind(cluster.device(id).kind) == kind]
+    old, plain = max(id for id in ids if id.host == ids[0].host), cluster.to_dict()
+    host = plain["hosts"][old.host]
+    fresh = DeviceId(old.host, len(host["devices"]))
+    host["devices"].append(host["devices"][old.device])
+    inside = (host["links"], str(old.device), str(fresh.device))
+    for links, here, there in (inside, (plain["links"], str(old), str(fresh))):
+        like = [link for link in links if here in link["ends"]]
+        links += [{**link, "ends": [there if end == here else end for end in link["ends"]]} for link in like]
+    return Cluster.from_dict(plain)
