@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import stagewright as sw
 from stagewright.cluster import parse_placement
 
-NAP_S, ROWS = 0.02, 6
+NAP_S, ROWS = 0.08, 6
 
 
 class Nap(nn.Module):

@@ -72,7 +72,11 @@ def test_it_says_what_was_predicted_and_held_by_kind_and_what_to_change(tmp_path
 def test_what_is_not_of_memory_is_left_alone(tmp_path: Path) -> None:
     full = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
     assert said_of(full, tmp_path, 0) is not None
-    assert said_of(MemoryError(), tmp_path, 0) is not None
+    assert (
+        said_of(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), tmp_path, 0)
+        is not None
+    )
+    assert said_of(MemoryError("no room for the images"), tmp_path, 0) is None
     assert said_of(RuntimeError("shapes do not match"), tmp_path, 0) is None
 
 

@@ -23,8 +23,7 @@ from stagewright.profiling.detect import cluster_or_here
 from stagewright.profiling.kinds import with_kinds_of
 from stagewright.schema import schema
 from stagewright.system import OWN, System
-from stagewright.training.config import Adapters
-from stagewright.training.recipes import OPTIMIZERS, OptimizerName
+from stagewright.training.recipes import OPTIMIZERS, Adapters, OptimizerName
 from stagewright.training.sections import Key, read_section, section_keys
 
 Given = dict[str, dict[str, Any]]

@@ -21,7 +21,7 @@ from stagewright.planning.options import PlanOptions
 from stagewright.runtime.settings import Computing
 from stagewright.schema import Saved, adapter, check_head, read_plain, schema, shown
 from stagewright.training.events import LogFormat, SinkName
-from stagewright.training.recipes import RecipeFile
+from stagewright.training.recipes import Adapters, RecipeFile
 from stagewright.training.sections import read_section, section_keys
 
 CONFIG_FILE = "config.yaml"
@@ -30,23 +30,6 @@ SYNTHETIC, TEXT, TOKENS, PYTHON = "synthetic", "text:", "tokens:", "python:"
 """What data is called, or begins with, that is no folder of images."""
 _Layer = Mapping[str, Mapping[str, Any]]
 """Plain values by section and key, as one source gives them."""
-
-
-@schema(error=UsageError)
-class Adapters:
-    """What is trained of a model: all of it, or low-rank adapters in it."""
-
-    lora: int | None = Field(default=None, ge=1)
-    """freeze the model, and train low-rank adapters of this rank in it (needs peft)"""
-    lora_targets: tuple[str, ...] = ()
-    """the linear layers that get them, such as q_proj,v_proj, or all-linear; by default those usual for the model"""
-    lora_alpha: float | None = Field(default=None, gt=0)
-    """adapters count alpha / rank times; twice the rank by default"""
-
-    def __post_init__(self) -> None:
-        if self.lora is None and (self.lora_targets or self.lora_alpha is not None):
-            option = "--lora-targets" if self.lora_targets else "--lora-alpha"
-            raise UsageError(f"{option} is given, but no --lora", "add --lora RANK")
 
 
 @schema(error=UsageError)

@@ -11,7 +11,8 @@ from stagewright.models import build_model
 from stagewright.models.lora import Lora, is_adapter, merged, save_adapters
 from stagewright.runtime.checkpoint.resuming import save_model, whole_model
 from stagewright.runtime.checkpoint.storage import find_checkpoint
-from stagewright.training.config import CONFIG_FILE, Adapters, Config
+from stagewright.training.config import CONFIG_FILE, Config
+from stagewright.training.recipes import Adapters
 
 _HUGGING_FACE = "hf:"
 

@@ -22,6 +22,23 @@ if TYPE_CHECKING:
     from stagewright.models.counts import Role
 
 
+@schema(error=UsageError)
+class Adapters:
+    """What is trained of a model: all of it, or low-rank adapters in it."""
+
+    lora: int | None = Field(default=None, ge=1)
+    """freeze the model, and train low-rank adapters of this rank in it (needs peft)"""
+    lora_targets: tuple[str, ...] = ()
+    """the linear layers that get them, such as q_proj,v_proj, or all-linear; by default those usual for the model"""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """adapters count alpha / rank times; twice the rank by default"""
+
+    def __post_init__(self) -> None:
+        if self.lora is None and (self.lora_targets or self.lora_alpha is not None):
+            option = "--lora-targets" if self.lora_targets else "--lora-alpha"
+            raise UsageError(f"{option} is given, but no --lora", "add --lora RANK")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
     """An optimizer that recipes can name."""

@@ -37,9 +37,9 @@ def keep_prediction(folder: Path, needed: Sequence[StageBytes]) -> None:
 def out_of_memory(fault: BaseException, schedule: Schedule, folder: Path, worker: int) -> RunError | None:
     """The error of a worker that ran out: what it was predicted to hold, what it held, by kind, and what to change.
 
-    None where the fault is another.
+    None where the fault is another; a MemoryError may be any code's own, and is told as it was raised.
     """
-    if not isinstance(fault, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(fault):
+    if not isinstance(fault, torch.OutOfMemoryError) and "can't allocate memory" not in str(fault):
         return None
     plan, held, told = schedule.plan, _held_now(), list[str]()
     with suppress(OSError, ValueError, LookupError, TypeError):
