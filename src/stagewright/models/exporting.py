@@ -38,9 +38,12 @@ from stagewright.models.values import FEW, MANY, count_batch, rate_in
 _aten = torch.ops.aten
 ATTENTION = _aten.scaled_dot_product_attention.default
 _WITH_FLAG = {
-    _aten.dropout.default: 2, _aten.feature_dropout.default: 2, _aten.alpha_dropout.default: 2,
-    _aten.feature_alpha_dropout.default: 2, _aten.batch_norm.default: 5,
-}  # fmt: skip
+    _aten.dropout.default: 2,
+    _aten.feature_dropout.default: 2,
+    _aten.alpha_dropout.default: 2,
+    _aten.feature_alpha_dropout.default: 2,
+    _aten.batch_norm.default: 5,
+}
 """Operators that behave differently in training, and the index of the argument that says so."""
 
 _MOVE = _aten.to.dtype_layout

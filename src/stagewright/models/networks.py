@@ -282,7 +282,7 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and an _MLP, each normalized before and added to what came in."""
+    """Attention and an MLP, each normalized before and added to what came in."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()

@@ -248,10 +248,10 @@ def _refused(problem: Problem, ways: Mapping[str, Profile]) -> PlanError:
     if not found.stages:
         return PlanError(told, "use a smaller --batch, more --microbatches, or more or larger devices")
     worst = max(found.stages, key=lambda use: use.ratio)
-    again = [", though it recomputes" if use.how["recompute"] else "" for use in found.stages]
     lines = [
-        f"{_describe(use, costs)}{again} ({in_words(costs.stage_bytes(use.first, use.last, **use.how)._asdict())})"
-        for use, again in zip(found.stages, again)
+        f"{_describe(use, costs)}{', though it recomputes' if use.how['recompute'] else ''} "
+        f"({in_words(costs.stage_bytes(use.first, use.last, **use.how)._asdict())})"
+        for use in found.stages
     ]
     told += f"; where the fullest device is least full, {_describe(worst, costs)}"
     return PlanError(told, "\n".join([*lines, *_helping(problem, ways), "or use more or larger devices"]))

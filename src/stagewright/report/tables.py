@@ -137,13 +137,21 @@ def _case_row(case: Case, sign: str, unit: str, folder: Path | None) -> _Row:
     if len(case.records) > 1:
         spread = f"{span_of(case.rates)} in {len(case.records)} runs"
     cells = (
-        _word(case.name, "; ".join(case.notes(on_time=False))), _rate_cell(case, unit, spread),
-        _source_cell(case.source), _word(sign),
+        _word(case.name, "; ".join(case.notes(on_time=False))),
+        _rate_cell(case, unit, spread),
+        _source_cell(case.source),
+        _word(sign),
         _word(strategy(plan), f"versions {', '.join(map(str, plan.versions))}" if not plan.is_synchronous else ""),
-        _word("-".join(map(str, plan.replicas)), plan.placement), _Cell(seconds(case.step_s), case.step_s),
-        _memory_cell(case), _word(record.limit), _word(plan.model, record.precision), _word(record.data),
-        _word(plan.policy), _epoch_cell(case), _log_cell(case, folder),
-    )  # fmt: skip
+        _word("-".join(map(str, plan.replicas)), plan.placement),
+        _Cell(seconds(case.step_s), case.step_s),
+        _memory_cell(case),
+        _word(record.limit),
+        _word(plan.model, record.precision),
+        _word(record.data),
+        _word(plan.policy),
+        _epoch_cell(case),
+        _log_cell(case, folder),
+    )
     return _Row(case.source, cells)
 
 
@@ -219,11 +227,16 @@ def _scaling_row(case: Case, base: Case | None) -> _Row:
         name = "itself" if base is case else base.name
         against = _Cell(times(case.gain(base)), case.gain(base)), _word(name, "; ".join(differences(case, base)))
     cells = (
-        _word(case.name), _Cell(case.speed(), case.samples_per_s), _source_cell(case.source), *against,
-        _word(case.plan.model), _Cell(str(len(each)), len(each)), _Cell(even, max(each)),
+        _word(case.name),
+        _Cell(case.speed(), case.samples_per_s),
+        _source_cell(case.source),
+        *against,
+        _word(case.plan.model),
+        _Cell(str(len(each)), len(each)),
+        _Cell(even, max(each)),
         _Cell(row_count(case.rows_per_device), case.rows_per_device, f"batch {case.plan.batch:,}"),
         _word(case.record.precision),
-    )  # fmt: skip
+    )
     return _Row(case.source, cells)
 
 
@@ -247,12 +260,15 @@ def _pair_cells(pair: Pair) -> tuple[_Cell, ...]:
     doubts = [] if pair.same_cluster else [f"predicted for {predicted.record.cluster}, run on {found.record.cluster}"]
     doubts += [] if plan_key(predicted.plan) == plan_key(found.plan) else ["the two plans differ"]
     return (
-        _word(found.name, "; ".join(doubts)), _source_cell(found.source),
+        _word(found.name, "; ".join(doubts)),
+        _source_cell(found.source),
         _Cell(found.speed(predicted.samples_per_s), predicted.samples_per_s, seconds(predicted.step_s)),
         _Cell(found.speed(), found.samples_per_s, seconds(found.step_s)),
-        _Cell(percent(pair.rate_error), pair.rate_error), _word(_memory_text(predicted)), _word(_memory_text(found)),
+        _Cell(percent(pair.rate_error), pair.rate_error),
+        _word(_memory_text(predicted)),
+        _word(_memory_text(found)),
         _EMPTY if memory is None else _Cell(percent(memory), memory),
-    )  # fmt: skip
+    )
 
 
 # ── time to a loss ──────────────────────────────────────────────────────────────────────────────────────

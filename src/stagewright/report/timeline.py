@@ -42,11 +42,19 @@ _FAMILIES = (
 _COMPUTE_FAMILIES = ("forward", "backward", "update")
 
 _WORDS: Mapping[str, str] = {
-    "F": "forward", "B": "backward", "I": "backward, gradients of the inputs",
-    "W": "backward, gradients of the weights", "SF": "sending activations", "RF": "receiving activations",
-    "SB": "sending gradients", "RB": "receiving gradients", "G": "reducing gradients",
-    "A": "agreement of all workers", "U": "update of the weights", "data": "loading data",
-}  # fmt: skip
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, gradients of the inputs",
+    "W": "backward, gradients of the weights",
+    "SF": "sending activations",
+    "RF": "receiving activations",
+    "SB": "sending gradients",
+    "RB": "receiving gradients",
+    "G": "reducing gradients",
+    "A": "agreement of all workers",
+    "U": "update of the weights",
+    "data": "loading data",
+}
 """What each kind of action is called when a person asks."""
 PAGE_WORDS: Mapping[str, object] = {
     "span_families": [[family.name, family.colour] for family in _FAMILIES], "words": dict(_WORDS),
@@ -162,13 +170,17 @@ def run_data(case: Case, limit: int) -> _Plain:
             curve = _memory_curve(use, start_s)
             curves.setdefault(json.dumps(curve), {"devices": [], **curve})["devices"].append(use.device)
     return {
-        "rows": _row_names(record), "devices": [str(device) for device in record.plan.devices],
+        "rows": _row_names(record),
+        "devices": [str(device) for device in record.plan.devices],
         "stages": [[str(device) for device in stage.devices] for stage in record.plan.stages],
-        "busy": list(_busy_shares(record)), "several": record.plan.num_microbatches > 1,
-        "notes": list(case.notes(on_time=True)), "num_left_out": len(record.spans) - len(spans),
+        "busy": list(_busy_shares(record)),
+        "several": record.plan.num_microbatches > 1,
+        "notes": list(case.notes(on_time=True)),
+        "num_left_out": len(record.spans) - len(spans),
         "window": [_micro(edge - start_s) for edge in window] if window else None,
-        "spans": _span_groups(spans, start_s), "memory": list(curves.values()),
-    }  # fmt: skip
+        "spans": _span_groups(spans, start_s),
+        "memory": list(curves.values()),
+    }
 
 
 def _micro(value_s: float) -> float:

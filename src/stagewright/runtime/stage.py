@@ -49,7 +49,7 @@ class StageRunner:
         self.held: dict[Key, Held] = {}
         self._uses_a_weight_twice: bool | None = None
         self.timed: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What it computes in: whoever wants to know how long it takes."""
+        """The context that each forward and backward runs in: a stopwatch's, while somebody measures them."""
 
     def forward(
         self, module: nn.Module, key: Key, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, start: int = 0,

@@ -101,10 +101,14 @@ class Worker:
     def _table(self) -> dict[Kind, Callable[[Action], None]]:
         """What each kind of action does."""
         return {
-            Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.BACKWARD_INPUT: self.backward_input,
-            Kind.BACKWARD_WEIGHT: self.backward_weight, Kind.REDUCE: self.reduce, Kind.AGREE: self.agree,
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+            Kind.REDUCE: self.reduce,
+            Kind.AGREE: self.agree,
             Kind.UPDATE: self.update,
-        }  # fmt: skip
+        }
 
     def for_evaluation(self, schedule: Schedule, feed: Feed) -> Worker:
         """A worker that shares this one's stages but runs another schedule on other data, forward only."""

@@ -27,9 +27,13 @@ class Code(Enum):
 
 
 _CODES = {
-    **dict.fromkeys("FBIW", Code.COMPUTES), **dict.fromkeys(("RF", "RB"), Code.RECEIVE),
-    **dict.fromkeys(("SF", "SB"), Code.SEND), "G": Code.GATHER, "A": Code.AGREE, "U": Code.UPDATE,
-}  # fmt: skip
+    **dict.fromkeys("FBIW", Code.COMPUTES),
+    **dict.fromkeys(("RF", "RB"), Code.RECEIVE),
+    **dict.fromkeys(("SF", "SB"), Code.SEND),
+    "G": Code.GATHER,
+    "A": Code.AGREE,
+    "U": Code.UPDATE,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ The items of any map-style dataset are dataset.py's.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 
@@ -23,7 +23,6 @@ from stagewright.data.pixels import EvalTransform, TrainTransform, Transform, no
 from stagewright.data.source import Dataset, Indices, OnCorrupt
 from stagewright.errors import DataError
 from stagewright.models import Layered
-from stagewright.models.layered import Learns
 from stagewright.models.loss import IGNORED
 from stagewright.plan import Plan
 from stagewright.runtime.settings import Settings
@@ -215,19 +214,12 @@ class TextFeed:
         return torch.from_numpy(ids), torch.from_numpy(counted), torch.from_numpy(there)
 
 
-_ALWAYS = ("input_ids", "attention_mask")
-_COLUMNS: Mapping[Learns, tuple[str, ...]] = {
-    "next": (*_ALWAYS, "token_type_ids", "position_ids"), "masked": (*_ALWAYS, "token_type_ids", "position_ids"),
-    "answer": (*_ALWAYS, "decoder_input_ids"),
-}  # fmt: skip
-"""The inputs that text has for a model."""
-
-
 def _column_of(name: str, model: Layered) -> str:
     """What an input gets; the only one is the tokens, whatever it is called."""
     if len(model.inputs) == 1:
-        return _ALWAYS[0]
-    known = _COLUMNS[model.learns]
+        return "input_ids"
+    others = ("decoder_input_ids",) if model.learns == "answer" else ("token_type_ids", "position_ids")
+    known = ("input_ids", "attention_mask", *others)
     if name not in known:
         raise DataError(f"the model takes '{name}', which text does not have", f"text has {', '.join(known)}")
     return name

@@ -27,9 +27,7 @@ def _watch(limit_s: float, worker: int) -> None:
     while os.getppid() == worker:
         since = (since or time.monotonic()) if is_stopped(worker) else None
         if since is not None and time.monotonic() - since > limit_s:
-            print(
-                f"the guard: worker process {worker} has been stopped for {limit_s:g} s, and is ended", file=sys.stderr
-            )
+            print(f"worker process {worker} was stopped for {limit_s:g} s, and is ended by its guard", file=sys.stderr)
             os.kill(worker, signal.SIGKILL)
             return
         time.sleep(min(1.0, limit_s / 20))

@@ -52,10 +52,10 @@ def check_before_launch(
     sizes = _stage_bytes(plan, layered, settings, states)
     here = {"this host": (_this_machine(), sorted({id.host for id in plan.devices}))}
     needed = needed_bytes(plan, layered, settings, states=states, scratch=scratch, device=device_of(settings))
-    keep_prediction(folder, needed)
     found += _too_little_memory(plan, needed, settings, here)
     found += _unwritable(folder)
     _refuse([*found, *(_too_little_disk(plan, sizes, folder, keep) if keep else ())])
+    keep_prediction(folder, needed)
 
 
 def _refuse(found: Sequence[str]) -> None:
